@@ -1,7 +1,7 @@
-"""COAT for DeepSpeed and plain PyTorch: AdamW whose moments take eight bits each, switched on by a block of
-the JSON config, and FP8 layers for any model (`convert`).
+"""COAT for DeepSpeed and plain PyTorch: AdamW with 8-bit moments, which a block of the JSON config enables,
+and FP8 layers for any model (`convert`).
 
-Importing this package imports neither DeepSpeed nor torch; its names are imported when they are used.
+Importing this package imports neither DeepSpeed nor torch; its names are imported on first use.
 """
 
 import importlib
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from coat_ds.zero.switch import install, uninstall
 
 if TYPE_CHECKING:
-    # what type checkers see of the names below
+    # the names below, for type checkers
     from coat_ds import plan, watch
     from coat_ds.checkpointing import compressed_checkpoints
     from coat_ds.config import CoatConfig, CoatConfigError
@@ -32,7 +32,7 @@ _HOMES = {
     "unconvert": "coat_ds.layers.convert",
     "__version__": "coat_ds.versions",
 }
-# that are used as attributes
+# subpackages that are used as attributes
 _ROOMS = ("plan", "watch")
 
 __all__ = [
@@ -52,8 +52,8 @@ __all__ = [
 
 
 def _warn_of_two_copies() -> None:
-    """Logs a warning on rank 0 where coat_ds and coat_kernels come from two folders. That happens in a clone
-    while another copy is installed: Python finds `coat_ds/` in the working directory, `coat_kernels` not.
+    """Logs a warning on rank 0 if coat_ds and coat_kernels come from two folders. This happens in a clone
+    while another copy is installed: the working directory has `coat_ds/`, but no `coat_kernels/`.
     """
     try:
         spec = importlib.util.find_spec("coat_kernels")
@@ -62,7 +62,7 @@ def _warn_of_two_copies() -> None:
         return
     if spec is None or not spec.origin or os.environ.get("RANK", "0") != "0":
         return
-    # the folders that hold the two packages' folders
+    # the parent folders of the two packages
     ours, theirs = (os.path.dirname(os.path.dirname(os.path.abspath(f))) for f in (__file__, spec.origin))
     if ours != theirs and os.path.realpath(ours) != os.path.realpath(theirs):
         logging.getLogger("coat_ds").warning(
@@ -78,7 +78,7 @@ _warn_of_two_copies()
 
 
 def initialize(*args, **kwargs):
-    """Raises RuntimeError: `deepspeed.initialize` took its place."""
+    """Raises RuntimeError: `deepspeed.initialize` replaces it."""
     raise RuntimeError(
         'coat_ds.initialize was removed. Call deepspeed.initialize, which honours the "coat" block where '
         "COAT is installed by pip, and anywhere after coat_ds.install()."

@@ -16,7 +16,7 @@ from coat_kernels.autograd.checkpointing import (
 
 
 def generator_name() -> str:
-    """What `torch.utils.checkpoint.checkpoint` calls unless it is reentrant, which torch 2.14 renamed."""
+    """The function that non-reentrant `torch.utils.checkpoint.checkpoint` calls. torch 2.14 renamed it."""
     name = "_checkpoint_without_reentrant_generator"
     return f"{name}_impl" if hasattr(torch.utils.checkpoint, f"{name}_impl") else name
 
@@ -39,8 +39,8 @@ GENERATOR, FUNCTION = (
 def compressed_checkpoints(group_size: int = 128) -> Iterator[None]:
     """A context for a forward pass, in which `torch.utils.checkpoint` (reentrant or not) saves inputs in FP8.
 
-    Backward may run outside of it. It holds for this thread, or task, alone, and ends with any exception.
-    group_size: elements that share a scale: 16, 32, 64 or 128.
+    Backward may run outside of the context. The context applies only to the current thread or task, and an
+    exception ends it. group_size: elements that share a scale: 16, 32, 64 or 128.
 
     Raises ValueError for another group size, PatchError for an unknown torch.
     """
@@ -50,7 +50,7 @@ def compressed_checkpoints(group_size: int = 128) -> Iterator[None]:
     GENERATOR.apply(packing_generator)
     FUNCTION.apply(packing_function)
     size = open_group_size.set(group_size)
-    # a generator that an exception left is closed later than this
+    # a generator that an exception interrupted is closed only after this context has ended
     inside = in_region.set(in_region.get())
     try:
         yield

@@ -14,7 +14,7 @@ TRAINING = "coat_launch.pretrain_gpt"
 
 
 def version() -> str:
-    """Of the installed package."""
+    """The version of the installed package."""
     try:
         return importlib.metadata.version(PACKAGE)
     except importlib.metadata.PackageNotFoundError:
@@ -30,7 +30,7 @@ def parser() -> argparse.ArgumentParser:
     watch = commands.add_parser("watch", help="what a run's readings say, as a table and pictures")
     commands.add_parser("schema", help="print the JSON schema of the coat block")
     commands.add_parser("patches", help="what is patched of the installed frameworks, and why")
-    # its options are the training script's own, --help too
+    # the training script parses its own options, --help included
     commands.add_parser("train", help="train a GPT: hands its arguments on", add_help=False)
     from coat_ds.doctor.command import add_options as doctor_options
     from coat_ds.plan.command import add_options as plan_options
@@ -43,7 +43,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """The exit code: 0, 1 for problems found, 2 for what was asked wrongly."""
+    """The exit code: 0 for success, 1 for problems found, 2 for wrong arguments."""
     words = list(sys.argv[1:] if words is None else words)
     if words[:1] == ["train"]:
         return _train(words[1:])
@@ -66,10 +66,10 @@ def main(words: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except BrokenPipeError:
-        # of `| head`; Python would complain of it once more at its end
+        # `| head` has closed the pipe; Python's flush at exit must not raise a second time
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    # PlanError and CoatConfigError are; what else is a defect keeps its traceback
+    # PlanError and CoatConfigError are subclasses; a plain ValueError is a defect and keeps its traceback
     except ValueError as error:
         if type(error) is ValueError:
             raise
@@ -86,7 +86,7 @@ def _train(words: list[str]) -> int:
             file=sys.stderr,
         )
         return 2
-    # argparse calls the program by this name
+    # the program name in argparse's messages
     sys.argv[0] = "coat train"
     importlib.import_module(TRAINING).main(words)
     return 0

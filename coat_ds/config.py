@@ -2,7 +2,7 @@
 
     {"coat": {"enabled": true}}
 
-is the whole usual block; every field below has the value that it takes then.
+is the usual block: every other field takes the default below.
 """
 
 import difflib
@@ -24,7 +24,7 @@ FAST_ACCUMULATION = ("forward", "all", "none")
 BF16_PARAMS = ("exact", "stochastic", "nearest")
 CHECKPOINT_LAYOUTS = ("stock", "compressed")
 EXP_AVG_FORMATS = ("auto", *SIGNED_CODECS)
-# a ratio to the second moment says nothing of the second moment itself
+# a codec that stores a ratio to the second moment cannot store the second moment itself
 EXP_AVG_SQ_FORMATS = tuple(name for name, codec in CODECS.items() if not codec.relative)
 ROUNDINGS = ("auto", "nearest", "stochastic")
 KEEP_FP32 = ("*norm*", "*bias*")
@@ -41,11 +41,11 @@ WATCH_ACTS = ("off", "warn", "act")
 ZERO3_LAYER_UNITS = ("auto", True, False)
 CUDA_GRAPHS = ("auto", True, False)
 EVALUATIONS = ("fp8", "stock")
-AUTO = 'Nobody fills in "auto" in this block: write the value, or drop the key for its default.'
+AUTO = 'No trainer fills in "auto" in this block: write the value, or drop the key for its default.'
 
 
 class CoatConfigError(ValueError):
-    """A config that cannot be honoured. The message names the key, the value found and the way out."""
+    """A config that cannot be honoured. The message names the key, the value found and the fix."""
 
 
 def check_type(key: str, value: Any, expected: type) -> None:
@@ -76,7 +76,7 @@ def _way_to_a_choice(value: Any, choices: tuple) -> str:
 
 
 def check_pair(key: str, exp_avg_format: str, exp_avg_sq_format: str) -> None:
-    """Raises CoatConfigError for two known formats that do not go together; `key` is put before each name."""
+    """Raises CoatConfigError for two known formats that cannot be combined; `key` prefixes each name."""
     first = first_codec(exp_avg_format, CODECS[exp_avg_sq_format])
     if not first.stands_beside(CODECS[exp_avg_sq_format]):
         seconds = [name for name, codec in CODECS.items() if first.stands_beside(codec)]
@@ -88,28 +88,28 @@ def check_pair(key: str, exp_avg_format: str, exp_avg_sq_format: str) -> None:
 
 
 def did_you_mean(found: Any, known: Iterable) -> str:
-    """A sentence that names the one of `known` which is likely meant, in front of it a space; or nothing."""
+    """A sentence, after a space, with the name in `known` closest to `found`; empty if none is close."""
     known = [str(k) for k in known]
     close = difflib.get_close_matches(str(found).lower(), known, n=1)
-    # what others call it
+    # names that other libraries use
     close = close or [name for name in OTHER_NAMES.get(str(found).lower(), ()) if name in known][:1]
     return f" Did you mean {close[0]!r}?" if close else ""
 
 
 @dataclass(frozen=True)
 class _Block:
-    """A JSON object that a frozen dataclass describes; `KEY` is its path in the config."""
+    """A JSON object described by a frozen dataclass; `KEY` is its path in the config."""
 
     __slots__ = ()
     KEY: ClassVar[str]
     OR_BOOLEAN: ClassVar[bool] = False
-    """Whether true or false may stand for the object; `from_boolean` says for what."""
+    """Whether true or false may replace the object; `from_boolean` builds the block from them."""
     REMOVED: ClassVar[Mapping[str | tuple[str, str], str]] = {}
-    """Keys, and values of keys, that were removed, and what to do now."""
+    """Removed keys, and removed (key, value) pairs, each with what to write instead."""
 
     @classmethod
     def from_boolean(cls, value: bool) -> Self:
-        """What true and false stand for, where `OR_BOOLEAN` says that they do: nobody asks others."""
+        """The block that true or false stands for. Called only where `OR_BOOLEAN` is true."""
         raise NotImplementedError(f"{cls.KEY} is no boolean")
 
     @classmethod
@@ -157,7 +157,7 @@ class _Block:
             elif f.type in (bool, int, float, str):
                 check_type(key, value, f.type)
                 minimum = f.metadata.get("minimum")
-                # so that NaN is refused, too
+                # written with `not` so that NaN is refused too
                 if minimum is not None and not value >= minimum:
                     raise CoatConfigError(f"{key}: expected {minimum} or more, found {value}. Correct it.")
             else:
@@ -165,14 +165,14 @@ class _Block:
 
 
 def difference(found: _Block, wanted: _Block) -> tuple[str, Any, Any]:
-    """The first key in which two blocks of one kind differ, and both values."""
+    """The first key in which two blocks of the same class differ, and both values."""
     pairs = ((f.name, getattr(found, f.name), getattr(wanted, f.name)) for f in fields(found))
     return next(pair for pair in pairs if pair[1] != pair[2])
 
 
 def name_patterns(key: str, value: Any) -> tuple[str, ...]:
-    """`value`, a list of patterns of names, as a tuple. Raises CoatConfigError for anything else: of a string
-    alone each letter would be a pattern."""
+    """`value`, a list of name patterns, as a tuple. Raises CoatConfigError for anything else, also for a
+    string: each of its letters would become a pattern."""
     if not isinstance(value, list | tuple) or not all(isinstance(p, str) for p in value):
         raise CoatConfigError(
             f"{key}: expected a list of name patterns such as {list(KEEP_FP32)}, found {value!r}. Correct "
@@ -196,102 +196,108 @@ class OptimizerConfig(_Block):
     """Build `CoatAdamW` from the `"optimizer"` section. False leaves the optimizer to DeepSpeed."""
 
     exp_avg_format: str = _choice("auto", EXP_AVG_FORMATS)
-    """Storage format of the first moment. "auto": "ratio8", its ratio to the root of the second, where that
-    is stored as "log8"; else "fp8_expanded"."""
+    """Storage format of the first moment. "auto" is "ratio8" (its ratio to the root of the second moment) if
+    the second moment is stored as "log8"; else "fp8_expanded"."""
 
     exp_avg_sq_format: str = _choice("log8", EXP_AVG_SQ_FORMATS)
-    """Storage format of the second moment. "fp8_expanded" is the paper's, of both moments."""
+    """Storage format of the second moment. The paper stores both moments as "fp8_expanded"."""
 
     exp_avg_sq_rounding: str = _choice("auto", ROUNDINGS)
-    """How the second moment is rounded. "auto": "log8" stochastically where beta2 is above 63/64, since it
-    would otherwise decay by less than half a code in a step, which is lost; else to nearest. Beside Hugging
-    Face's Trainer or Accelerate, which refuse the word "auto" here, leave the key out."""
+    """How the second moment is rounded. "auto" rounds "log8" stochastically if beta2 is above 63/64, because
+    the decay of a step is then less than half a code, and rounding to nearest would lose it. Otherwise it
+    rounds to nearest. Hugging Face's Trainer and Accelerate refuse the word "auto" here: leave the key
+    out."""
 
     group_size: int = _choice(128, OPTIMIZER_GROUP_SIZES)
-    """Consecutive elements that share one scale and one exponent."""
+    """Number of consecutive elements that share one scale and one exponent."""
 
     min_numel: int = field(default=4096, metadata={"minimum": 0})
-    """Tensors with fewer elements keep FP32 moments. 0 compresses them too."""
+    """Tensors with fewer elements keep FP32 moments. With 0 all sizes are compressed."""
 
     keep_fp32: tuple[str, ...] = KEEP_FP32
-    """Patterns of parameter names, `*` and `?`, any case: what matches keeps FP32 moments. The default's two
-    mean norms and biases: they match the parameter's own name and its module's, and no weight matrices."""
+    """Patterns of parameter names, with `*` and `?`, in any case. Matching parameters keep FP32 moments. The
+    two default patterns cover norms and biases: they match the parameter's own name and its module's, and no
+    weight matrices."""
 
     bf16_params: str = _choice("exact", BF16_PARAMS)
-    """How BF16 parameters that the optimizer itself holds are updated: "exact" (16 more bits in the state
-    make each an FP32 master), "stochastic" or "nearest" rounding. ZeRO's FP32 masters are not concerned."""
+    """How the optimizer updates BF16 parameters that have no FP32 master weights: "exact" keeps 16 more bits
+    in the state, which complete an FP32 master weight; "stochastic" and "nearest" round. No effect on ZeRO's
+    FP32 master weights."""
 
     checkpoint_layout: str = _choice("stock", CHECKPOINT_LAYOUTS)
-    """What checkpoints hold. "stock": FP32 moments, as stock AdamW's do, which reads them. "compressed": the
-    codes, a quarter of the bytes, which `CoatAdamW` reads."""
+    """What checkpoints hold. "stock": FP32 moments, which stock AdamW can load. "compressed": the 8-bit
+    codes, a quarter of the bytes, which only `CoatAdamW` can load."""
 
     def __post_init__(self):
-        # a dataclass with slots is made anew, after which `super()` without arguments finds the old one
+        # slots=True creates a second class, and `super()` without arguments still refers to the first
         _Block.__post_init__(self)
         check_pair(f"{self.KEY}.", self.exp_avg_format, self.exp_avg_sq_format)
 
 
 @dataclass(frozen=True, slots=True)
 class ActivationsConfig(_Block):
-    """How layers save activations and in which formats they multiply: Megatron's under the layer spec, and
-    those that `coat_ds.convert` finds. True or false may stand for the object."""
+    """How layers save activations, and the formats of their GEMMs. It applies to Megatron's layers under
+    COAT's layer spec, and to layers that `coat_ds.convert` converts. True or false may replace the object."""
 
     KEY: ClassVar[str] = "coat.activations"
     OR_BOOLEAN: ClassVar[bool] = True
     REMOVED: ClassVar[Mapping[str | tuple[str, str], str]] = {
         "forward_format": "Activations and weights are always multiplied in 'e4m3'. Drop the key.",
         ("weight_cache", "scale"): "It saved no time. Write 'none', or 'fp8' for two bytes a parameter.",
-        ("attention_format", "e4m3"): "Its error was six times that of 'bf16'. Write 'sqrt8', as many bytes.",
+        ("attention_format", "e4m3"): "Its error was six times that of 'bf16'. Write 'sqrt8': same bytes.",
     }
 
     enabled: bool = True
-    """Have the layers compute in FP8: those that Megatron built by our spec, and any other model's linear
-    layers, norms, feed-forwards and attention, which are converted in place when the engine is built. False
-    leaves every layer as it is."""
+    """Compute layers in FP8. For Megatron these are the layers of COAT's layer spec. In any other model,
+    linear layers, norms, feed-forwards and attention are converted in place when the engine is built. False
+    leaves every layer unchanged."""
 
     group_size: int = _choice(16, ACTIVATION_GROUP_SIZES)
-    """Consecutive elements of a row that share one scale in a saved activation."""
+    """Number of consecutive elements of a row that share one scale in a saved activation."""
 
     backward_format: str = _choice(E5M2.name, FP8_FORMATS)
-    """FP8 format of gradients; that of activations and weights is E4M3."""
+    """FP8 format of gradients. Activations and weights are always E4M3."""
 
     saved_format: str = _choice(DEFAULT_FORMAT, GROUP_FORMATS)
-    """How groups are saved, in 8 bits an element: "sqrt8", integers whose squares are the values, or "e4m3",
-    the paper's FP8, with three to four times the error and more room for outliers in a group."""
+    """Format of saved activations, 8 bits an element. "sqrt8": integers whose squares are the values.
+    "e4m3": the paper's FP8, with 3 to 4 times the error and more range for outliers in a group."""
 
     attention_format: str = _choice("bf16", ATTENTION_FORMATS)
-    """How q, k, v and attention's output are saved: as they are, or in groups as "sqrt8".
-    "recompute" saves the output alone, in `saved_format`, and makes the others again in backward; where a
-    layer does not run as a fused block it saves all of them so. Under torch.compile they stay as they are."""
+    """How q, k, v and attention's output are saved: in "bf16", or in groups as "sqrt8". "recompute" saves
+    only the output, in `saved_format`, and recomputes q, k and v in backward; layers that do not run as fused
+    blocks save all four in `saved_format`. The key has no effect under torch.compile."""
 
     weight_cache: str = _choice("none", WEIGHT_CACHES)
-    """What is kept of quantized weights over the micro-batches of a step: nothing, or "fp8", two bytes a
-    parameter, which saves quantizing them again; of frozen ones, for good. Under ZeRO-3 every GPU then holds
-    those of all layers, and with one micro-batch a step nothing was gained. Who writes a weight through
-    `.data` between steps calls `coat_kernels.weights.invalidate_weight_caches()`."""
+    """Whether FP8 copies of weights are kept over the micro-batches of a step. "none": weights are quantized
+    in each micro-batch. "fp8": the copies are kept, two bytes a parameter; copies of frozen weights are kept
+    for the whole run. Under ZeRO-3 every GPU then holds the copies of all layers, and "fp8" gained nothing
+    with one micro-batch a step. After writing to `weight.data` between steps, call
+    `coat_kernels.weights.invalidate_weight_caches()`."""
 
     fast_accumulation: str = _choice("forward", FAST_ACCUMULATION)
-    """Which FP8 products Hopper's tensor cores sum with fewer bits: the "forward" ones, "all" or "none". The
-    gradient of the weight of queries, keys and values, in which large terms cancel, is always summed with all
-    bits; in models that `convert` changed that of attention's output, too."""
+    """Which FP8 GEMMs accumulate with fewer bits on Hopper's tensor cores: those of "forward", "all" or
+    "none". The weight gradient of queries, keys and values, in which large terms cancel, is always
+    accumulated with all bits. In models that `convert` changed, the weight gradient of attention's output
+    projection is too."""
 
     cuda_graphs: str | bool = _choice("auto", CUDA_GRAPHS)
-    """Whether dense layers are recorded as CUDA graphs and replayed, which leaves the CPU next to nothing to
-    do. "auto": where the GPU would wait for it, of larger layers only where graphs take little memory; true:
-    wherever it is possible; false: nowhere. Of models that `convert` changed, layers that run as fused
-    blocks. Never under ZeRO-3, where weights move, nor with dropout or while activations are recomputed."""
+    """Whether dense layers run as CUDA graphs, which removes almost all CPU time of the layer. "auto": only
+    where the GPU would wait for the CPU; for larger layers only where graphs take little memory. True:
+    wherever it is possible. False: all layers run eagerly. In models that `convert` changed, only layers that
+    run as fused blocks can be graphs. No graphs are used under ZeRO-3, where weights move, with dropout, or
+    while activations are recomputed."""
 
     evaluation: str = _choice("fp8", EVALUATIONS)
-    """How layers compute where a model is evaluated, behind `model.eval()` and without gradients: in "fp8",
-    as they are trained, or as "stock" layers, which is what a saved model does that is loaded without COAT.
-    Of Megatron's layers the matrix products."""
+    """How layers compute in evaluation, which means after `model.eval()` and without gradients. "fp8": as in
+    training. "stock": as stock layers, as the saved model computes when it is loaded without COAT. For
+    Megatron's layers the key applies only to the GEMMs."""
 
     fallback: bool = False
-    """Keep a linear layer whose sizes FP8 products cannot take in BF16. False makes it an error.
-    `coat_ds.convert` always keeps them."""
+    """Keep a linear layer in BF16 if FP8 GEMMs do not support its sizes. False makes such a layer an error.
+    `coat_ds.convert` always keeps it in BF16."""
 
     emulate: bool = False
-    """On a GPU without FP8, compute with the reference arithmetic: slow, and for looking only."""
+    """On a GPU without FP8, compute with the plain-PyTorch reference. Slow; for debugging only."""
 
     @classmethod
     def from_boolean(cls, value: bool) -> Self:
@@ -300,30 +306,32 @@ class ActivationsConfig(_Block):
 
 @dataclass(frozen=True, slots=True)
 class CheckpointingConfig(_Block):
-    """How DeepSpeed's and torch's activation checkpointing keep the inputs of a region."""
+    """How DeepSpeed's and torch's activation checkpointing save the inputs of a checkpointed region."""
 
     KEY: ClassVar[str] = "coat.checkpointing"
 
     compress: bool = False
-    """Keep them in FP8. The forward pass stays what it is; backward computes from inputs rounded to E4M3."""
+    """Save the inputs in FP8. The forward pass is unchanged. The recompute in backward starts from inputs
+    rounded to E4M3."""
 
     group_size: int = _choice(128, CHECKPOINT_GROUP_SIZES)
-    """Consecutive elements that share one scale."""
+    """Number of consecutive elements that share one scale."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReportConfig(_Block):
-    """What rank 0 logs once, beside the line that COAT is active. True or false may stand for the object."""
+    """What rank 0 logs once, in addition to the line that COAT is active. True or false may replace the
+    object and set all its keys."""
 
     KEY: ClassVar[str] = "coat.report"
     OR_BOOLEAN: ClassVar[bool] = True
 
     states: bool = True
-    """When the optimizer is built: a table of tensors, with the formats and bytes of their moments."""
+    """When the optimizer is built, log a table of tensors with the formats and bytes of their moments."""
 
     saved: bool = False
-    """After the first training forward: the bytes that it keeps for backward. They are counted by hooks on
-    what autograd saves, for that one forward."""
+    """After the first training forward, log the bytes saved for backward. Hooks on autograd's saved tensors
+    count them in that forward only."""
 
     @classmethod
     def from_boolean(cls, value: bool) -> Self:
@@ -332,40 +340,40 @@ class ReportConfig(_Block):
 
 @dataclass(frozen=True, slots=True)
 class WatchConfig(_Block):
-    """What is measured while a model trains (`coat_ds.watch`). Readings go to DeepSpeed's monitors, where any
-    is enabled, or to Megatron-LM's writers, and to `folder`. True stands for the defaults, false for
+    """What is measured during training (`coat_ds.watch`). Readings go to DeepSpeed's enabled monitors or to
+    Megatron-LM's writers, and to `folder`. True may replace the object and means the defaults; false means
     `"every": 0`."""
 
     KEY: ClassVar[str] = "coat.watch"
     OR_BOOLEAN: ClassVar[bool] = True
 
     every: int = field(default=100, metadata={"minimum": 0})
-    """Steps from one reading to the next. 0: none. Nothing is measured either where nobody takes the readings
-    and `act` is "off"."""
+    """Steps from one reading to the next. 0: no readings. Nothing is measured either if no monitor, writer or
+    folder takes the readings and `act` is "off"."""
 
     folder: str = ""
-    """The folder in which one rank, DeepSpeed's first or Megatron's last, appends each reading to
-    watch.jsonl, for `coat watch`. Empty: no file."""
+    """The folder of watch.jsonl, which `coat watch` reads. One rank, DeepSpeed's first or Megatron's last,
+    appends each reading to the file. Empty: no file."""
 
     act: str = _choice("off", WATCH_ACTS)
-    """What follows where a linear layer or the moments of a tensor pass a limit in `readings` readings in a
-    row. "warn": a line in the log. "act": the layer computes in BF16 from then on, the moments are kept in
-    FP32; checkpoints remember it."""
+    """What happens if a linear layer or the moments of a tensor pass a limit in `readings` consecutive
+    readings. "off": nothing. "warn": a line is logged. "act": from then on the layer computes in BF16, or the
+    moments are kept in FP32; checkpoints store this change."""
 
     readings: int = field(default=3, metadata={"minimum": 1})
-    """Readings in a row."""
+    """Number of consecutive readings above a limit after which `act` takes effect."""
 
     update_error: float = field(default=0.5, metadata={"minimum": 0})
-    """The limit of a tensor's update error, 0.5 being half of the update's root mean square."""
+    """The limit of a tensor's update error, as a share of the update's root mean square."""
 
     flushed: float = field(default=0.5, metadata={"minimum": 0})
-    """The limit of the share of a layer's inputs, or of its gradients, whose FP8 codes are zero."""
+    """The limit of the share of a layer's inputs, or of its gradients, that become zero in FP8."""
 
     def __post_init__(self):
         _Block.__post_init__(self)
         if not self.every and self.act != "off":
             raise CoatConfigError(
-                f'{self.KEY}.act: found {self.act!r} beside "every": 0, which measures nothing to act on. '
+                f'{self.KEY}.act: found {self.act!r} with "every": 0, which measures nothing to act on. '
                 "Set every to 1 or more, or drop the key."
             )
 
@@ -381,11 +389,11 @@ class CoatConfig(_Block):
     KEY: ClassVar[str] = "coat"
 
     enabled: bool = False
-    """The switch. Without the block, or with false, nothing changes."""
+    """Switches COAT on. Without the block, or with false, nothing changes."""
 
     require: bool = False
-    """Make it an error if activations are enabled and no linear layer of the model computes in FP8, which
-    otherwise is a warning."""
+    """Raise an error if activations are enabled and no linear layer of the model computes in FP8. With false
+    a warning is logged."""
 
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """8-bit optimizer states."""
@@ -397,22 +405,22 @@ class CoatConfig(_Block):
     """FP8 inputs of checkpointed regions."""
 
     report: ReportConfig = field(default_factory=ReportConfig)
-    """What is said about bytes."""
+    """What is logged about memory."""
 
     watch: WatchConfig = field(default_factory=WatchConfig)
-    """What is measured while it trains, and what follows."""
+    """What is measured during training, and how COAT reacts."""
 
     zero3_layer_units: str | bool = _choice("auto", ZERO3_LAYER_UNITS)
-    """Whether ZeRO-3 gathers and releases a layer's weights together, which saves the CPU time of hooks on
-    each module. "auto": of COAT and converted layers; true: of Megatron's own and Hugging Face's too; false:
-    of none. Layers with frozen parameters are left out, unless the whole model is frozen. Hugging Face's
-    Trainer and Accelerate refuse the word "auto" in any block that is not theirs: leave the key out there."""
+    """Whether ZeRO-3 gathers and releases all weights of a layer together, which saves the CPU time of hooks
+    on each module. "auto": for COAT's and converted layers. True: also for Megatron's own and Hugging Face's
+    layers. False: for none. Layers with frozen parameters are gathered module by module, unless the whole
+    model is frozen. Hugging Face's Trainer and Accelerate refuse the word "auto" here: leave the key out."""
 
     @classmethod
     def from_dict(cls, block: Mapping[str, Any] | None) -> Self:
         """Builds the config from the `"coat"` block; None (no block) gives a disabled one.
 
-        Raises CoatConfigError, also for a block without `enabled`: it would be ignored without a word.
+        Raises CoatConfigError, also for a block without `enabled`, which would otherwise be ignored silently.
         """
         if block is None:
             return cls()

@@ -1,12 +1,12 @@
-"""Patches: the attributes of frameworks that this project exchanges for its own, where there is no other way.
+"""Patches: attributes of the frameworks that this project replaces where there is no other way.
 
-Each is declared once, as a `Patch`. When it is applied, the framework's signature is checked against what the
-patch relies on; applying it again does nothing; the original stays reachable; one line is logged; `remove`
-undoes it.
+Each is declared once, as a `Patch`. Applying it first checks the framework's signature against the expected
+one, and logs one line. Applying it a second time does nothing. The original stays reachable, and `remove`
+restores it.
 
     coat patches
 
-lists all of them and checks them against the installed frameworks. This file needs nothing but the standard
+lists all patches and checks them against the installed frameworks. This file imports only the standard
 library, since it is imported along with torch.
 """
 
@@ -30,7 +30,7 @@ SUPPORTED = {
     "megatron-core": f"Install megatron-core{MEGATRON_CORE}",
     "torch": f"Install torch{TORCH}",
 }
-# by name: this file is below all of them, and Megatron's adapter may not be importable
+# as strings: these modules import this file, and Megatron's adapter may not be importable
 DECLARED_IN = (
     "coat_ds.checkpointing",
     "coat_ds.zero.switch",
@@ -54,12 +54,12 @@ DECLARED_IN = (
     "megatron_ext.optimizer.watch",
     "megatron_ext.cpu",
 )
-# where an object that is patched holds its records
+# the attribute of a patched object that holds its records
 RECORDS = "_coat_patches"
 
 
 class _ABSENT:
-    """No attribute: a class, which copies as itself."""
+    """Marks a missing attribute. A class, since copies of a class are the class itself."""
 
 
 _declared: dict[tuple[str, str], "Patch"] = {}
@@ -68,53 +68,53 @@ _log = logging.getLogger("coat_ds")
 
 
 class PatchError(RuntimeError):
-    """A framework is not what a patch was written for. The message names its version, the symbol, what was
-    expected and what was found."""
+    """The framework differs from what a patch expects. The message names the framework's version, the symbol,
+    what was expected and what was found."""
 
 
 class Record(NamedTuple):
-    """A patch that is applied."""
+    """An applied patch."""
 
     before: Any
-    """What the owner itself had under the name; `_ABSENT` if the attribute came from a class."""
+    """The owner's own attribute before the patch; `_ABSENT` if it was inherited from a class."""
     original: Any
     replacement: Any
 
 
 @dataclass(eq=False)
 class Patch:
-    """One attribute of a framework, and what is relied on when it is exchanged.
+    """One attribute of a framework, and what replacing it relies on.
 
-    A patch is of the whole process, or, where `on` is given, of one object: an engine, an optimizer. Objects
-    hold their records themselves, so that nothing outlives them.
+    A patch applies to the whole process or, with `on`, to one object, such as an engine or an optimizer.
+    Objects hold their records themselves, so that no record outlives its object.
     """
 
     name: str
-    """What it belongs to. Several patches may share it."""
+    """The feature that needs the patch. Several patches may share a name."""
     framework: str
-    """The distribution, a key of `SUPPORTED`."""
+    """The name of the distribution, a key of `SUPPORTED`."""
     target: str
-    """module:path. Of a patch on objects the path is that of the class's attribute."""
+    """module:path. For a patch on objects the path is that of the class's attribute."""
     why: str
-    """What it is for."""
+    """What the patch is for."""
     parameters: tuple[str, ...] | None = None
-    """Of the function's signature, without self; "..." at the end stands for any others. None: any."""
+    """Expected parameters of the function, without self; a final "..." allows more. None: any."""
     keywords: tuple[str, ...] = ()
     """Parameters that have to be somewhere in the signature."""
     method: str = ""
-    """The method that has this signature, where the attribute is a class."""
+    """If the attribute is a class, the method that has this signature."""
     expected: str = "a function"
-    """What the attribute is, for messages."""
+    """What the attribute has to be, for messages."""
     used_by: str | None = None
     """Path of the function or class that looks the name up when it runs; "" for the module."""
     instance: bool = False
-    """The attribute is none of the class that the target names, which sets or reads it on objects."""
+    """The attribute is not on the class that the target names; the class sets or reads it on objects."""
     optional: bool = False
-    """Some supported versions do not have it, and need no patch."""
+    """Some supported versions lack the attribute and need no patch."""
     missing: bool = False
-    """The framework reads the attribute and does not have it."""
+    """The framework reads the attribute, but does not define it."""
     way_out: str = ""
-    """How to do without the patch, for messages."""
+    """How to avoid the need for the patch, for messages."""
 
     _record: Record | None = field(default=None, init=False, repr=False)
     _objects: weakref.WeakSet = field(default_factory=weakref.WeakSet, init=False, repr=False)
@@ -132,7 +132,7 @@ class Patch:
         return self.target.replace(":", ".")
 
     def owner(self) -> Any:
-        """The module or class that has the attribute, imported. Raises PatchError if there is none."""
+        """Imports and returns the module or class with the attribute. Raises PatchError if there is none."""
         module, _, path = self.target.partition(":")
         owner = importlib.import_module(module)
         for part in path.split(".")[:-1]:
@@ -142,7 +142,7 @@ class Patch:
         return owner
 
     def check(self, on: Any = None) -> None:
-        """Raises PatchError unless the framework, or `on`, has what is relied on."""
+        """Raises PatchError unless the framework, or `on`, has the expected attribute."""
         if self.instance and on is None:
             if self.attribute not in _names(self.owner()):
                 raise self._error("a class that does not use it")
@@ -185,7 +185,7 @@ class Patch:
         )
 
     def is_applied(self, on: Any = None) -> bool:
-        """Whether it is in place, also under something that somebody has wrapped around it since."""
+        """Whether the patch is in place, also if other code has wrapped it since (`__wrapped__`)."""
         return self._find(on) is not None
 
     def _find(self, on: Any = None) -> Record | None:
@@ -199,16 +199,16 @@ class Patch:
         return None if found is _ABSENT else record
 
     def original(self, on: Any = None) -> Any:
-        """What the framework has, whether it is patched or not."""
+        """The framework's own attribute, whether the patch is applied or not."""
         if (record := self._find(on)) is not None:
             return record.original
         return getattr(self.owner() if on is None else on, self.attribute)
 
     def apply(self, make: Callable[[Any], Any], on: Any = None, checked: bool = True) -> bool:
-        """Puts `make(original)` in the original's place; False if that has been done before.
+        """Replaces the original by `make(original)`; returns False if the patch is already applied.
 
-        on: the object that is patched; the framework's own module or class if there is none.
-        checked: False, if `check` is called later.
+        on: the object to patch; None patches the framework's own module or class.
+        checked: False if the caller calls `check` later.
         Raises PatchError, before anything is changed, if the framework is not as expected.
         """
         if self.is_applied(on):
@@ -234,9 +234,9 @@ class Patch:
         return True
 
     def remove(self, on: Any = None) -> bool:
-        """Puts the original back; False if the patch is not in place.
+        """Restores the original; returns False if the patch is not in place.
 
-        Raises RuntimeError if somebody has wrapped the patch since.
+        Raises RuntimeError if other code has wrapped the patch since.
         """
         with _lock:
             record, owner = self._find(on), _follow_imported(self.target) if on is None else on
@@ -248,7 +248,7 @@ class Patch:
             if record.before is not _ABSENT:
                 setattr(owner, self.attribute, record.before)
             elif isinstance(owner, ModuleType) and record.original is not _ABSENT:
-                # a module that computes its attributes, as torch's configs
+                # a module that computes its attributes, such as torch's configs
                 setattr(owner, self.attribute, record.original)
             else:
                 delattr(owner, self.attribute)
@@ -266,7 +266,7 @@ class Patch:
 
     @contextlib.contextmanager
     def applied(self, make: Callable[[Any], Any], on: Any = None) -> Iterator[None]:
-        """`apply` for a while."""
+        """A context in which the patch is applied."""
         done = self.apply(make, on)
         try:
             yield
@@ -275,24 +275,24 @@ class Patch:
                 self.remove(on)
 
     def __deepcopy__(self, memo):
-        # records of objects are copied with them
+        # copies of a patched object refer to the same patch in their records
         return self
 
 
 class _Requirement(Patch):
-    """What is called and not exchanged: in no table."""
+    """A function that is called and not replaced. It is in no table."""
 
     def __post_init__(self):
         pass
 
 
 def require(framework: str, target: str, parameters: tuple[str, ...], way_out: str = "") -> None:
-    """Raises PatchError unless a framework has a function of these parameters, which is called as it is."""
+    """Raises PatchError unless the framework has a function with these parameters. It is not replaced."""
     _Requirement("", framework, target, "", parameters=parameters, way_out=way_out).check()
 
 
 def declared(name: str, target: str) -> Patch | None:
-    """The patch of that name and target, if there is one."""
+    """The patch with this name and target; None if there is none."""
     return _declared.get((name, target))
 
 
@@ -302,21 +302,21 @@ def all_declared(name: str) -> list[Patch]:
 
 
 def remove(on: Any) -> None:
-    """Undoes all patches of one object, the last one first."""
+    """Removes all patches of one object, the last one first."""
     for patch in reversed(list(vars(on).get(RECORDS, {}))):
         patch.remove(on)
 
 
 class Row(NamedTuple):
-    """What `table` says of one patch."""
+    """One patch in `table`."""
 
     name: str
     target: str
     framework: str
-    """With its version, or "not installed"."""
+    """Name and version, or "not installed"."""
     applied: bool
     why: str
-    """What it is for; if it does not fit the installed framework, why not."""
+    """The purpose of the patch or, if it does not fit the installed framework, the reason."""
 
 
 def table() -> list[Row]:
@@ -336,7 +336,7 @@ def table() -> list[Row]:
 
 
 def _obstacle(patch: Patch) -> str:
-    """Why a patch would not be applied to the installed framework; nothing if it would."""
+    """Why a patch cannot be applied to the installed framework; an empty string if it can."""
     try:
         patch.check()
     except (ImportError, PatchError) as error:
@@ -345,7 +345,7 @@ def _obstacle(patch: Patch) -> str:
 
 
 def text(rows: Sequence[Row]) -> str:
-    """The table as text, one line for each patch."""
+    """The table as text, one line a patch."""
     shown = [(r.name, r.target, r.framework, "yes" if r.applied else "no", r.why) for r in rows]
     shown.insert(0, ("patch", "of", "framework", "applied", "why"))
     widths = [max(map(len, column)) for column in list(zip(*shown, strict=True))[:-1]]
@@ -369,7 +369,7 @@ def _follow(owner: Any, path: str) -> Any:
 
 
 def _follow_imported(target: str) -> Any:
-    """The owner of the attribute, `_ABSENT` if its module is not imported."""
+    """The owner of the attribute; `_ABSENT` if its module is not imported."""
     module, _, path = target.partition(":")
     return _follow(sys.modules.get(module, _ABSENT), path.rpartition(".")[0])
 

@@ -1,4 +1,4 @@
-"""What is kept for backward, counted: the storages that autograd saves."""
+"""Counts the bytes saved for backward: the storages that autograd saves."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -11,14 +11,14 @@ from coat_kernels.autograd.checkpointing import MIN_NUMEL, alive_packed, packed_
 
 
 class SavedStorages:
-    """The storages that autograd saves within `counting`, each once and whole.
+    """The storages that autograd saves within `counting`. Each storage counts once, with all its bytes.
 
-    is_left_out: says of the address of a storage that it does not count, as a weight's.
+    is_left_out: returns True for the address of a storage that is not counted, such as a weight's.
     """
 
     def __init__(self, is_left_out: Callable[[int], bool]):
         self._is_left_out = is_left_out
-        # held, so that no address is used twice, but for those that Megatron's recompute empties
+        # references, so that no address is reused, except those of storages that Megatron's recompute empties
         self._kept: dict[int, torch.UntypedStorage] = {}
 
     @property
@@ -26,11 +26,11 @@ class SavedStorages:
         return sum(storage.nbytes() for storage in self._kept.values())
 
     def counting(self) -> AbstractContextManager:
-        """A context for a forward pass, or a part of one."""
+        """A context for a forward pass or a part of a forward pass."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, lambda x: x)
 
     def is_on_top(self) -> bool:
-        """Whether autograd gives what it saves to this object now, and to no other hook."""
+        """Whether this object's hooks are the innermost saved-tensor hooks of autograd."""
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
         return hooks is not None and hooks[0] == self._pack
 
@@ -43,19 +43,19 @@ class SavedStorages:
         kept = self._kept.get(address)
         if (kept is None or kept.data_ptr() != address) and not self._is_left_out(address):
             self._keep(address, storage)
-        # a leaf as it is: ZeRO-3 fills and empties the parameter itself. No other tensor: one that is kept by
-        # the node that made it would never be freed
+        # A leaf is returned itself, since ZeRO-3 fills and empties the parameter object. Any other tensor is
+        # detached: one that its own grad_fn saves would be in a reference cycle, which is never freed
         return x if x.is_leaf else x.detach()
 
 
 def is_weight_of(module: torch.nn.Module) -> Callable[[int], bool]:
-    """Says of a storage's address whether a parameter or a buffer of `module` is there. A DTensor has none:
-    what this rank holds of it has."""
+    """A function that returns whether a storage's address is that of a parameter or a buffer of `module`. For
+    a DTensor the storage is that of this rank's local tensor."""
     modules = list(module.modules())
     held = [own for m in modules for own in (m._parameters, m._buffers)]
     tensors = [t for own in held for t in own.values() if t is not None]
     existing = {local(t).untyped_storage().data_ptr() for t in tensors}
-    # ZeRO-3 and FSDP2 put gathered weights elsewhere each time, FSDP2 other parameters in their place
+    # ZeRO-3 and FSDP2 gather weights into new storages each time; FSDP2 also exchanges the parameters
     gathers = any(hasattr(t, "ds_status") or is_distributed(t) for t in tensors)
     holders = [m._parameters for m in modules if m._parameters] if gathers else []
 
@@ -69,11 +69,11 @@ def is_weight_of(module: torch.nn.Module) -> Callable[[int], bool]:
 
 
 def report_saved(module: torch.nn.Module, say: Callable[[str], None]) -> None:
-    """Has `say` told, after the first forward pass of `module` with gradients, what it keeps for backward.
+    """Calls `say` after the first forward pass of `module` with gradients, with the bytes saved for backward.
 
-    Counted are storages that autograd saves, once each, without parameters and buffers, also those that
-    ZeRO-3 has gathered meanwhile, and packed inputs of checkpointed regions; inputs that DeepSpeed's
-    checkpointing keeps as they are do not go through autograd.
+    The count has each storage that autograd saves once, and packed inputs of checkpointed regions. It leaves
+    out parameters, also weights that ZeRO-3 has gathered, and buffers. It also lacks the inputs that
+    DeepSpeed's checkpointing saves uncompressed, which do not pass through autograd.
     """
     is_weight = is_weight_of(module)
 
@@ -85,8 +85,8 @@ def report_saved(module: torch.nn.Module, say: Callable[[str], None]) -> None:
         plain = saved.nbytes
         codes, instead_of = packed_bytes()
         say(
-            f"COAT: the first forward keeps {plain + codes:,} bytes for backward: {plain:,} as they are, and "
-            f"{codes:,} of checkpointed inputs in FP8 in place of {instead_of:,}"
+            f"COAT: the first forward keeps {plain + codes:,} bytes for backward: {plain:,} in tensors that "
+            f"autograd saves, and {codes:,} of checkpointed inputs in FP8 in place of {instead_of:,}"
         )
 
     around_first_forward(module, counting)
@@ -95,8 +95,8 @@ def report_saved(module: torch.nn.Module, say: Callable[[str], None]) -> None:
 def report_compressed(
     module: torch.nn.Module, say: Callable[[str], None], warn: Callable[[str], None]
 ) -> None:
-    """Has `say` told, after the first forward pass of `module` with gradients, how many inputs of
-    checkpointed regions it keeps in FP8, in how many bytes; `warn`, if there are none.
+    """Calls `say` after the first forward pass of `module` with gradients, with the number and bytes of the
+    checkpointed inputs kept in FP8. Calls `warn` instead if there are none.
     """
 
     @contextlib.contextmanager
@@ -122,7 +122,7 @@ def report_compressed(
 
 
 def around_first_forward(module: torch.nn.Module, context: Callable[[], AbstractContextManager]) -> None:
-    """Enters `context` for the first forward of `module` in training with gradients that comes to its end."""
+    """Enters `context` for each training forward of `module` with gradients, until one ends without error."""
     entered: list[AbstractContextManager] = []
 
     @torch.compiler.disable
@@ -136,7 +136,7 @@ def around_first_forward(module: torch.nn.Module, context: Callable[[], Abstract
         if not entered:
             return
         if output is None:
-            # it has failed: torch hands on what there is
+            # the forward has raised: torch then calls the hook without an output
             entered.pop().__exit__(_Failed, _Failed(), None)
             return
         for handle in handles:
@@ -150,4 +150,4 @@ def around_first_forward(module: torch.nn.Module, context: Callable[[], Abstract
 
 
 class _Failed(Exception):
-    """The forward that was watched has not come to its end."""
+    """The counted forward has raised."""

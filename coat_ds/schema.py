@@ -15,7 +15,7 @@ JSON_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string"}
 
 
 def schema() -> dict[str, Any]:
-    """A JSON schema, draft 2020-12, of a DeepSpeed config, of which only the `"coat"` block is described."""
+    """A JSON schema, draft 2020-12, of a DeepSpeed config. It describes only the `"coat"` block."""
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "DeepSpeed config with a coat block",
@@ -58,7 +58,7 @@ def _property(f: Field) -> dict[str, Any]:
 
 
 def _descriptions(cls: type) -> dict[str, str]:
-    """The string literals below the fields."""
+    """The docstrings of the fields: the string literal after each field."""
     body = ast.parse(inspect.getsource(cls)).body[0].body
     return {
         field.target.id: inspect.cleandoc(text.value.value).replace("\n", " ")
@@ -68,5 +68,5 @@ def _descriptions(cls: type) -> dict[str, str]:
 
 
 def text() -> str:
-    """What stands in configs/coat.schema.json."""
+    """The content of configs/coat.schema.json."""
     return json.dumps(schema(), indent=2) + "\n"

@@ -1,4 +1,4 @@
-"""The name by which checkpoints of the layout "compressed" find what reads their moments. It cannot move."""
+"""The function that checkpoints of the layout "compressed" name to rebuild moments. It must stay here."""
 
 from coat_ds.optim.stored_moment import _rebuild
 

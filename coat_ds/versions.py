@@ -1,5 +1,5 @@
-"""This project's version, and the versions of the frameworks that it works with. Nobody else says them:
-setup.py reads this file, and the checks import it.
+"""This project's version and the supported versions of the frameworks, defined only here. setup.py reads
+this file, and the checks import it.
 """
 
 from typing import NamedTuple
@@ -8,7 +8,7 @@ __version__ = "0.1.0"
 
 
 class Supported(NamedTuple):
-    """The oldest release that works, and the first that nobody has tried. As a string ">=oldest,<untried"."""
+    """The oldest release that works, and the first that was not tested. As a string ">=oldest,<untried"."""
 
     oldest: str
     untried: str
@@ -17,7 +17,7 @@ class Supported(NamedTuple):
         return f">={self.oldest},<{self.untried}"
 
     def includes(self, version: str) -> bool:
-        """Whether `version` is supported; its local part, as +cu130, is not compared."""
+        """Whether `version` is supported. Its local part, such as +cu130, is not compared."""
         from packaging.specifiers import SpecifierSet
         from packaging.version import Version
 
@@ -27,6 +27,6 @@ class Supported(NamedTuple):
 DEEPSPEED = Supported("0.18.9", "0.20")
 MEGATRON_CORE = Supported("0.16.1", "0.21")
 TORCH = Supported("2.11", "2.16")
-# specifiers: newer ones than were tried are taken too
+# specifiers without an upper bound: releases newer than the tested ones are accepted
 TRANSFORMERS = ">=5"
 ACCELERATE = ">=1.10"

@@ -1,4 +1,4 @@
-"""The page of the `"coat"` block, made from its dataclasses.
+"""Generates docs/configuration.md from the dataclasses of the `"coat"` block.
 
 python docs/configuration.py > docs/configuration.md
 """
@@ -12,26 +12,25 @@ HEAD = """\
 
 <!-- made by: python docs/configuration.py > docs/configuration.md -->
 
-The `"coat"` block stands in a DeepSpeed JSON config. Megatron reads the same block from the JSON file that
-the environment variable `COAT_CONFIG` names. `coat_ds.convert(model, {...})` takes what stands under
-`activations`.
+The `"coat"` block is a key of a DeepSpeed JSON config. Megatron reads the same block from the JSON file that
+the environment variable `COAT_CONFIG` names. `coat_ds.convert(model, {...})` takes the keys of `activations`.
 
-Everything but `enabled` may be left out. The whole block, each key with its default:
+Only `enabled` is required. The whole block, each other key with its default:
 
 ```json
 {example}
 ```
 
-Unknown keys, wrong types and combinations that cannot work are errors. They name the key, the value and the
-way out, before any memory is allocated. Hugging Face's Trainer and Accelerate refuse the word `"auto"` in any
-block that is not theirs: leave such keys out there.
+Unknown keys, wrong types and impossible combinations raise an error before any memory is allocated. The error
+names the key, the value and the fix. Hugging Face's Trainer and Accelerate refuse the word `"auto"` in this
+block: with them, leave out the keys whose default is `"auto"`.
 
-Editors check and complete the block by its JSON schema, [coat.schema.json](../configs/coat.schema.json).
+Editors check and complete the block with its JSON schema, [coat.schema.json](../configs/coat.schema.json).
 """
 
 
 def parts(block: dict, path: str = "coat") -> list[tuple[str, dict]]:
-    """The block and the blocks in it, each with its path."""
+    """The block and its inner blocks, each with its path."""
     found = [(path, block)]
     for name, described in block["properties"].items():
         inner = next((d for d in described.get("anyOf", [described]) if "properties" in d), None)
@@ -68,12 +67,12 @@ def section(path: str, block: dict) -> list[str]:
 
 
 def described_as(described: dict) -> str:
-    boolean = " `true` or `false` may stand for it." if "anyOf" in described else ""
+    boolean = " `true` or `false` may replace the object." if "anyOf" in described else ""
     return described["description"] + boolean
 
 
 def text() -> str:
-    """What stands in docs/configuration.md."""
+    """The content of docs/configuration.md."""
     block = schema()["properties"]["coat"]
     whole = json.dumps({"coat": example(block) | {"enabled": True}}, indent=2)
     lines = [HEAD.replace("{example}", whole)]

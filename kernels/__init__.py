@@ -1,7 +1,8 @@
-"""FP8 quantization, layers and AdamW: a plain-PyTorch reference beside every Triton kernel.
+"""FP8 quantization, layers and AdamW: every Triton kernel has a plain-PyTorch reference.
 
-It may import torch and Triton, and nothing of the other packages. Start at norm/, the smallest op that shows
-the pattern: reference.py specifies it, kernels.py computes it on a GPU, op.py is what layers call.
+The package imports torch and Triton, and none of the project's other packages. Start at norm/, the smallest
+op that shows the pattern: reference.py specifies the op, kernels.py computes it on a GPU, op.py is what
+layers call.
 
     norm, head_norm, activation, rope, linear, attention, experts    the ops of a layer
     blocks/            a dense layer as two fused blocks around attention

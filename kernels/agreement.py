@@ -1,6 +1,5 @@
-"""How far a kernel may be from its reference. Functions return an error as a share of its bound: 1 is the
-bound, and infinity stands for what no rounding explains.
-"""
+"""Bounds for the difference between a kernel and its reference. Functions return an error as a share of its
+bound: 1 is the bound. Infinity means that rounding cannot explain the error."""
 
 import torch
 
@@ -10,15 +9,15 @@ from coat_kernels.fp8 import E4M3, E5M2
 # FP32 arithmetic of a kernel and of its reference: ten operations in another order or fused, approximate
 # exponentials and roots of 2^-21, sums of thousands of terms; relative to the largest value of a tensor
 FP32 = 2.0**-16
-# what Hopper's fast sums of FP8 GEMMs lose of a sum, for each term: 2^-13 in each step over 32 terms
+# relative error per term of Hopper's fast accumulation in FP8 GEMMs: 2^-13 for each step of 32 terms
 FAST_TERM = 2.0**-13 / 32
-# the same of sums that are promoted to FP32 after every 128 terms
+# the same for sums that are promoted to FP32 after every 128 terms
 PROMOTED = 128 * FAST_TERM
-# (relative, absolute) tolerance of each of `storing_sums` of a group of 128. Decoded values of a kernel are
-# off by up to 2^-18. Storing moves a value by 2^-9 at least, as BF16 does, so that this error is known to
-# 2^-9 and its square to 2^-8. A logarithm is off by 2^-18, and by a 64th of a code, 2^-9 at most, for each
-# threshold at which both round differently: that is one or two of the 64 times 128 of a group. The last two
-# are counts: of elements at a limit, and of all elements
+# (relative, absolute) tolerance of each of `storing_sums` of a group of 128. Values that a kernel decodes are
+# off by up to 2^-18. Storing, like rounding to BF16, moves a value by at least 2^-9, so this error is known
+# to 2^-9 and its square to 2^-8. A logarithm is off by 2^-18. At each threshold where the two round
+# differently, it is also off by a 64th of a code, at most 2^-9; that happens at one or two of the 64 times
+# 128 thresholds of a group. The last two sums are counts: of elements at a limit, and of all elements.
 STORING = (
     (2.0**-8, 0.0),
     (2.0**-16, 0.0),
@@ -48,14 +47,14 @@ def gaussian_root_rms(group_size: int = 16) -> float:
 # 0.0266, 0.0531, 0.0017 and 0.0072
 E4M3_RMS, E5M2_RMS, BF16_RMS = map(gaussian_rounding_rms, (3, 2, 7))
 SQRT8_RMS = gaussian_root_rms()
-# of the formats in which activations are kept
+# RMS of the rounding of each saved format of activations
 ROUNDING = {"sqrt8": SQRT8_RMS, "e4m3": E4M3_RMS}
 
-# Roundings of the output of experts: gate's, which the activation at most doubles, and up's; after the
-# activation, after its weight, after the second product and after the sum. In quadrature 4 + 1 + 4.
+# Roundings of the experts' output: those of gate, which the activation at most doubles, and of up; after the
+# activation, after the router's weight, after the second GEMM and after the sum. In quadrature 4 + 1 + 4.
 EXPERTS_FORWARD = 3 * BF16_RMS
-# Backward knows gate and up to one rounding each, and doubles gate's rounding. It rounds to BF16 as often as
-# forward, and starts from what that has made.
+# Backward reads gate and up with one rounding each, and doubles gate's rounding. It rounds to BF16 as often
+# as forward, and starts from forward's rounded results.
 EXPERTS_BACKWARD = {fmt: (5 * rms**2 + 2 * EXPERTS_FORWARD**2) ** 0.5 for fmt, rms in ROUNDING.items()}
 
 
@@ -78,12 +77,12 @@ def exact(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def rounded(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """The error of results that are computed in FP32, and then rounded to the dtype of both tensors; codes in
-    integers are such results.
+    """The error of results that are computed in FP32 and then rounded to the dtype of both tensors, for
+    example integer codes.
 
-    A value is off by FP32's error, and where that carries it over a tie by one step of its dtype besides.
-    Ties are seldom: FP32's usual error, 2^-22, is 2^-13 of a step of BF16. One value in 256, and eight in any
-    case, is more than that explains.
+    A value is off by FP32's error. If this error carries the value over a tie, it is also off by one step of
+    its dtype. Ties are rare: FP32's usual error, 2^-22, is 2^-13 of a step of BF16. More than one value in
+    256, plus eight, cannot be explained by ties.
     """
     if found.dtype != expected.dtype or found.shape != expected.shape:
         return torch.inf
@@ -103,22 +102,22 @@ def rounded(found: torch.Tensor, expected: torch.Tensor) -> float:
     error = (a - e).abs()
     tipped = (error > about).sum().item() / (error.numel() / 256 + 8)
     worst = (error / (about + step).clamp_min(1e-300) if found.is_floating_point() else error).max().item()
-    # NaN is no small error
+    # NaN must fail, and comparisons with NaN are false
     return max(worst, tipped) if worst == worst else torch.inf
 
 
 def summed(sums: torch.Tensor, x: torch.Tensor, again: bool = False) -> float:
-    """The error of the sums of the columns of `x` [m, n]: each of m additions rounds by at most 2^-24 of the
-    sum of magnitudes, in whatever order. What is not finite shows, in its own columns alone.
+    """The error of the column sums of `x` [m, n]: each of m additions rounds by at most 2^-24 of the sum of
+    magnitudes, in any order. Non-finite values must appear in their own columns and in no others.
 
-    again: the kernel that sums computes `x` again, within `rounded` of it.
+    again: the kernel that sums recomputes `x`, within `rounded` of it.
     """
     eps, x = torch.finfo(x.dtype).eps, x.detach().double()
     total, size = x.sum(0), x.abs().sum(0)
     finite = size.isfinite()
     if exact(sums[~finite].double(), total[~finite]):
         return torch.inf
-    # on the way to a sum that FP32 holds, others may not be
+    # partial sums may exceed FP32 even if the final sum does not
     fits = size < 2.0**127
     bound = len(x) * 2.0**-24 * size
     if again and len(x):
@@ -129,17 +128,17 @@ def summed(sums: torch.Tensor, x: torch.Tensor, again: bool = False) -> float:
 
 
 def product(found: torch.Tensor, exactly: torch.Tensor, terms: int, fast: bool) -> float:
-    """The error of an FP8 GEMM that sums `terms` terms, and adds a bias, against FP64. Products of codes are
-    exact; the sum, and the sum with the bias, are rounded to the dtype."""
-    # a step of 32 terms is the least
+    """The error of an FP8 GEMM that sums `terms` terms and adds a bias, against FP64. Each product of two
+    codes is exact; the sum, and the sum with the bias, are rounded to the dtype."""
+    # the shortest accumulation step has 32 terms
     accumulation = max(terms, 32) * FAST_TERM if fast else PROMOTED
     return rel_rms(found, exactly) / (torch.finfo(found.dtype).eps / 2 + accumulation)
 
 
 def stored(codec: Codec, found: Storage, expected: Storage, group_size: int) -> float:
-    """The error of storing the same values. Logarithms are off by 2^-18, which moves an exponent by one and a
-    scale of 12 bits by one step where they lie on a tie: in one group of 64 at most, and one in 16 is more
-    than that explains. Where both are equal a code is off by a step, seldom."""
+    """The error of storing the same values. Logarithms are off by 2^-18. On a tie this moves an exponent by
+    one and a 12-bit scale by one step: in at most one of 64 groups, so more than one group in 16 is an error.
+    If exponent and scale are equal, a code is rarely off by one step."""
     if codec.relative:
         tipped = found.scale != expected.scale
         off = ((found.scale / expected.scale) - 1).abs().nan_to_num(torch.inf)[tipped] / 2.0**-11
@@ -157,7 +156,8 @@ def stored(codec: Codec, found: Storage, expected: Storage, group_size: int) -> 
 
 
 def comparable(codec: Codec, codes: torch.Tensor) -> torch.Tensor:
-    """Codes as what equality means for them: FP8 has two zeros and many NaN, the others one of each."""
+    """Codes in a form in which equal values compare equal: FP8 has two zeros and many NaN, the other formats
+    one each."""
     if codec.dtype != torch.uint8 or not codec.signed:
         return codes
     return codes.view(E5M2.dtype if codec.is_e5m2 else E4M3.dtype)

@@ -1,8 +1,8 @@
-"""Attention on torch's scaled_dot_product_attention that saves q, k, v and its output as they are or in 8
+"""Attention by torch's scaled_dot_product_attention that saves q, k, v and its output unquantized or in 8
 bits, in 1 x G groups along the channels.
 
-The backward kernel is the backend's own; groups are converted back to the input's dtype before it. The output
-carries its origin, which is what attention itself saves of it, so that the projection behind it saves no
+The backward kernel is the backend's own; before it runs, groups are converted back to the input's dtype. The
+output carries its origin, which is the copy that attention saves of it, so the next projection saves no
 second copy.
 """
 
@@ -21,7 +21,7 @@ from coat_kernels.groups.op import dequantize_groups, quantize_groups
 from coat_kernels.groups.reference import DEFAULT_FORMAT, Grouped
 from coat_kernels.tensorwise.quantize import Quantized, quantize_tensor
 
-# in the order of their speed on Hopper
+# fastest on Hopper first
 BACKENDS = (
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
@@ -35,21 +35,21 @@ _IS_ON = {
     SDPBackend.MATH: torch.backends.cuda.math_sdp_enabled,
 }
 
-# numbers to which rows of a mask are padded, so that torch's kernels take it as it lies
+# rows of a mask are padded to a multiple of this number, so torch's kernels read the mask without a copy
 _ALIGNED = 16
-# what is added to scores that are masked: below all scores, and finite when kernels multiply it by log2(e)
+# the number added to masked scores: below all scores, and still finite after kernels multiply it by log2(e)
 _MASKED = -(2.0**100)
 
 
 def switched_on(backends: Sequence[SDPBackend]) -> list[SDPBackend]:
-    """Those of `backends` that nobody has switched off, by `torch.backends.cuda.enable_cudnn_sdp(False)`
-    for one, or an open `torch.nn.attention.sdpa_kernel`."""
+    """The `backends` that are not switched off, for example by `torch.backends.cuda.enable_cudnn_sdp(False)`
+    or an open `torch.nn.attention.sdpa_kernel`."""
     return [backend for backend in backends if _IS_ON[backend]()]
 
 
 class _Order(NamedTuple):
-    """How [b, n, s, d] lies as [tokens, channels]: `there` permutes it so, `back` undoes that. columns:
-    recomputes an output that is saved as it is, for an `Origin`."""
+    """The order in memory of [b, n, s, d] as [tokens, channels]: permuting by `there` produces it, `back`
+    undoes it. columns: recomputes an output that is saved unquantized, for an `Origin`."""
 
     there: tuple[int, ...]
     back: tuple[int, ...]
@@ -57,7 +57,7 @@ class _Order(NamedTuple):
 
 
 def _to_tokens(x: torch.Tensor, there: tuple[int, ...]) -> torch.Tensor:
-    """[b, n, s, d] as [s * b, n * d] or [b * s, n * d]; a view if memory is in that order already."""
+    """[b, n, s, d] as [s * b, n * d] or [b * s, n * d]; a view if memory already has that order."""
     return x.permute(there).reshape(x.shape[0] * x.shape[2], -1)
 
 
@@ -71,17 +71,17 @@ def _columns_batch_first(output: torch.Tensor, largest: torch.Tensor, fmt: Fp8Fo
     return quantize_tensor(rows, largest, fmt, rows=False, columns=True)
 
 
-# the tokens of one position together, or those of one sequence
+# tokens of one position are adjacent, or tokens of one sequence
 _SEQUENCE_FIRST = _Order((2, 0, 1, 3), (1, 2, 0, 3), _columns_sequence_first)
 _BATCH_FIRST = _Order((0, 2, 1, 3), (0, 2, 1, 3), _columns_batch_first)
 
 
 class _Compressed:
-    """Hooks that save the large tensors of one attention as groups, if `group_size` is given. Keys and values
-    that were repeated for it are saved as they were before.
+    """Hooks that save the large tensors of one attention call as groups, if `group_size` is given. Keys and
+    values that were repeated for attention are saved unrepeated.
 
-    torch calls only the innermost of nested hooks. The outer ones (offloading, accounting) get what is saved
-    from here.
+    torch calls only the innermost of nested hooks. These hooks therefore pass what they save to the outer
+    ones (offloading, accounting).
     """
 
     def __init__(
@@ -95,19 +95,20 @@ class _Compressed:
     ):
         self.group_size, self.saved_format, self.dtype = group_size, saved_format, q.dtype
         self.order = order
-        # by address, shape and strides of what was repeated: what it is made of, and how often each head
-        # stands in it. Views of other shapes, as those of the MATH backend, stay as they are.
+        # from address, shape and strides of a repeated tensor to its source and the number of repeats of each
+        # head. Views of other shapes, such as those of the MATH backend, are saved repeated.
         self.sources: dict[tuple, tuple[torch.Tensor, int]] = {}
         outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
         self.outer_pack, self.outer_unpack = outer or (_with_version, _unless_changed)
-        # what else attention saves has fewer dimensions or channels, but for the mask. In a sequence as long
-        # as heads are wide nothing tells the two apart, and all stays as it is.
+        # The other tensors that attention saves have fewer dimensions or channels; the only exception is the
+        # mask. If the sequence length equals the head dimension, mask and heads have the same shape, and
+        # nothing is saved in groups.
         self.dims, self.channels = q.dim(), (q.shape[-1], v.shape[-1])
         self.mask_shape = None if mask is None else mask.shape
         self.kept: dict[int, Grouped] = {}
 
     def repeat(self, x: torch.Tensor, times: int) -> torch.Tensor:
-        """`x` [b, groups, s, d] with each head `times` times behind itself."""
+        """`x` [b, groups, s, d] with each head repeated `times` times in a row."""
         found = _repeated(x, times)
         if found is not x:
             self.sources[_place(found)] = x.detach(), times
@@ -132,8 +133,8 @@ class _Compressed:
         return _repeated(rows.view([shape[i] for i in self.order.there]).permute(self.order.back), times)
 
     def origin_of(self, output: torch.Tensor) -> Origin | None:
-        """What was kept of `output`, if autograd handed it over. To be asked once, behind the forward: then
-        autograd alone holds what is saved."""
+        """The origin of `output`, from the copy that autograd saved; None if there is none. Call it once,
+        after the forward: from then on only autograd holds the saved tensors."""
         kept = self.kept.get(output.data_ptr())
         self.kept.clear()
         self.sources.clear()
@@ -143,12 +144,12 @@ class _Compressed:
 
 
 def _with_version(x: torch.Tensor) -> tuple[torch.Tensor, int]:
-    # a non-leaf tensor that is kept by its own node, as the output, would never be freed
+    # a non-leaf tensor that its own node holds, such as the output, would never be freed
     return x if x.is_leaf else x.detach(), x._version
 
 
 def _unless_changed(packed: tuple[torch.Tensor, int]) -> torch.Tensor:
-    """The tensor of `_with_version`. torch itself asks this of what no hook packs."""
+    """The tensor of `_with_version`. Without hooks torch makes the same check."""
     x, version = packed
     if x._version != version:
         raise RuntimeError(
@@ -181,8 +182,8 @@ def origin_in_groups(kept: Grouped, group_size: int, dtype: torch.dtype) -> Orig
 
 @functools.lru_cache(maxsize=2)
 def _window_mask(s: int, window: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """What is added to the scores [s, s], so that a token sees itself and the `window` before. One for all
-    layers, as attention saves it."""
+    """The mask [s, s] that is added to the scores, so that a token sees itself and the `window` tokens before
+    it. All layers share one, because attention saves it."""
     return _added(torch.ones(s, s, dtype=torch.bool, device=device).tril_().triu_(-window), dtype)
 
 
@@ -202,20 +203,20 @@ def causal_attention(
     """Causal attention with grouped queries over whole sequences.
 
     Args:
-        q: [s, b, n, d]; k: [s, b, groups, d]; v: [s, b, groups, e], of one dtype. torch's flash attention,
-            the only one that CPUs have beside MATH, needs e = d.
+        q: [s, b, n, d]; k: [s, b, groups, d]; v: [s, b, groups, e], of one dtype. On CPUs torch has only
+            flash attention and MATH; flash attention needs e = d.
         scale: of the scores; 1 / sqrt(d) by default.
         dropout: probability.
-        window: how many tokens before itself a token attends to; all by default. Scores outside are masked,
-            not spared: a longer sequence costs as much as without, and a mask of s * s numbers, which all
-            layers share. FLASH_ATTENTION takes no mask.
-        group_size: keep q, k, v and the output in groups of this size; None keeps them as they are.
+        window: number of tokens before itself that a token attends to; all by default. Scores outside the
+            window are masked, but still computed: the cost is that of full attention, plus a mask of s * s
+            numbers that all layers share. FLASH_ATTENTION takes no mask.
+        group_size: save q, k, v and the output in groups of this size; None saves them unquantized.
         saved_format: of the groups, one of `coat_kernels.groups.GROUP_FORMATS`.
-        backends: of scaled_dot_product_attention, the first that works and is not switched off is taken. CPUs
+        backends: of scaled_dot_product_attention; the first one that works and is not switched off runs. CPUs
             have their own.
         batch_first: the first two dimensions of inputs and output are [b, s].
 
-    Returns [s, b, n * e], carrying its origin.
+    Returns [s, b, n * e] with its origin.
     """
     order = _BATCH_FIRST if batch_first else _SEQUENCE_FIRST
     heads = [x.permute(order.back) for x in (q, k, v)]
@@ -248,21 +249,22 @@ def causal_attention(
 
 
 def additive_mask(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A boolean `mask` [b, n, s, t] as what is added to the scores: 0, or a very low number where it is
-    False; `mask` itself where a row is False alone, or where it is no boolean one.
+    """Converts a boolean `mask` [b, n, s, t] to the numbers that are added to the scores: 0, or a very low
+    number where it is False. Returns `mask` itself if it is not boolean or if one of its rows is all False.
 
-    torch makes one in each call of attention and saves it for backward, s * t numbers in a layer. This one is
-    noted on `mask`, for all layers. Its rows lie so that torch's kernels need no copy. Rows that see nothing
-    are torch's matter: beside such a number the logarithm of a sum is lost, and gradients are too large.
+    Without this, torch converts the mask in each call of attention and saves the result for backward, s * t
+    numbers per layer. This result is noted on `mask`, for all layers. Its row stride lets torch's kernels
+    read it without a copy. Rows that are all False are left to torch: with such a low number in a whole row
+    the logarithm of the sum loses its precision, and gradients are too large.
     """
     if mask.dtype != torch.bool:
         return mask
     name = f"additive {dtype}"
-    # None in it says: the mask itself
+    # a noted (None,) means: use the mask unchanged
     found = noted(mask, name)
     if found is None:
         if mask.is_cuda and torch.cuda.is_current_stream_capturing():
-            # which does not let the CPU look at it
+            # the CPU cannot read the mask during capture
             return mask
         found = (_added(mask, dtype) if mask.any(-1).all() else None,)
         note(mask, name, found)
@@ -271,7 +273,7 @@ def additive_mask(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def _added(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     *shape, t = mask.shape
-    # an evaluation's is training's, too
+    # training may use a mask that an evaluation converted
     with torch.inference_mode(False):
         found = torch.zeros(*shape, -(-t // _ALIGNED) * _ALIGNED, dtype=dtype, device=mask.device)[..., :t]
         return found.masked_fill_(~mask, _MASKED)
@@ -287,10 +289,10 @@ def kept_attention(
     group_size: int | None = None,
     saved_format: str = DEFAULT_FORMAT,
 ) -> torch.Tensor:
-    """The output [b, s, n * e] of attend(q, k, v): any attention by torch's operations of heads [b, n, s, d]
-    and values [b, n, s, e] that gives [b, n, s, e]. The output carries its origin. Tensors of d or e channels
-    are saved in groups, as in `causal_attention`. The heads of k and v are repeated `times` times for
-    `attend`, and saved without that."""
+    """Returns the output [b, s, n * e] of attend(q, k, v), with its origin. attend: any attention in torch
+    operations of heads [b, n, s, d] and values [b, n, s, e] that returns [b, n, s, e]. Tensors of d or e
+    channels are saved in groups, as in `causal_attention`. The heads of k and v are repeated `times` times
+    for `attend`, and saved unrepeated."""
     if not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)):
         return attend(q, _repeated(k, times), _repeated(v, times)).transpose(1, 2).flatten(2)
     compressed = _Compressed(group_size, saved_format, q, v, _BATCH_FIRST)

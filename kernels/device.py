@@ -1,4 +1,4 @@
-"""Whether an op takes its Triton kernel or its reference."""
+"""Whether an op runs its Triton kernel or its reference."""
 
 import functools
 import logging
@@ -11,7 +11,7 @@ log = logging.getLogger(__name__)
 
 @functools.cache
 def capability(device: torch.device) -> tuple[int, int]:
-    """The compute capability of a GPU, cached because torch asks CUDA each time."""
+    """The compute capability of a GPU, cached because torch queries CUDA on each call."""
     return torch.cuda.get_device_capability(device)
 
 
@@ -22,8 +22,8 @@ def has_fp8_gemm(device: torch.device) -> bool:
 
 @functools.cache
 def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory of a block of threads: 99 KiB on Ada and workstation Blackwell, 227 KiB
-    on Hopper. The interpreter has no limit, for which Hopper's stands."""
+    """Bytes of shared memory per block of threads: 99 KiB on Ada and workstation Blackwell, 227 KiB on
+    Hopper. The interpreter has no limit and reports Hopper's."""
     if device.type != "cuda":
         return 227 << 10
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
@@ -36,8 +36,8 @@ def _has_fp8(index: int) -> bool:
 
 
 def uses_kernels(x: torch.Tensor, fp8: bool = True) -> bool:
-    """Whether an op on `x` takes its Triton kernel: on a GPU, if `fp8` one that has FP8 instructions.
-    Otherwise it takes its reference."""
+    """Whether an op on `x` runs its Triton kernel: on a GPU; if `fp8`, on a GPU with FP8 instructions.
+    Otherwise it runs its reference."""
     if x.is_cuda:
         return not fp8 or _has_fp8(x.get_device())
     if fp8 and x.device.type == "cpu" and not torch.compiler.is_compiling():
@@ -47,14 +47,15 @@ def uses_kernels(x: torch.Tensor, fp8: bool = True) -> bool:
 
 @functools.cache
 def _log_emulation() -> None:
-    """Logs once in a process, on rank 0, that FP8 is emulated. With a GPU, CPU tensors are offloaded ones."""
+    """Logs once per process, on rank 0, that FP8 is emulated. If there is a GPU, CPU tensors are offloaded
+    ones, and nothing is logged."""
     if os.environ.get("RANK", "0") == "0" and not torch.cuda.is_available():
         log.warning("no GPU: FP8 is emulated by the plain-PyTorch reference, slow, for tests only")
 
 
 def require_fp8(device: torch.device, emulate: bool = False) -> None:
-    """Raises RuntimeError where `device` is a GPU without FP8, unless the references may `emulate` it. CPUs
-    pass: they take the references."""
+    """Raises RuntimeError if `device` is a GPU without FP8, unless the references may `emulate` it. CPUs
+    pass, because they run the references."""
     if device.type == "cuda" and not emulate and not has_fp8_gemm(device):
         major, minor = capability(device)
         raise RuntimeError(

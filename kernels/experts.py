@@ -1,12 +1,12 @@
-"""Experts, of which each token takes a few: all in one grouped BF16 product each way, saved in 8 bits.
+"""Experts of an MoE layer: all experts in one grouped BF16 GEMM per projection, saved in 8 bits.
 
-For backward the layer keeps what is in front of the activation, in groups of 8 bits, and its input. Tokens
-(`grouped_experts`) are kept as they are, since the router behind the same norm keeps them anyway, and are
-brought into the experts' order again. Rows that are in that order already (`permuted_experts`) are kept by
-nobody else: in groups of 8 bits, too. The activation's output is computed again, and the output of the
-experts is not needed: the router's weights are applied in front of the second product,
-out = sum_k down_k(w_k a_k), where their gradient is that of w_k a_k times a_k. Stock layers keep all of these
-in BF16, for each expert that a token takes.
+For backward the layer saves the activation's input, in groups of 8 bits, and its own input. Two cases differ
+in the input. Tokens (`grouped_experts`) are saved in BF16, because the router, which reads the same norm
+output, saves them anyway; backward permutes them again. Rows that are already in the experts' order
+(`permuted_experts`) are saved in groups of 8 bits, because no other layer saves them. Backward recomputes the
+activation's output. The output of the experts is not needed: the router's weights are applied before the
+second GEMM, out = sum_k down_k(w_k a_k), where their gradient is the gradient of w_k a_k times a_k. Stock
+layers save all of these in BF16, for each expert of a token.
 """
 
 from collections.abc import Callable
@@ -33,8 +33,8 @@ def experts_reference(
     gate_up_bias: torch.Tensor | float = 0.0,
     down_bias: torch.Tensor | float = 0.0,
 ) -> torch.Tensor:
-    """`grouped_experts` expert by expert, differentiable, in the precision of `x`; nothing is rounded.
-    `gate` is of torch's operations."""
+    """`grouped_experts` expert by expert, differentiable, in the precision of `x`, without rounding. `gate`
+    consists of torch operations."""
     y, count = torch.zeros_like(x), len(gate_up)
     first, second = (b if isinstance(b, torch.Tensor) else count * [b] for b in (gate_up_bias, down_bias))
     for expert in range(count):
@@ -45,9 +45,10 @@ def experts_reference(
 
 
 def _order(chosen: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The places in `chosen`, flat, by expert, and where in that order each expert ends, int32 [count].
+    """The positions in `chosen`, flattened, ordered by expert, and the end of each expert in that order,
+    int32 [count].
 
-    Nothing waits for the GPU.
+    Does not synchronize with the GPU.
     """
     by_expert, order = chosen.flatten().sort(stable=True)
     experts = torch.arange(count, device=chosen.device)
@@ -55,12 +56,12 @@ def _order(chosen: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor
 
 
 def _to_rows(x: torch.Tensor, places: torch.Tensor | None) -> torch.Tensor:
-    """`x` [t, ...] at `places`, of which the experts' order is made; None if it is in that order already."""
+    """`x` [t, ...] gathered at `places`, which puts it in the experts' order; `x` if `places` is None."""
     return x.contiguous() if places is None else x[places]
 
 
 def _to_tokens(rows: torch.Tensor, order: torch.Tensor | None, tokens: int) -> torch.Tensor:
-    """The sums over each token's experts of `rows` [t k, h], which are in the experts' order: [t, h]."""
+    """The sum of `rows` [t k, h], which are in the experts' order, over each token's experts: [t, h]."""
     if order is None:
         return rows
     back = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=order.device))
@@ -68,12 +69,13 @@ def _to_tokens(rows: torch.Tensor, order: torch.Tensor | None, tokens: int) -> t
 
 
 def _loses_groups(device: torch.device) -> bool:
-    """Whether a sum over an expert's rows is not written where it has none: Blackwell, PyTorch #172439."""
+    """Whether grouped_mm leaves the result of an expert without rows unwritten: Blackwell, PyTorch
+    #172439."""
     return device.type == "cuda" and capability(device) >= (10, 0)
 
 
 def _over_rows(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """The products over each expert's rows of `a` [m, rows] and `b` [rows, l]: [e, m, l]."""
+    """The GEMMs of each expert, summed over its rows of `a` [m, rows] and `b` [rows, l]: [e, m, l]."""
     product = F.grouped_mm(a, b, offs=ends)
     if _loses_groups(a.device):
         empty = ends.diff(prepend=ends.new_zeros(1)) == 0
@@ -82,9 +84,10 @@ def _over_rows(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch.Te
 
 
 class KernelGate(NamedTuple):
-    """a(gate) * up of gate | up by the kernels; `kind` is a, one of `coat_kernels.activation.KINDS`.
+    """a(gate) * up, where both = gate | up, by the kernels; `kind` is the function a, one of
+    `coat_kernels.activation.KINDS`.
 
-    gated: False: a(x), of which there is no up. Then 2 f stands for f below.
+    gated: if False, a(x) without up. Then read 2 f as f in the shapes below.
     """
 
     kind: str
@@ -93,14 +96,14 @@ class KernelGate(NamedTuple):
     gated: bool = True
 
     def forward(self, both: torch.Tensor, trained: bool) -> tuple[torch.Tensor, ...]:
-        """both [rows, 2 f] -> what the gate makes of it, [rows, f], and what is saved: codes and exponents,
-        empty unless `trained`."""
+        """both [rows, 2 f] -> the gate's result [rows, f], and the saved codes and exponents, empty unless
+        `trained`."""
         keep = self.saved_format if trained else None
         a, _, codes, exponent = activation_forward(both, self.kind, self.gated, self.group_size, keep)
         return a, codes, exponent
 
     def again(self, codes: torch.Tensor, exponent: torch.Tensor) -> tuple[torch.Tensor, Callable]:
-        """[rows, f] once more, in BF16, and a function of its gradient that gives that of `both`."""
+        """The recomputed result [rows, f] in BF16, and a function from its gradient to that of `both`."""
         options = self.kind, self.gated, self.group_size
         both = dequantize_groups(Grouped(codes, exponent), self.group_size, torch.bfloat16)
         a = activation_forward(both, *options, None)[0]
@@ -108,7 +111,8 @@ class KernelGate(NamedTuple):
 
 
 class OwnGate(NamedTuple):
-    """As `KernelGate`, but what `function`, of torch's operations, makes of both. gated: it halves them."""
+    """Like `KernelGate`, with the result computed by `function` in torch operations. gated: it halves the
+    width."""
 
     function: Callable[[torch.Tensor], torch.Tensor]
     group_size: int = 16
@@ -127,7 +131,8 @@ class OwnGate(NamedTuple):
 
 
 def _times(rows: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """`rows` [n, m], each times its weight [n, 1], in the dtype of `rows`. FP32 weights make no FP32 copy."""
+    """`rows` [n, m], each times its weight [n, 1], in the dtype of `rows`. FP32 weights create no FP32
+    copy."""
     return torch.mul(rows, w, out=torch.empty_like(rows))
 
 
@@ -188,7 +193,7 @@ class _GroupedExperts(torch.autograd.Function):
 
 
 class _NoRows(torch.autograd.Function):
-    """What experts make of no rows at all. Gradients are zero, not None, and no kernel runs."""
+    """The experts' result for zero rows. Gradients are zero, not None, and no kernel runs."""
 
     @staticmethod
     def forward(ctx, x, *parts):
@@ -213,20 +218,20 @@ def grouped_experts(
     gate_up_bias: torch.Tensor | None = None,
     down_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """sum_k w_k down_k(gate(gate_up_k(x))) over the experts k that each token takes.
+    """sum_k w_k down_k(gate(gate_up_k(x))) over the experts k of each token.
 
     Args:
         x: [t, h], BF16.
         chosen: the experts of each token, int64 [t, k].
         weights: their weights, [t, k], FP32 or BF16.
-        gate_up: [e, 2 f, h], BF16, any strides; where the kernels are the gate, gate's rows before up's.
+        gate_up: [e, 2 f, h], BF16, any strides; with a `KernelGate`, gate's rows come before up's.
         down: [e, h, f], BF16, any strides.
-        gate: what makes [rows, f] of [rows, 2 f], and how that is saved.
+        gate: computes [rows, f] from [rows, 2 f], and defines how its input is saved.
         gate_up_bias, down_bias: [e, 2 f] and [e, h], or None.
 
-    Returns [t, h] in BF16. Backward saves 2 k f bytes a token, with their scales, and x. Gradients of weights
-    and of `down` are of what the gate makes of these. Raises ValueError for an unknown kind, for another
-    dtype, for sizes that do not belong together, and where f is not whole groups.
+    Returns [t, h] in BF16. Backward saves 2 k f bytes per token, with their scales, and x. Gradients of
+    weights and of `down` use the gate's result recomputed from the saved codes. Raises ValueError for an
+    unknown kind, another dtype, sizes that do not match, or an f that is not a multiple of the group size.
     """
     order, ends = _order(chosen, len(gate_up))
     return _experts(x, chosen, weights, gate_up, down, gate, order, ends, gate_up_bias, down_bias)
@@ -243,18 +248,18 @@ def permuted_experts(
     gate_up_bias: torch.Tensor | None = None,
     down_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """w down_k(gate(gate_up_k(row))) of rows that are in the order of the experts k, one expert each.
+    """w down_k(gate(gate_up_k(row))) for rows in the order of the experts k; each row has one expert.
 
     Args:
         rows: [n, h], BF16; n may be 0.
-        tokens_per_expert: how many rows each expert has, int64 [e], on any device. Their sum is n, which is
-            not looked at: that would wait for the GPU.
+        tokens_per_expert: number of rows of each expert, int64 [e], on any device. Their sum must be n; it is
+            not checked, because that would synchronize with the GPU.
         weights: [n], FP32 or BF16.
-        gate_up, down, gate, gate_up_bias, down_bias: as of `grouped_experts`.
+        gate_up, down, gate, gate_up_bias, down_bias: as in `grouped_experts`.
 
-    Returns [n, h] in BF16. The reference is `experts_reference`, of tokens with one expert each. Backward
-    saves h + 2 f bytes a row, with their scales; 2 f if gate_up is frozen. Raises ValueError as
-    `grouped_experts`.
+    Returns [n, h] in BF16. The reference is `experts_reference` for tokens with one expert each. Backward
+    saves h + 2 f bytes per row, with their scales; 2 f if gate_up is frozen. Raises ValueError as
+    `grouped_experts` does.
     """
     ends = tokens_per_expert.cumsum(0).to(rows.device, torch.int32, non_blocking=True)
     expert = None
@@ -265,7 +270,8 @@ def permuted_experts(
 
 
 def _experts(x, chosen, weights, gate_up, down, gate, order, ends, gate_up_bias, down_bias) -> torch.Tensor:
-    """Either of the two. Without an order x holds rows; `chosen` [t, k] is read for biases only."""
+    """Common part of both functions. Without an order, x holds rows; `chosen` [t, k] is used only for
+    biases."""
     if isinstance(gate, KernelGate) and gate.kind not in KINDS:
         raise ValueError(f"experts: expected one of {', '.join(KINDS)}; found {gate.kind!r}")
     if {x.dtype, gate_up.dtype, down.dtype} != {torch.bfloat16}:
@@ -289,6 +295,6 @@ def _experts(x, chosen, weights, gate_up, down, gate, order, ends, gate_up_bias,
     y = _GroupedExperts.apply(*inputs, order, ends, gate, trained)
     if down_bias is None:
         return y
-    # sum_k w_k b_k as a product with each token's weights of all experts
+    # sum_k w_k b_k as a GEMM with each token's weights of all experts
     of_all = torch.zeros(t, e, dtype=x.dtype, device=x.device).scatter(1, chosen, weights.to(x.dtype))
     return torch.addmm(y, of_all, down_bias.to(x.dtype))

@@ -1,8 +1,8 @@
 """One-instruction log2, exp2, square root and reciprocal of FP32 values.
 
-Their relative errors, 2^-22 or so, lie far below half a step of any 8-bit format. Unlike Triton's own log2
-and division they neither branch nor refine. Subnormal inputs and results count as zero. The interpreter,
-which knows no PTX, takes the exact functions.
+Their relative errors, about 2^-22, are far below half a step of any 8-bit format. Unlike Triton's own log2
+and division, they neither branch nor refine. Subnormal inputs and results count as zero. The interpreter
+cannot run PTX and uses the exact functions.
 """
 
 import triton
@@ -41,7 +41,7 @@ def fast_sqrt(x):
 
 @triton.jit
 def saturate(x):
-    """Brought into [0, 1]: on its way out of an addition that costs nothing."""
+    """Clamps to [0, 1]; fused into a preceding addition, it costs nothing."""
     if INTERPRET:
         return tl.minimum(tl.maximum(x, 0.0), 1.0)
     return tl.inline_asm_elementwise("cvt.sat.f32.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
@@ -49,6 +49,6 @@ def saturate(x):
 
 @triton.jit
 def with_sign_of(b_abs, b_x):
-    """The magnitudes `b_abs`, which have no sign yet, with the signs of `b_x`: one bit operation."""
+    """The magnitudes `b_abs`, whose sign bits are 0, with the signs of `b_x`: one bit operation."""
     b_sign = b_x.to(tl.int32, bitcast=True) & -2147483648
     return (b_abs.to(tl.int32, bitcast=True) | b_sign).to(tl.float32, bitcast=True)

@@ -1,9 +1,9 @@
-"""The two 8-bit floating-point formats, and how values are rounded into them.
+"""The two 8-bit floating-point formats, and how values are rounded to them.
 
-Rules kept by every quantizer of this package:
+Every quantizer of this package follows these rules:
 - rounding is to nearest, ties to even, and saturates at the format's largest magnitude;
-- scales come from the finite values only, and a NaN or an infinity is stored as NaN, so that it is
-  neither hidden nor able to spoil its neighbours;
+- scales come from the finite values only, and a NaN or an infinity is stored as NaN, so it stays visible and
+  does not change its neighbours;
 - zero is stored as zero.
 """
 
@@ -27,7 +27,7 @@ class Fp8Format:
 
     @property
     def is_e5m2(self) -> bool:
-        """The flag by which the Triton kernels choose between the two formats."""
+        """The flag that selects the format in the Triton kernels."""
         return self.dtype == torch.float8_e5m2
 
 
@@ -55,7 +55,7 @@ def to_fp8(b_x, E5M2: tl.constexpr):
     if INTERPRET:
         MAX: tl.constexpr = 57344.0 if E5M2 else 448.0
         b_x = tl.where(b_x == b_x, tl.minimum(tl.maximum(b_x, -MAX), MAX), b_x)
-        # the interpreter truncates and loses NaN: round the bits by hand
+        # the interpreter truncates and loses NaN, so the bits are rounded here
         MANTISSA: tl.constexpr = 2 if E5M2 else 3
         BIAS: tl.constexpr = 15 if E5M2 else 7
         SHIFT: tl.constexpr = 23 - MANTISSA
@@ -75,8 +75,8 @@ def to_fp8(b_x, E5M2: tl.constexpr):
 
 @triton.jit
 def to_fp8_words(b_x, E5M2: tl.constexpr):
-    """`to_fp8` as int32, to be shifted into words of four: triton 3.6 makes wrong code of codes that are
-    widened and shifted, and of codes that are used twice."""
+    """`to_fp8` as int32, for shifting into words of four codes. triton 3.6 generates wrong code if codes are
+    widened and then shifted, or used twice."""
     if INTERPRET:
         return to_fp8(b_x, E5M2).to(tl.int32)
     if E5M2:
@@ -119,10 +119,12 @@ def from_fp8(b_codes, E5M2: tl.constexpr):
 def dither_fp8(
     y: torch.Tensor, u: torch.Tensor, fmt: Fp8Format, bend: torch.Tensor | float = 0.0
 ) -> torch.Tensor:
-    """`y` (FP32) moved by `u` of its steps in `fmt`, |u| < 1/2: rounded then, it is right on average.
+    """`y` (FP32) moved by `u` of its steps in `fmt`, |u| < 1/2, so that its rounded value is right on
+    average.
 
-    Where not y but its power 1/k has to be right on average, `bend` is 1 - 1/k: roundings of variance
-    step^2 / 6 take bend * step^2 / 12 y off it, which is added here (the power's Taylor series, second term).
+    If the power y^(1/k), not y, must be right on average, `bend` is 1 - 1/k. Roundings of variance step^2 / 6
+    then bias the power like a change of y by -bend * step^2 / (12 y), so the opposite change is added here
+    (second term of the power's Taylor series).
     """
     mantissa_bits = 2 if fmt.is_e5m2 else 3
     _, power = torch.frexp(y)
@@ -132,7 +134,7 @@ def dither_fp8(
 
 @triton.jit
 def dither_tile(b_y, b_u, b_bend, E5M2: tl.constexpr):
-    """`dither_fp8` of values that are not zero; the step comes from the bits of the exponent."""
+    """`dither_fp8` for nonzero values; the step comes from the exponent's bits."""
     SMALLEST: tl.constexpr = (127 - 14) << 23 if E5M2 else (127 - 6) << 23
     STEP: tl.constexpr = 0.25 if E5M2 else 0.125
     b_power = tl.maximum(b_y.to(tl.int32, bitcast=True) & 0x7F800000, SMALLEST).to(tl.float32, bitcast=True)
@@ -142,7 +144,7 @@ def dither_tile(b_y, b_u, b_bend, E5M2: tl.constexpr):
 
 @triton.jit
 def cast(b_x, DTYPE: tl.constexpr):
-    """FP32 values in the floating-point type that is stored; the interpreter would truncate to BF16."""
+    """FP32 values in the stored floating-point type; the interpreter would truncate to BF16."""
     if INTERPRET and DTYPE == tl.bfloat16:
         b_bits = b_x.to(tl.int32, bitcast=True)
         b_rounded = (b_bits + 0x7FFF + ((b_bits >> 16) & 1)) >> 16
@@ -152,12 +154,12 @@ def cast(b_x, DTYPE: tl.constexpr):
 
 @triton.jit
 def round_to(b_x, DTYPE: tl.constexpr):
-    """FP32 values, rounded to what `cast` would store."""
+    """FP32 values, rounded as `cast` would store them."""
     if DTYPE == tl.float32:
         return b_x
     if INTERPRET or DTYPE != tl.bfloat16:
         return widen(cast(b_x, DTYPE))
-    # two at a time: alone, a conversion takes the pipeline of the transcendental functions
+    # two at a time: a single conversion occupies the pipeline of the transcendental functions
     return tl.inline_asm_elementwise(
         "{.reg .b32 t; cvt.rn.bf16x2.f32 t, $3, $2; shl.b32 $0, t, 16; and.b32 $1, t, 0xffff0000;}",
         "=f,=f,f,f",
@@ -170,13 +172,13 @@ def round_to(b_x, DTYPE: tl.constexpr):
 
 @triton.jit
 def finite_or_nan(b_x):
-    """FP32 values, infinities as NaN: the product with zero takes one instruction."""
+    """FP32 values with infinities as NaN: multiplying by zero takes one instruction."""
     return b_x + b_x * 0.0
 
 
 @triton.jit
 def widen(b_x):
-    """Any floating-point values as FP32; the interpreter would spoil subnormal BF16."""
+    """Any floating-point values as FP32; the interpreter's conversion would corrupt subnormal BF16."""
     if INTERPRET and b_x.dtype == tl.bfloat16:
         return (b_x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
     return b_x.to(tl.float32)

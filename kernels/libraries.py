@@ -1,6 +1,6 @@
-"""Which CUDA libraries are mapped into this process, and whether two versions of one are mixed.
+"""The CUDA libraries that are mapped into this process, and whether two versions of one are mixed.
 
-cuDNN consists of a small entry library and several sub-libraries (graph, ops, engines). A process that finds
+cuDNN consists of a small entry library and several sub-libraries (graph, ops, engines). A process that loads
 torch's entry library and another installation's sub-libraries computes wrong attention under CUDA graphs.
 """
 
@@ -10,13 +10,13 @@ from pathlib import Path
 
 import torch
 
-# libcudnn_ops.so.9.14.0: library and part. libcublasmp.so.0 and plugins of NCCL are libraries of their own
+# libcudnn_ops.so.9.14.0: library and part. libcublasmp.so.0 and plugins of NCCL are separate libraries
 _FILE = re.compile(r"lib(cudnn|cublas|nccl)((?<=cudnn)_\w+|(?<=cublas)Lt|)\.so[.\d]*$")
 
 
 def mapped(maps: str | None = None) -> dict[str, list[Path]]:
-    """The files of cuDNN, cuBLAS and NCCL in this process, or in the text of a /proc/PID/maps. Empty without
-    such a file."""
+    """The files of cuDNN, cuBLAS and NCCL in this process, or in the text of a /proc/PID/maps. Empty if there
+    is no such file."""
     if maps is None:
         source = Path("/proc/self/maps")
         maps = source.read_text() if source.exists() else ""
@@ -29,7 +29,7 @@ def mapped(maps: str | None = None) -> dict[str, list[Path]]:
 
 
 def version_of(path: Path) -> str:
-    """The version of a library: from the file that `path` links to, else from the package that installed it,
+    """The version of a library: from the file to which `path` links, else from the package that installed it,
     else its folder."""
     suffix = path.resolve().name.partition(".so.")[2]
     if suffix.count("."):
@@ -42,19 +42,19 @@ def version_of(path: Path) -> str:
 
 
 def conflicts(files: dict[str, list[Path]] | None = None) -> list[str]:
-    """A sentence for each library that this process uses in two versions, with the fix."""
+    """A sentence with a fix for each library that this process uses in two versions."""
     files = mapped() if files is None else files
     packages = Path(torch.__file__).parents[1]
     sentences = []
     for library, paths in files.items():
         entries = [p for p in paths if _FILE.match(p.name)[2] == ""]
         used = {p.parent for p in paths if p not in entries} if library == "cudnn" else set()
-        # torch's own entry library; other packages may have mapped another one
+        # only torch's own entry library counts; other packages may have mapped another one
         of_torch = {p.parent for p in entries if packages in p.parents}
         if library == "cudnn":
             mixed = len(used | of_torch) > 1
         else:
-            # copies of one version do no harm
+            # copies of one version are harmless
             mixed = len({version_of(p) for p in paths}) > 1
         if mixed:
             versions = sorted({f"{version_of(p)} ({p.parent})" for p in paths})

@@ -1,7 +1,7 @@
-"""Launchers as operators that `torch.compile` can take in.
+"""Launchers as operators that `torch.compile` can trace.
 
-Eager calls go straight to the function; while a model is compiled they go through a `torch.library` operator
-of the same meaning, whose fake implementation gives the shapes.
+Eager calls run the function directly. While a model is compiled, calls go through an equivalent
+`torch.library` operator, whose fake implementation returns the shapes.
 """
 
 import functools
@@ -13,12 +13,13 @@ NAMESPACE = "coat"
 
 
 def compilable(fake: Callable, mutates: tuple[str, ...] = ()) -> Callable[[Callable], Callable]:
-    """Makes an operator `coat::<name>` of a function of tensors and plain numbers that returns new tensors.
+    """Creates an operator `coat::<name>` from a function of tensors and plain numbers that returns new
+    tensors.
 
-    fake: same arguments, empty tensors of the right shapes, dtypes and devices. mutates: names of arguments
-    that are written. Types are annotated as `torch.library.custom_op` wants them. The operator itself is
-    `function.op`, for `torch.library.opcheck`; the function, for callers that are never compiled,
-    `function.eager`.
+    fake: has the same arguments and returns empty tensors of the right shapes, dtypes and devices. mutates:
+    names of arguments that are written. Types are annotated as `torch.library.custom_op` requires. The
+    operator itself is `function.op`, for `torch.library.opcheck`; the function is `function.eager`, for
+    callers that are never compiled.
     """
 
     def decorate(function: Callable) -> Callable:
@@ -37,5 +38,5 @@ def compilable(fake: Callable, mutates: tuple[str, ...] = ()) -> Callable[[Calla
 
 
 def nothing(like: torch.Tensor) -> torch.Tensor:
-    """What an operator returns in the place of None, which it cannot return."""
+    """A placeholder for None, which an operator cannot return."""
     return torch.empty(0, dtype=torch.float32, device=like.device)

@@ -1,10 +1,11 @@
-"""What a linear layer that is split over a tensor-parallel group sends: FP8 codes, partial sums, amaxes.
+"""Communication of a linear layer that is split over a tensor-parallel group: FP8 codes, partial sums,
+amaxes.
 
-Ranks agree on a scale only where their codes meet in one operand: the all-gathered ones of sequence
-parallelism. Other GEMMs give sums over the ranks, each rank with the scales of its own operands. Scales are
-powers of two apart, so normal numbers are rounded as with the whole tensor's scale.
+Ranks agree on a scale only if their codes form one operand: the all-gathered codes of sequence parallelism.
+Other GEMMs return sums over the ranks, and each rank has the scales of its own operands. Scales differ by
+powers of two, so normal numbers are rounded as with the whole tensor's scale.
 
-Every function takes the process group, and all of its ranks call it in the same order.
+Every function takes the process group, and all of its ranks must call it in the same order.
 """
 
 from collections.abc import Callable
@@ -15,7 +16,7 @@ import torch.distributed as dist
 
 from coat_kernels.fp8 import ALIGNMENT
 
-# codes are copied in words of this type where their number allows
+# codes are copied in words of this type if their number allows
 WORD = torch.int64
 
 
@@ -23,8 +24,9 @@ WORD = torch.int64
 class TensorParallel:
     """How one linear layer is split over `group` (Shoeybi et al., arXiv 1909.08053, section 3).
 
-    by_output: each rank holds some rows of the weight and gives some columns of the output (column parallel);
-        otherwise some columns of the weight, and takes some columns of the input (row parallel).
+    by_output: each rank holds some rows of the weight and computes some columns of the output (column
+        parallel); otherwise it holds some columns of the weight, and reads some columns of the input (row
+        parallel).
     sequence: outside the layer activations are split by tokens (Korthikanti et al., arXiv 2205.05198, section
         4.2.2): a by_output layer gathers its input, the other kind scatters its output.
     reduce_grad: a by_output layer without `sequence` sums the gradient of its input over the ranks.
@@ -45,7 +47,7 @@ class TensorParallel:
 
 
 def largest_of_all(largest: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The amax over all ranks from that of each, FP32 [1], in place."""
+    """The amax over all ranks, from the amax of each rank, FP32 [1], in place."""
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
     return largest
 
@@ -59,10 +61,10 @@ def agreed(say: bool, group: dist.ProcessGroup) -> bool:
 
 
 def gather_rows(codes: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], torch.Tensor]:
-    """Starts the all-gather of `codes` [m, n]. The function that it returns waits for [ranks * m, n]."""
+    """Starts the all-gather of `codes` [m, n]. The returned function waits for the result [ranks * m, n]."""
     m, n = codes.shape
     gathered = torch.empty(group.size() * m, n, dtype=codes.dtype, device=codes.device)
-    # as bytes: not every backend knows FP8
+    # as bytes, because not every backend supports FP8
     pair = gathered.view(torch.uint8), codes.contiguous().view(torch.uint8)
     work = dist.all_gather_into_tensor(*pair, group=group, async_op=True)
 
@@ -74,8 +76,8 @@ def gather_rows(codes: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], t
 
 
 def gather_columns(codes: torch.Tensor, m: int, group: dist.ProcessGroup) -> Callable[[], torch.Tensor]:
-    """Starts the all-gather of column-major codes [n, m padded]. The function that it returns waits for them
-    and joins them along the tokens: [n, ranks * m padded]."""
+    """Starts the all-gather of column-major codes [n, m padded]. The returned function waits for them and
+    joins them along the tokens: [n, ranks * m padded]."""
     n, wait_for_rows = codes.shape[0], gather_rows(codes, group)
     ranks, length = group.size(), m * codes.element_size()
 
@@ -95,8 +97,7 @@ def gather_columns(codes: torch.Tensor, m: int, group: dist.ProcessGroup) -> Cal
 
 
 def reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], torch.Tensor]:
-    """Starts the reduce-scatter of `x` [ranks * m, n]. The function that it returns waits for this rank's
-    part, [m, n]."""
+    """Starts the reduce-scatter of `x` [ranks * m, n]. The returned function waits for this rank's [m, n]."""
     part = torch.empty(x.shape[0] // group.size(), x.shape[1], dtype=x.dtype, device=x.device)
     work = dist.reduce_scatter_tensor(part, x, group=group, async_op=True)
 
@@ -108,7 +109,7 @@ def reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], to
 
 
 def all_reduce(x: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], torch.Tensor]:
-    """Starts the all-reduce of `x`, in place. The function that it returns waits for it."""
+    """Starts the all-reduce of `x`, in place. The returned function waits for it."""
     work = dist.all_reduce(x, group=group, async_op=True)
 
     def wait() -> torch.Tensor:

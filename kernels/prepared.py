@@ -1,8 +1,8 @@
-"""Launching kernels with little CPU time, since a layer launches dozens.
+"""Launches kernels with little CPU time, because a layer launches dozens.
 
-Triton's own launch binds arguments to the kernel's signature, computes what to specialise for and looks up
-the compiled kernel: 15 to 29 us for 3 to 20 arguments. A `PreparedKernel` does that once for each signature,
-and from then on calls the compiled kernel.
+Triton's own launch binds arguments to the kernel's signature, computes specializations and looks up the
+compiled kernel: 15 to 29 us for 3 to 20 arguments. A `PreparedKernel` does this once per signature. From then
+on it calls the compiled kernel directly.
 """
 
 import contextlib
@@ -11,8 +11,8 @@ import functools
 import torch
 import triton
 
-# a * b + c is rounded once, in every release of triton: from 3.10 on it is not where nothing is said, and
-# 3.9 warns of that
+# a * b + c is rounded once, in every release of triton. Without this option, triton 3.10 and later round
+# twice, and 3.9 warns
 FUSED = {"enable_fp_fusion": True}
 _NOTHING = contextlib.nullcontext()
 _knobs = triton.knobs.runtime
@@ -25,30 +25,30 @@ def cdiv(a: int, b: int) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def tiling(rows: int, columns: int, m: int, n: int) -> tuple[int, int]:
-    """Tiles of m x n elements one below the other and side by side in [rows, columns]; at least one, since an
-    empty tensor still has a scale."""
+    """The numbers of tiles of m x n elements along the rows and along the columns of [rows, columns]; at
+    least one each, because an empty tensor also has a scale."""
     return max(cdiv(rows, m), 1), max(cdiv(columns, n), 1)
 
 
 def next_power_of_2(n: int) -> int:
-    """The smallest power of two of n and more; 1 of 0. As `triton.next_power_of_2`, which takes 2 us."""
+    """The smallest power of two that is at least n; 1 for 0. `triton.next_power_of_2` takes 2 us."""
     return 1 << max(n - 1, 0).bit_length()
 
 
 def on_device_of(x: torch.Tensor) -> contextlib.AbstractContextManager:
-    """`torch.cuda.device_of(x)`, which does nothing where that is the current device."""
+    """`torch.cuda.device_of(x)`, without its cost if x is on the current device."""
     if not x.is_cuda or x.get_device() == torch.cuda.current_device():
         return _NOTHING
     return torch.cuda.device_of(x)
 
 
 def signature_of(args: tuple) -> tuple[list, list]:
-    """What decides which compiled kernel takes `args`, and the values that it is called with: of tensors
-    their addresses.
+    """The key that selects the compiled kernel for `args`, and the values that the kernel is called with; for
+    tensors, their addresses.
 
-    args: None, booleans, numbers and tensors. The key is at least as fine as triton's specialization: of a
-        tensor its dtype, its device and whether its address is a multiple of 16; of an integer whether it is
-        1 or a multiple of 16, and beyond 32 bits its value; of a float only its type.
+    args: None, booleans, numbers and tensors. The key is at least as fine as triton's specialization. For a
+        tensor it contains the dtype, the device and whether the address is a multiple of 16; for an integer,
+        whether it is 1 or a multiple of 16, and beyond 32 bits its value; for a float, only the type.
     """
     key, values = [], []
     for a in args:
@@ -72,12 +72,12 @@ def signature_of(args: tuple) -> tuple[list, list]:
 
 class PreparedKernel:
     """A triton kernel, launched as `kernel[grid](*args, **constants)`. Arguments are given by position, as in
-    `signature_of`; the first is a tensor, on whose device the kernel runs. Constexprs and options are given
+    `signature_of`; the first is a tensor, and the kernel runs on its device. Constexprs and options are given
     by name.
 
     The first launch with a signature is triton's own, which compiles. So is every launch in the interpreter,
-    on GPUs that are not NVIDIA's, and while a profiler or others have hooks on launches. Later changes of
-    triton's settings do not reach signatures that were launched before.
+    on GPUs of other vendors than NVIDIA, and while a profiler or other code has hooks on launches. Later
+    changes of triton's settings do not affect signatures that were launched before.
     """
 
     def __init__(self, function):
@@ -95,7 +95,7 @@ class PreparedKernel:
         if device < 0 or not self._is_compiled:
             self.function[grid](*args, **constants, **FUSED)
             return
-        # torch.cuda.current_device() first checks that CUDA is there
+        # avoids torch.cuda.current_device(), which first checks that CUDA exists
         if device != torch.accelerator.current_device_index():
             with torch.cuda.device(device):
                 self._launch(grid, *args, **constants)
@@ -113,8 +113,8 @@ class PreparedKernel:
         run(x, y, z, stream_of(device), function, metadata, None, None, None, *values, *rest)
 
     def _prepare(self, compiled, count: int, constants: dict) -> tuple:
-        """What a launch of `compiled` with `count` arguments calls. `constants` always come in one order,
-        since only their values are compared."""
+        """The callable, metadata and trailing values of a launch of `compiled` with `count` arguments.
+        `constants` must always have the same order, because only their values are compared."""
         names = self._names = self._names or tuple(constants)
         if tuple(constants) != names:
             raise TypeError(

@@ -1,4 +1,4 @@
-"""Reading and writing tiles in kernels, and the amax of tiles."""
+"""Loads and stores of tiles in kernels, and the amax of tiles."""
 
 import triton
 import triton.language as tl
@@ -28,7 +28,7 @@ def tile_mask(o_row, o_column, rows, columns):
 
 @triton.jit
 def finite_abs(b_x):
-    """The magnitudes of an FP32 tile; NaN, which tl.maximum ignores, where a value is not finite."""
+    """The magnitudes of an FP32 tile, with NaN for non-finite values; tl.maximum ignores NaN."""
     return tl.abs(finite_or_nan(b_x))
 
 

@@ -1,11 +1,11 @@
 """FP8 copies of weights, kept over the micro-batches of one optimizer step.
 
 "none" keeps nothing: each forward and each backward quantizes the weight. "fp8" keeps the codes in both
-layouts, two bytes a parameter.
+layouts, two bytes per parameter.
 
-A copy is valid for one parameter: the same object and memory, unchanged as autograd counts changes, and no
-step of a torch optimizer since, unless the parameter is frozen. Of a weight that was computed for one forward
-(masked, weight norm, parametrizations) nothing is kept, since another may later lie at the same address.
+A copy is valid for one parameter: the same object and memory, the same version in autograd, and no step of a
+torch optimizer since, unless the parameter is frozen. No copy is kept of a weight that is computed in each
+forward (masked, weight norm, parametrizations), because another tensor may later have the same address.
 Without gradients (evaluation) nothing is kept, and no copy is used.
 
 A cache also predicts the scale from the last one (`tensorwise/predicted.py`). The prediction changes time,
@@ -29,15 +29,14 @@ from coat_kernels.tensorwise.scale import Scales
 WEIGHT_CACHES = ("none", "fp8")
 
 _counter = itertools.count(1)
-# epochs of trained parameters, and of frozen ones, which a step does not change
+# epochs of trained and of frozen parameters; a step does not change the latter
 _epoch = _epoch_of_frozen = 0
 
 
 def invalidate_weight_caches() -> None:
-    """Makes every layer read its weight again. Needed only after a weight was written through `.data` or
+    """Makes every layer quantize its weight again. Needed only after a weight was written through `.data` or
     another tensor that shares its memory, outside an optimizer's step: `p.copy_(...)` under `torch.no_grad()`
-    is seen, `p.data.copy_(...)` is not.
-    """
+    is detected, `p.data.copy_(...)` is not."""
     global _epoch, _epoch_of_frozen
     _epoch = _epoch_of_frozen = next(_counter)
 
@@ -49,18 +48,18 @@ def _after_step(*_) -> None:
 
 @functools.cache
 def _watch_optimizers() -> None:
-    # ZeRO and Megatron write weights behind autograd's back, but after a step of a torch optimizer
+    # ZeRO and Megatron write weights without changing their version, but after a step of a torch optimizer
     register_optimizer_step_post_hook(_after_step)
 
 
 def can_be_kept(weight: torch.Tensor) -> bool:
-    """Whether it is a parameter that counts its changes, as those that inference mode has made do not."""
+    """Whether it is a parameter that counts its changes. Tensors created in inference mode do not."""
     return isinstance(weight, torch.nn.Parameter) and not weight.is_inference()
 
 
 class WeightCache:
-    """What one layer keeps of its weight: `keep` is one of `WEIGHT_CACHES`. `predicts`: it also remembers the
-    last scale.
+    """The FP8 copies of one layer's weight. keep: one of `WEIGHT_CACHES`. predicts: also remember the last
+    scale.
 
     Raises ValueError for another value of `keep`.
     """
@@ -73,9 +72,9 @@ class WeightCache:
         self.keep, self.predicts = keep, predicts
         self._predicted: PredictedScale | None = None
         self._key, self._largest, self._codes = None, None, None
-        # whether copies are written in place, because a CUDA graph knows their addresses
+        # whether copies are written in place, because a CUDA graph contains their addresses
         self._stays = False
-        # kept alive: torch refuses to exchange what is in a parameter that is referred to weakly
+        # a strong reference: torch refuses to swap the contents of a parameter that has weak references
         self._owner: torch.nn.Parameter | None = None
 
     def __reduce__(self):
@@ -88,7 +87,8 @@ class WeightCache:
         return sum(t.nbytes for t in held if t is not None)
 
     def of(self, weight: torch.Tensor) -> "WeightCache":
-        """The cache for this weight: this one for what `can_be_kept`, or a view of it, else `NO_CACHE`."""
+        """The cache for this weight: this cache if the weight, or its base, `can_be_kept`; else
+        `NO_CACHE`."""
         owner = weight if weight._base is None else weight._base
         if not can_be_kept(owner):
             return NO_CACHE
@@ -111,15 +111,15 @@ class WeightCache:
             shape = self._codes.rows.shape
             Attempt(self._producer(weight, fmt), self.prediction(fmt), *shape, device, into=into).finish(None)
         else:
-            # free the old copy before the new one is made
+            # frees the old copy before the new one is allocated
             self._largest, self._codes = None, None
             self._codes, self._largest = self._quantize(weight, fmt, columns=True)
         self._key = key
         return self._codes, self._largest
 
     def stay(self, weight: torch.Tensor, fmt: Fp8Format) -> tuple:
-        """What a CUDA graph knows of this cache: itself, and with gradients the addresses of the copies of
-        `weight`. They are brought up to date, and from now on written in place."""
+        """The cache's part of a CUDA graph's dependencies: the cache, and with gradients the addresses of the
+        copies of `weight`. The copies are updated, and from now on written in place."""
         if self.keep == "none" or not torch.is_grad_enabled():
             return (self,)
         self._stays = True
@@ -157,12 +157,12 @@ class WeightCache:
 
     @staticmethod
     def _producer(weight: torch.Tensor, fmt: Fp8Format) -> Callable[[Quantized, Scales], torch.Tensor | None]:
-        """Quantizes `weight`, as an `Attempt` has it."""
+        """The `write` function of an `Attempt`, which quantizes `weight`."""
         flat = weight.detach().reshape(-1, weight.shape[-1]).contiguous()
         if uses_kernels(flat):
             return functools.partial(launch_quantize, flat)
         return functools.partial(write_reference, flat, fmt=fmt)
 
 
-# for weights that are not kept
+# the cache of weights that are not kept
 NO_CACHE = WeightCache(predicts=False)

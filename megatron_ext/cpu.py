@@ -1,19 +1,19 @@
-"""Lets Megatron run where there is no GPU, with gloo in the place of NCCL: for quickstarts and tests.
+"""Runs Megatron without a GPU, with gloo in place of NCCL: for quickstarts and tests.
 
-Megatron asks `torch.cuda` for its device, its random states and its streams without checking that there is a
-GPU. `enable()` patches these functions with CPU answers; `disable()` undoes that.
+Megatron calls `torch.cuda` for its device, its random states and its streams without a check for a GPU.
+`enable()` patches these functions with their counterparts of the CPU; `disable()` undoes that.
 
-Patched are: `torch.cuda.current_device` and `current_stream` (the CPU's), `torch.cuda.Stream` and
-`synchronize` (nothing to wait for), the CUDA random states (the CPU's), Megatron's own reader and writer of
-those, what fetches the sizes of messages between experts, and torch.compile's switch (compiling Megatron's
-small fused functions takes longer than a CPU run). This covers process groups, building a model, forward,
-backward, the allgather and alltoall dispatchers and Megatron's data parallel wrapper. Its schedules and
-optimizers name `device="cuda"` literally, and context parallelism pins memory: inside `no_cuda()` such
-tensors are ordinary ones on the CPU.
+The patches replace: `torch.cuda.current_device` and `current_stream` (the CPU's), `torch.cuda.Stream` and
+`synchronize` (no-ops), the CUDA random states (the CPU's) and Megatron's own functions that read and write
+them, the function that fetches the sizes of messages between experts, and torch.compile's switch (compiling
+Megatron's small fused functions takes longer than a CPU run). This covers process groups, building a model,
+forward, backward, the allgather and alltoall dispatchers and Megatron's data parallel wrapper. Megatron's
+schedules and optimizers name `device="cuda"` literally, and context parallelism pins memory: inside
+`no_cuda()` such tensors are ordinary CPU tensors.
 
 Megatron-LM's own scripts refuse to start without a GPU. `python -m megatron_ext.cpu pretrain_gpt.py ...`, or
-`torchrun -m megatron_ext.cpu pretrain_gpt.py ...`, runs one unchanged, with `--distributed-backend gloo`
-among its arguments. It tells the script that each process has an idle GPU of 16 GiB.
+`torchrun -m megatron_ext.cpu pretrain_gpt.py ...`, runs a script unchanged, with `--distributed-backend gloo`
+among its arguments. The script then finds an idle GPU of 16 GiB in each process.
 """
 
 import contextlib
@@ -34,13 +34,13 @@ from coat_ds.patches import Patch
 logger = logging.getLogger(__name__)
 
 _WHAT = "Megatron on a CPU"
-_WHY = "Megatron asks it without asking first whether there is a GPU"
+_WHY = "Megatron calls it without a check for a GPU"
 _RANDOM = "megatron.core.tensor_parallel.random"
 _DISPATCHER = "megatron.core.transformer.moe.token_dispatcher"
 
 
 class _Nothing:
-    """A stream or an event of the CPU, where work is done when a call returns, and what its methods give."""
+    """A CPU stream or event: all work is done when a call returns, so its methods do nothing."""
 
     def __init__(self, *args, **kwargs):
         pass
@@ -50,12 +50,13 @@ class _Nothing:
 
 
 def _sizes(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Sizes as those of a GPU arrive: Megatron leaves a tensor that is on the CPU as it is."""
+    """Sizes in the form in which a GPU returns them: Megatron does not convert a tensor that is on the
+    CPU."""
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 def _answers() -> dict[Patch, Any]:
-    """What each question is answered on a CPU."""
+    """The replacement of each patched function on a CPU."""
     device = torch.device("cpu")
     get, set_ = torch.random.get_rng_state, torch.random.set_rng_state
     return dict(
@@ -103,7 +104,7 @@ ON_CPU = (
         _WHAT,
         "megatron-core",
         f"{_DISPATCHER}:maybe_move_tensor_to_cpu",
-        "it leaves sizes that are on the CPU tensors, which no message takes",
+        "it leaves sizes on the CPU as tensors, which no message accepts",
         parameters=("tensor", "as_numpy", "record_stream"),
         used_by="MoEAlltoAllTokenDispatcher",
     ),
@@ -126,7 +127,7 @@ _announced = False
 
 
 def enable() -> bool:
-    """Patches what keeps Megatron off a CPU; does nothing where there is a GPU. Returns `enabled()`."""
+    """Patches what stops Megatron on a CPU; does nothing if there is a GPU. Returns `enabled()`."""
     global _announced
     if enabled() or torch.cuda.is_available():
         return enabled()
@@ -140,7 +141,7 @@ def enable() -> bool:
 
 
 def disable() -> None:
-    """Puts everything back as it was before `enable()`."""
+    """Undoes `enable()`."""
     for patch in (*reversed(IN_SCRIPTS), *reversed(ON_CPU)):
         patch.remove()
 
@@ -151,7 +152,7 @@ class _NoCuda(TorchFunctionMode):
             return args[0]
         kwargs = kwargs or {}
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            # Megatron's optimizers know parameters by the names of CUDA's types
+            # Megatron's optimizers compare parameter types with the names of CUDA's types
             return func(*args).replace("torch.", "torch.cuda.")
         if str(kwargs.get("device")).startswith("cuda"):
             kwargs = kwargs | {"device": "cpu"}
@@ -162,7 +163,7 @@ class _NoCuda(TorchFunctionMode):
 
 @contextlib.contextmanager
 def no_cuda() -> Iterator[None]:
-    """Makes tensors on the CPU that are asked for on a GPU, or pinned; to be used after `enable()`."""
+    """Creates CPU tensors where code requests GPU or pinned tensors; use it after `enable()`."""
     with _NoCuda() if enabled() else contextlib.nullcontext():
         yield
 
@@ -171,7 +172,7 @@ _SCRIPTS = "Megatron-LM's scripts on a CPU"
 
 
 def _pretended() -> dict[str, Any]:
-    """What `torch.cuda` answers to Megatron-LM's scripts, by name of the function."""
+    """The return values of `torch.cuda`'s functions for Megatron-LM's scripts, by name of the function."""
     gib = 2**30
     properties = SimpleNamespace(name="CPU", major=9, minor=0, total_memory=16 * gib, multi_processor_count=1)
     answers = {
@@ -213,7 +214,7 @@ IN_SCRIPTS = (
         _SCRIPTS,
         "megatron-core",
         "megatron.legacy.fused_kernels:load",
-        "asks the CUDA compiler for its version; gone since 0.17",
+        "queries the CUDA compiler's version; gone since 0.17",
         parameters=("args",),
         optional=True,
     ),
@@ -221,7 +222,7 @@ IN_SCRIPTS = (
 
 
 def _pretend() -> None:
-    """Answers to what Megatron-LM's scripts ask of a GPU; `disable()` takes them back too."""
+    """Patches the GPU queries of Megatron-LM's scripts; `disable()` undoes these patches too."""
     *on_cuda, accelerator, fused_kernels = IN_SCRIPTS
     for patch, answer in zip(on_cuda, _pretended().values(), strict=True):
         patch.apply(lambda _, answer=answer: answer)
@@ -232,7 +233,7 @@ def _pretend() -> None:
 
 def run_script(path: str, arguments: Sequence[str] = ()) -> None:
     """Runs the script at `path`, one of Megatron-LM's, as `python path *arguments` does, on the CPU if there
-    is no GPU. Megatron is the checkout that the script lies in.
+    is no GPU. Megatron is the checkout that contains the script.
     """
     sys.argv = [path, *arguments]
     sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
@@ -243,7 +244,7 @@ def run_script(path: str, arguments: Sequence[str] = ()) -> None:
 
 
 if __name__ == "__main__":
-    # the imported module, whose state others see, and not this copy of it
+    # the imported module, whose state is shared, and not this copy of it
     from megatron_ext import cpu
 
     cpu.run_script(sys.argv[1], sys.argv[2:])

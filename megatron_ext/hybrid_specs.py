@@ -2,8 +2,8 @@
 
 `coat_hybrid_stack_spec`, `sdpa_hybrid_stack_spec`: attention, feed-forward and experts ('*', '-' and 'E' in
 `--hybrid-layer-pattern`) are parts of the layers of `coat_layer_spec` and `sdpa_layer_spec`. All other kinds
-of layers stay Megatron's own, in BF16, and need Transformer Engine. Before megatron-core 0.18 the model is
-called `MambaModel`.
+of layers stay Megatron's own, in BF16, and need Transformer Engine. In megatron-core older than 0.18 the
+model is called `MambaModel`.
 """
 
 from collections.abc import Callable
@@ -43,19 +43,19 @@ def _declare(layer: TransformerLayer, parts: Callable) -> None:
 
 
 class AttentionLayer(TransformerLayer):
-    """The attention of a layer, '*'. `parts` gives a layer's parts for a config, with experts or without.
+    """The attention of a layer, '*'. `parts` returns a layer's parts for a config, with experts or without.
 
-    Raises ValueError for multi-latent attention, which is another layer of Megatron's stack.
+    Raises ValueError for multi-latent attention, which Megatron's stack builds as another layer.
     """
 
     def __init__(self, config, submodules=None, *args, parts: Callable, **kwargs):
         if config.multi_latent_attention:
             raise ValueError(
-                "megatron_ext.hybrid_specs: '*' in --hybrid-layer-pattern is no --multi-latent-attention. "
+                "megatron_ext.hybrid_specs: '*' in --hybrid-layer-pattern excludes --multi-latent-attention. "
                 "Remove one of them, or take pretrain_gpt.py with coat_layer_spec."
             )
         whole = parts(config, experts=False)
-        # in a whole layer the sum may wait for the norm behind it; here, as behind the MLP, there is none
+        # in a whole layer the addition may be fused with the next norm; here, as after the MLP, none follows
         own = replace(whole, self_attn_bda=whole.mlp_bda, **_NO_MLP)
         super().__init__(config, own, *args, **kwargs)
         _declare(self, parts)

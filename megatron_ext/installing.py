@@ -1,4 +1,4 @@
-"""What the module of a spec installs when Megatron imports it."""
+"""Installs what the module of a spec stands for when Megatron imports it."""
 
 from coat_ds.config import CoatConfigError
 from megatron_ext import options
@@ -8,19 +8,19 @@ from megatron_ext.optimizer import watch
 
 
 def install(*, optimizer: bool = False, checkpoints: bool = False) -> None:
-    """Installs what a spec's module stands for. Such modules call it when they are imported.
+    """Installs what a spec's module stands for. Such modules call it on import.
 
-    Raises CoatConfigError if the file of `COAT_CONFIG` asks otherwise, RuntimeError for a Megatron that it
-    does not fit.
+    Raises CoatConfigError if the file of `COAT_CONFIG` contradicts the module, RuntimeError for an
+    unsupported Megatron.
     """
     config = options.coat_config()
     if optimizer:
         if not config.optimizer.enabled:
             raise CoatConfigError(
-                f"{options.VARIABLE}: coat.optimizer.enabled: found false beside megatron_ext.with_optimizer."
+                f"{options.VARIABLE}: coat.optimizer.enabled: found false with megatron_ext.with_optimizer."
                 " Set it to true, or take the spec from another module."
             )
-        # the watch first, so that each can be undone without the other
+        # the watch first, so that the optimizer and the watch can be undone independently
         watch.install()
         optimizer_seam.install(config)
     if checkpoints or config.checkpointing.compress:

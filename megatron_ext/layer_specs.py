@@ -1,13 +1,13 @@
 """Layer specs for `--spec megatron_ext.layer_specs <name>` and for `GPTModel(config, <spec>, ...)`.
 
-`coat_layer_spec`: linear layers compute in FP8, and what is saved for backward has 8 bits, except attention.
-`sdpa_layer_spec`: Megatron's own layer on scaled_dot_product_attention: the BF16 layer to compare with.
+`coat_layer_spec`: linear layers compute in FP8, and tensors saved for backward have 8 bits, except
+attention's.
+`sdpa_layer_spec`: Megatron's own layer on scaled_dot_product_attention: the BF16 baseline.
 
 Each is one module-level ModuleSpec, the only form that every supported Megatron accepts. Its layer class
 derives the parts from `config` by rewriting Megatron's own local spec. So both follow Megatron's arguments
-and versions, and one spec gives dense layers and layers with experts. The final norm stays Megatron's,
+and versions, and one spec builds dense layers and layers with experts. The final norm stays Megatron's,
 patched where it would fail (`torch_norm.py`). Under context parallelism core attention is Transformer
-Engine's.
 """
 
 from dataclasses import replace
@@ -53,11 +53,11 @@ try:
     from megatron_ext.layers.torch_norm import local_norm, replace_final_norm
     from megatron_ext.optimizer.watch import install as watch_optimizers
 except ImportError as error:
-    # Megatron 0.16 logs an ImportError of a spec's module and goes on without the spec
+    # Megatron 0.16 logs an ImportError of a spec's module and continues without the spec
     raise RuntimeError(
         f"megatron_ext.layer_specs could not be imported: {error}. It needs megatron-core "
         f"{MEGATRON_CORE.oldest} or newer "
-        'and this project installed beside it: pip install "coat-train[megatron]".'
+        'and this project installed in the same environment: pip install "coat-train[megatron]".'
     ) from error
 if not Version(MEGATRON_CORE.oldest) <= Version(core.__version__) < Version(MEGATRON_CORE.untried):
     raise RuntimeError(
@@ -66,7 +66,7 @@ if not Version(MEGATRON_CORE.oldest) <= Version(core.__version__) < Version(MEGA
     )
 
 
-# of Transformer Engine's layers; not all releases have all
+# Transformer Engine's layers; some releases lack some of them
 _TRANSFORMER_ENGINES = (
     "use_transformer_engine_op_fuser",
     "use_grouped_gemm_for_dense_mlp",
@@ -128,9 +128,10 @@ def _has_experts(
     add_layer_offset: bool = True,
     **__,
 ) -> bool:
-    """Whether the layer that `TransformerLayer` is to build with these arguments has experts.
+    """Whether the layer that `TransformerLayer` builds from these arguments has experts.
 
-    Layers of multi-token prediction are as the decoder's last. megatron-core 0.16 counts on for them.
+    Layers of multi-token prediction are like the decoder's last. megatron-core 0.16 continues the numbering
+    for them.
     """
     last = config.num_layers - 1
     if is_mtp_layer:
@@ -143,9 +144,8 @@ def _has_experts(
 
 
 def _check_layers(config) -> None:
-    """Raises ValueError where Megatron would choose layers of other kinds, which `--spec` takes the place of.
-
-    In the hybrid stack the pattern chooses them.
+    """Raises ValueError for arguments that make Megatron choose other kinds of layers, which `--spec`
+    replaces. In the hybrid stack the pattern chooses the layers.
     """
     for argument, found in {
         "--experimental-attention-variant": config.experimental_attention_variant,
@@ -166,7 +166,8 @@ class SDPATransformerLayer(TransformerLayer):
 class CoatTransformerLayer(TransformerLayer):
     """Megatron's own local layer with FP8 linears, norms and feed-forward.
 
-    Raises ValueError at construction for what its parts do not support, naming the argument to change.
+    Raises ValueError at construction for options that its parts do not support, naming the argument to
+    change.
     """
 
     # under DeepSpeed's ZeRO-3 (`coat_ds.zero.layer_units`)
@@ -191,7 +192,7 @@ class CoatTransformerLayer(TransformerLayer):
 def sdpa_parts(config, experts: bool) -> TransformerLayerSubmodules:
     """The parts of Megatron's own layer on SDPA for `config`, dense or with experts.
 
-    Raises ValueError for what is not supported, naming the argument to change.
+    Raises ValueError for unsupported arguments, naming the argument to change.
     """
     options.check_compress()
     if (line := options.idle_activations()) is not None:
@@ -203,7 +204,7 @@ def sdpa_parts(config, experts: bool) -> TransformerLayerSubmodules:
     if config.multi_latent_attention and config.tensor_model_parallel_size > 1:
         raise ValueError(
             f"sdpa_layer_spec: --tensor-model-parallel-size is {config.tensor_model_parallel_size}, over "
-            "which Megatron's own --multi-latent-attention leaves out a part of gradients. Remove it, or "
+            "which Megatron's own --multi-latent-attention loses a part of the gradients. Remove it, or "
             "take coat_layer_spec."
         )
     return _local_parts(config, experts)
@@ -213,7 +214,7 @@ def coat_parts(config, experts: bool) -> TransformerLayerSubmodules:
     """The parts of a COAT layer for `config`, dense or with experts."""
     if config.recompute_granularity == "selective" and "layernorm" in config.recompute_modules:
         raise ValueError(
-            "coat_layer_spec: recomputing 'layernorm' saves nothing, the outputs of norms are not kept. "
+            "coat_layer_spec: recomputing 'layernorm' saves nothing: outputs of norms are not kept. "
             "Remove it from --recompute-modules."
         )
     if config.first_last_layers_bf16:
@@ -221,7 +222,7 @@ def coat_parts(config, experts: bool) -> TransformerLayerSubmodules:
             "coat_layer_spec: --first-last-layers-bf16 is about Megatron's own FP8. Remove it, and name the "
             'layers in --te-precision-config-file, with {"coat": {"enabled": false}}.'
         )
-    # in a script of one's own parameters may be FP32 until Megatron's Float16Module wraps the model
+    # in a user's own script parameters may be FP32 until Megatron's Float16Module wraps the model
     if config.fp16 or config.params_dtype == torch.float16:
         raise ValueError(
             "coat_layer_spec: --fp16 is not supported, layers compute in BF16 or FP32. Use --bf16, or "

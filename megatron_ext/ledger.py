@@ -11,7 +11,7 @@ from coat_ds.saved_bytes import SavedStorages
 
 @dataclass(frozen=True, slots=True)
 class SavedBytes:
-    """What `layers` layers kept of one forward over `tokens` tokens (batch times sequence)."""
+    """The bytes that `layers` layers kept of one forward over `tokens` tokens (batch times sequence)."""
 
     total: int
     layers: int
@@ -27,7 +27,7 @@ def saved_bytes(model: torch.nn.Module | Iterable[torch.nn.Module], run: Callabl
 
     `model` is a GPTModel or the layers themselves, each called with hidden states [s, b, h]. A storage counts
     once and whole, however many layers or views keep it: tables and masks shared by all layers count once.
-    Parameters and buffers do not count. Seen is what goes through autograd's `save_for_backward`.
+    Parameters and buffers do not count. Only tensors that pass through autograd's `save_for_backward` count.
     Raises ValueError if `run` calls none of the layers.
     """
     layers = list(
@@ -55,7 +55,7 @@ def saved_bytes(model: torch.nn.Module | Iterable[torch.nn.Module], run: Callabl
     try:
         run()
     finally:
-        # of a layer that has failed
+        # of a layer that has raised an error
         hooks.close()
         for handle in handles:
             handle.remove()
@@ -67,5 +67,5 @@ def saved_bytes(model: torch.nn.Module | Iterable[torch.nn.Module], run: Callabl
 
 
 def cached_weight_bytes(model: torch.nn.Module) -> int:
-    """Bytes that COAT's linears hold now in FP8 copies of weights, by `weight_cache`; 0 of other layers."""
+    """Bytes that COAT's linears hold now in FP8 copies of weights, by `weight_cache`; 0 for other layers."""
     return sum(getattr(module, "cached_bytes", 0) for module in model.modules())

@@ -85,7 +85,7 @@ def load_shape(path: str | Path) -> ModelShape:
             if field.default is dataclasses.MISSING:
                 raise ValueError(f"{path}: key {name!r} is missing")
             continue
-        # a JSON integer is a fine float; True is not a fine integer
+        # a JSON integer is valid as a float; True is not valid as an integer
         wanted: Any = field.type
         accepted = (int, float) if wanted is float else (wanted,)
         if type(values[name]) not in accepted:
@@ -102,7 +102,7 @@ def initialize_model_parallel(
     """Megatron's process groups and random states. `torch.distributed` has to be initialised before.
 
     `sizes` are further arguments of Megatron's `parallel_state.initialize_model_parallel`.
-    Can be called again. Raises ValueError if Megatron was initialised with another size before.
+    May be called repeatedly. Raises ValueError if Megatron was initialised with another size before.
     """
     expected = {
         "tensor_model_parallel_size": tensor_model_parallel_size,
@@ -138,9 +138,9 @@ def _settings(shape: ModelShape, bf16: bool) -> dict[str, Any]:
         add_bias_linear=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        # stock layers then save gate and up once, and not SiLU's output as well
+        # stock layers then save gate and up once, and do not save SiLU's output too
         bias_activation_fusion=True,
-        # needs kernels that are not part of megatron-core
+        # needs kernels that megatron-core does not contain
         masked_softmax_fusion=False,
         tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
         pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
@@ -166,9 +166,9 @@ def build_gpt(
 ) -> GPTModel:
     """A megatron-core GPTModel of `shape` whose layers are built from `spec`, on this rank's device.
 
-    Weights are drawn on the CPU, so that a seed gives the same model on every device and under every spec.
-    Under pipeline parallelism it is this rank's stage, or stage `vp_stage` of those that it has.
-    Weights are BF16, or FP32 if not `bf16`. `activations` is for the COAT layers, their defaults without it;
+    Weights are drawn on the CPU, so that a seed produces the same model on every device and under every spec.
+    Under pipeline parallelism it is this rank's stage, or its stage `vp_stage` if it has several.
+    Weights are BF16, or FP32 if not `bf16`. `activations` is for the COAT layers, None means their defaults;
     `config` are further fields of Megatron's TransformerConfig; with `multi_latent_attention` of its
     MLATransformerConfig.
     Megatron's process groups have to be initialised before (`initialize_model_parallel`).

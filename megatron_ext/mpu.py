@@ -1,9 +1,9 @@
-"""Megatron's process groups under the names DeepSpeed asks for: `deepspeed.initialize(..., mpu=mpu)`.
+"""Megatron's process groups under DeepSpeed's names: `deepspeed.initialize(..., mpu=mpu)`.
 
 `megatron.core.parallel_state` itself lacks `get_model_parallel_world_size`, `get_model_parallel_rank` and
 `get_data_parallel_group_ranks`. Data-parallel groups here contain the context-parallel ranks, which hold the
-same weights and whose gradients have to be summed too. There is no `initialize_sequence_parallel`, at
-whose sight DeepSpeed would leave tensor parallelism out of norms and overflow checks.
+same weights and whose gradients have to be summed too. There is no `initialize_sequence_parallel`: if it
+exists, DeepSpeed leaves tensor parallelism out of norms and overflow checks.
 """
 
 import torch
@@ -62,7 +62,7 @@ def get_data_parallel_group_ranks() -> list[int]:
 
 
 def get_model_parallel_world_size() -> int:
-    """How many ranks share one copy of the model: tensor times pipeline parallel size."""
+    """The number of ranks that share one copy of the model: tensor times pipeline parallel size."""
     return get_model_parallel_group().size()
 
 
@@ -71,13 +71,13 @@ def get_model_parallel_rank() -> int:
 
 
 def sum_shared_gradients(model: torch.nn.Module) -> list[str]:
-    """Sums gradients over the tensor-parallel ranks where each rank sees only its part of the data: those of
-    parameters that Megatron marks `sequence_parallel`, and of norms of queries and keys, but for those that
-    are marked `average_gradients_across_tp_domain`.
+    """Sums gradients over the tensor-parallel ranks where each rank processes only its part of the data:
+    those of parameters that Megatron marks `sequence_parallel`, and of norms of queries and keys, except the
+    parameters that are marked `average_gradients_across_tp_domain`.
 
-    Call it once, before `deepspeed.initialize`, which never does this: norm weights would drift apart in
-    silence. Megatron's own training loop does it by itself. Returns the names of the parameters; empty with
-    one rank.
+    Call it once, before `deepspeed.initialize`. DeepSpeed never sums them: norm weights would drift apart
+    without an error. Megatron's own training loop sums them by itself. Returns the names of the parameters;
+    empty with one rank.
     Raises ValueError for a model whose ranks hold different experts, whose gradients DeepSpeed would average.
     """
     for name, parameter in model.named_parameters():

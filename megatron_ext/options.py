@@ -1,6 +1,6 @@
-"""How users of Megatron-LM's own scripts, which take no arguments of a plugin, say what they want.
+"""The configuration of Megatron-LM's own scripts, which have no arguments for a plugin.
 
-What is wanted is the module of the spec:
+The module of the spec chooses the features:
 
     --spec megatron_ext.layer_specs coat_layer_spec        FP8 layers
     --spec megatron_ext.with_optimizer coat_layer_spec     and FP8 optimizer states
@@ -8,12 +8,12 @@ What is wanted is the module of the spec:
 
 For the hybrid stack it is `coat_hybrid_stack_spec`, in megatron_ext.hybrid_specs and the last two.
 
-How is the block of a DeepSpeed config, in the JSON file that the environment variable `COAT_CONFIG` names:
+The block of a DeepSpeed config sets their options, in the JSON file that the variable `COAT_CONFIG` names:
 
     {"coat": {"enabled": true, "activations": {"weight_cache": "fp8"}}}
 
-With `checkpointing.compress` the second module compresses the inputs of recompute too. What single linear
-layers do differently stands in the file of Megatron's `--te-precision-config-file`:
+With `checkpointing.compress` the second module compresses the inputs of recompute too. Options of single
+linear layers are set in the file of Megatron's `--te-precision-config-file`:
 
     configs: {wide: {coat: {backward_format: e4m3}}, plain: {coat: {enabled: false}}}
     matchers:
@@ -34,14 +34,15 @@ from coat_ds.config import ActivationsConfig, CoatConfig, CoatConfigError, Optim
 from megatron_ext.layers import recompute
 
 VARIABLE = "COAT_CONFIG"
-# the keys of `coat.activations` that a single linear layer has a use for
+# the keys of `coat.activations` that apply to a single linear layer
 LAYER_KEYS = ("enabled", "backward_format", "weight_cache", "fast_accumulation")
 
 
 def coat_config() -> CoatConfig:
     """The block in the file that `COAT_CONFIG` names; the defaults, enabled, without the variable.
 
-    Raises CoatConfigError, naming the file and the key, for what cannot be read or honoured.
+    Raises CoatConfigError, naming the file and the key, for a file that cannot be read and for unsupported
+    values.
     """
     return _read(os.environ.get(VARIABLE))
 
@@ -77,7 +78,7 @@ def _read(path: str | None) -> CoatConfig:
         found = ", ".join(map(repr, content)) if isinstance(content, Mapping) else repr(content)
         raise CoatConfigError(
             f'{where}: expected an object with the key "coat" alone, found {found or "no key"}. Megatron\'s '
-            "arguments say the rest."
+            "arguments set the rest."
         )
     try:
         config = CoatConfig.from_dict(content["coat"])
@@ -104,14 +105,14 @@ def _read(path: str | None) -> CoatConfig:
 
 
 def activations() -> ActivationsConfig:
-    """The settings of layers that were told nothing else.
+    """The settings of layers without other settings.
 
-    Raises CoatConfigError if the file asks for what the spec's module has not installed.
+    Raises CoatConfigError if the file requests what the spec's module has not installed.
     """
     config = coat_config()
     if not config.activations.enabled:
         raise CoatConfigError(
-            f"{VARIABLE}: coat.activations.enabled: found false beside the FP8 layers of coat_layer_spec. "
+            f"{VARIABLE}: coat.activations.enabled: found false with the FP8 layers of coat_layer_spec. "
             "Set it to true, or take sdpa_layer_spec."
         )
     check_compress()
@@ -119,8 +120,8 @@ def activations() -> ActivationsConfig:
 
 
 def check_compress() -> None:
-    """Raises CoatConfigError if the file asks for compressed recompute, which the spec's module has not
-    installed."""
+    """Raises CoatConfigError if the file requests compressed recompute and the spec's module has not
+    installed it."""
     if coat_config().checkpointing.compress and not recompute.installed():
         raise CoatConfigError(
             f"{VARIABLE}: coat.checkpointing.compress: found true, but nothing compresses. Take the spec "
@@ -129,13 +130,13 @@ def check_compress() -> None:
 
 
 def idle_activations() -> str | None:
-    """A line if the file says how layers compute; Megatron's own layers do not ask."""
+    """A line if the file sets options of layers: Megatron's own layers ignore them."""
     found = coat_config().activations
     return _idle(found, ActivationsConfig(enabled=found.enabled), "sdpa_layer_spec", "coat_layer_spec")
 
 
 def idle_optimizer() -> str | None:
-    """A line if the file says how states are stored; Megatron's own optimizer does not ask."""
+    """A line if the file sets options of the optimizer: Megatron's own optimizer ignores them."""
     found = coat_config().optimizer
     usual = OptimizerConfig(enabled=found.enabled)
     return _idle(found, usual, "a spec without the optimizer", "the spec from megatron_ext.with_optimizer")
@@ -146,17 +147,17 @@ def _idle(found: ActivationsConfig | OptimizerConfig, usual: Any, beside: str, i
         return None
     key, value, _ = difference(found, usual)
     return (
-        f"{named_file()}: {found.KEY}.{key}: found {value!r}, of no effect beside {beside}. Take {instead}, "
+        f"{named_file()}: {found.KEY}.{key}: found {value!r}, of no effect with {beside}. Take {instead}, "
         "or drop the key."
     )
 
 
 def layer_activations(quant_config: Any, base: ActivationsConfig) -> ActivationsConfig:
-    """`base` with what a file of `--te-precision-config-file` says of one layer under "coat".
+    """`base` with the options of one layer under "coat" in a file of `--te-precision-config-file`.
 
-    quant_config: what Megatron hands to the layer's `finish_init`: `config`, a dict, and `config_key` and
+    quant_config: the argument of the layer's `finish_init`: `config`, a dict, and `config_key` and
         `match_input.module_path`, names; or None.
-    Raises CoatConfigError, naming both, for a key or value that a linear layer has no use for.
+    Raises CoatConfigError, naming both, for a key or value that linear layers do not support.
     """
     if quant_config is None or "coat" not in quant_config.config:
         return base

@@ -1,5 +1,5 @@
-"""`--spec megatron_ext.with_checkpoints coat_layer_spec`: the layers, and FP8 inputs of what is recomputed.
-`sdpa_layer_spec` brings the latter alone. The hybrid stack's are `coat_hybrid_stack_spec` and
+"""`--spec megatron_ext.with_checkpoints coat_layer_spec`: the layers, and FP8 inputs of recomputed regions.
+`sdpa_layer_spec` brings the FP8 inputs alone. The hybrid stack's specs are `coat_hybrid_stack_spec` and
 `sdpa_hybrid_stack_spec`."""
 
 from megatron_ext.hybrid_specs import coat_hybrid_stack_spec, sdpa_hybrid_stack_spec

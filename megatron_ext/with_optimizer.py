@@ -1,5 +1,5 @@
 """`--spec megatron_ext.with_optimizer coat_layer_spec`: the layers, and FP8 states in Megatron's optimizers.
-`sdpa_layer_spec` brings the latter alone. The hybrid stack's are `coat_hybrid_stack_spec` and
+`sdpa_layer_spec` brings the FP8 states alone. The hybrid stack's specs are `coat_hybrid_stack_spec` and
 `sdpa_hybrid_stack_spec`."""
 
 from megatron_ext.hybrid_specs import coat_hybrid_stack_spec, sdpa_hybrid_stack_spec

@@ -1,7 +1,8 @@
-"""Without a GPU the Triton kernels run in Triton's interpreter, chosen before they are defined.
+"""Without a GPU the Triton kernels run in Triton's interpreter, which is selected before the kernels are
+defined.
 
-`make test` leaves out what the markers `long` and `pairwise` name, and says at its end how much and why;
-`make test-all` runs that too.
+`make test` leaves out the tests with the markers `long` and `pairwise`, and prints at its end how many and
+why; `make test-all` runs them too.
 """
 
 import collections
@@ -17,7 +18,7 @@ if not GPU:
     os.environ["TRITON_INTERPRET"] = "1"
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 else:
-    # of "9.0a" DeepSpeed compiles nothing (DeepSpeed #8619); without the variable it asks the GPU
+    # with "9.0a" DeepSpeed compiles nothing (DeepSpeed #8619); without the variable it queries the GPU
     os.environ.pop("TORCH_CUDA_ARCH_LIST", None)
 
 from tests.hosts import TEST_ALL  # noqa: E402
@@ -31,9 +32,10 @@ LEFT_OUT = "left to make test-all: "
 
 
 def pairwise(rows: list[tuple]) -> set[int]:
-    """Numbers of as few of `rows` as a greedy choice takes to hold every pair of values that is in any row.
+    """Indices of a small subset of `rows`, chosen greedily, that has every pair of values that occurs in any
+    row.
 
-    Of rows that add as many pairs the first is taken: the choice is the same every time.
+    If several rows add equally many pairs, the first one is taken: the choice is the same every time.
     """
     places = list(itertools.combinations(range(len(rows[0])), 2)) or [(0, 0)]
     pairs = [{(i, j, row[i], row[j]) for i, j in places} for row in rows]
@@ -46,12 +48,14 @@ def pairwise(rows: list[tuple]) -> set[int]:
 
 
 def pytest_xdist_auto_num_workers() -> int | None:
-    """Of `-n auto`: with a GPU few, however many cores there are, since all take memory of the first GPU."""
+    """The number of workers for `-n auto`: small with a GPU, whatever the number of cores, since all workers
+    use memory of the first GPU."""
     return min(8, os.cpu_count() or 1) if GPU else None
 
 
 def pytest_collection_modifyitems(items):
-    # with --no-loadscope-reorder files start in this order, and a long one that started last would end alone
+    # with --no-loadscope-reorder files start in this order; a long file that started last would run alone at
+    # the end
     items.sort(key=lambda item: item.get_closest_marker("early") is None)
     products = collections.defaultdict(list)
     for item in items:
@@ -65,7 +69,7 @@ def pytest_collection_modifyitems(items):
         if item.get_closest_marker("pairwise"):
             products[item.path, item.originalname].append(item)
     for tests in products.values():
-        # a value is the same object in each of its tests
+        # parametrizations share value objects, so ids compare values
         kept = pairwise([tuple(map(id, test.callspec.params.values())) for test in tests])
         for number, test in enumerate(tests):
             if number not in kept:
@@ -73,7 +77,7 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    # what is imported by now stays: collections of garbage need not look at it
+    # objects imported by now are permanent, so garbage collections can skip them
     gc.collect()
     gc.freeze()
     if not GPU:
@@ -81,7 +85,7 @@ def pytest_collection_finish():
 
 
 def pytest_unconfigure():
-    # some libraries count what is left of theirs at the end
+    # some libraries count their remaining objects at exit
     gc.unfreeze()
 
 
@@ -96,7 +100,7 @@ def pytest_terminal_summary(terminalreporter):
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
-    """Where kernels are tested: the GPU if there is one, else the CPU through the interpreter.
+    """The device on which kernels are tested: the GPU if there is one, else the CPU through the interpreter.
 
     With the index that tensors name: `PredictedScale.on` knows no other name of the same GPU.
     """

@@ -1,5 +1,5 @@
-"""What the machines that test it need of stock frameworks: repairs of DeepSpeed 0.18, and no minutes of
-compilers and imports."""
+"""Changes to stock frameworks for the machines that test them: repairs of DeepSpeed 0.18, and less
+compilation and fewer imports."""
 
 import importlib.metadata
 import multiprocessing
@@ -8,19 +8,19 @@ import os
 import torch
 from torch.optim.adamw import adamw
 
-# as make test-all sets it; without it tests try fewer inputs and leave out what takes long
+# set by make test-all; without it tests try fewer inputs and leave out long cases
 TEST_ALL = os.environ.get("COAT_TEST_ALL") == "1"
 
 
 def repair_old_deepspeed() -> None:
-    """Works around four faults of DeepSpeed 0.18 that stock AdamW meets too, and that 0.19.8 has not.
+    """Works around four faults of DeepSpeed 0.18 that also affect stock AdamW, and that 0.19.8 does not have.
 
     With torch 2.13 the step of ZeRO 1 and 2 fails on more than one rank: it gathers into views of parameters
     outside of `no_grad`. On a CPU `deepspeed.checkpointing.checkpoint` fails: it makes a stream that it never
     uses, which the CPU accelerator does not have. A pipeline divides its gradients by the number of
-    micro-batches in the last stage, as it should, and once more in every other one. After a step of ZeRO-3 it
-    gathers all persistent parameters at once and waits for the last of them, which under gloo says nothing of
-    the others: where the cores are busy some runs end in NaN (DeepSpeed #8539).
+    micro-batches in the last stage, as it should, and a second time in every other stage. After a step of
+    ZeRO-3 it gathers all persistent parameters at once and waits for the last one only, which under gloo does
+    not imply that the others have arrived: on busy cores some runs end in NaN (DeepSpeed #8539).
     """
     if not importlib.metadata.version("deepspeed").startswith("0.18."):
         return
@@ -49,7 +49,7 @@ def repair_old_deepspeed() -> None:
 
 
 class TorchAdam:
-    """What DeepSpeed's C++ for CPUs offers its optimizers, by torch."""
+    """The functions of DeepSpeed's C++ for its CPU optimizers, in torch."""
 
     def create_adam(self, *_):
         pass
@@ -73,9 +73,9 @@ class TorchAdam:
 
 
 def without_compilation() -> None:
-    """Unless everything is tested, DeepSpeed's optimizers for CPUs compute by torch: compiling takes minutes.
+    """Unless all tests run, DeepSpeed's CPU optimizers compute with torch, because compilation takes minutes.
 
-    What makes their states, counts steps, saves and loads is DeepSpeed's in either case.
+    DeepSpeed's own code makes their states, counts steps, saves and loads in either case.
     """
     from deepspeed.ops import op_builder
 
@@ -85,8 +85,8 @@ def without_compilation() -> None:
 
 
 def fork_managers_of_checkpoints() -> None:
-    """Megatron's writers of checkpoints give their results to a queue that a process of its own keeps, one
-    for each rank that saves. Here it is forked; Megatron starts a Python that imports torch."""
+    """Megatron's checkpoint writers put their results into a queue, which a separate process manages for each
+    rank that saves. Here this process is forked; Megatron starts a new Python that imports torch."""
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     def queue():

@@ -1,4 +1,4 @@
-"""Triton's interpreter, at about a third of its time."""
+"""Runs Triton's interpreter in about a third of its usual time."""
 
 import dataclasses
 import functools
@@ -9,12 +9,12 @@ from triton.runtime import interpreter
 
 
 def quicken_interpreter() -> None:
-    """Leaves out what the interpreter does again and again to the same end. An interpreter that works in
-    another way is left alone."""
+    """Removes repeated work with the same result from the interpreter. An interpreter that works differently
+    is unchanged."""
     builder = getattr(interpreter, "interpreter_builder", None)
     if not hasattr(interpreter, "_LangPatchScope") or hasattr(interpreter._patch_lang, "__wrapped__"):
         return
-    # it computes whether integers overflow, and asserts that they do not where `debug` is set alone
+    # the interpreter computes integer overflow checks, but asserts them only if `debug` is set
     assert not builder.options.debug
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
     interpreter._patch_lang = _once_for_a_launch(interpreter._patch_lang)
@@ -24,9 +24,9 @@ def quicken_interpreter() -> None:
 
 
 def _once_for_a_launch(exchange):
-    """The functions of `triton.language` are exchanged again for every call of a function within a kernel,
-    tens of thousands of times in a test."""
-    # as seen from kernels and from Triton's own functions
+    """The interpreter replaces the functions of `triton.language` for every call of a function within a
+    kernel, tens of thousands of times in a test. This replaces them once per launch."""
+    # as kernels and Triton's own functions see it
     everything = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
     under_way = []
 
@@ -49,7 +49,7 @@ def _once_for_a_launch(exchange):
 
 
 def _by_name(dtype_of):
-    """A table of all types is built for every look into it."""
+    """The interpreter builds a table of all types for every lookup."""
     known = {}
 
     @functools.wraps(dtype_of)
@@ -62,7 +62,7 @@ def _by_name(dtype_of):
 
 
 def _tensors_by_type(init):
-    """What a tensor holds beside its values follows from its type."""
+    """All fields of a tensor except its values follow from its type."""
     known = {}
 
     @functools.wraps(init)

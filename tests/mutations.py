@@ -1,10 +1,10 @@
-"""Twenty mistakes, each made in a copy of the tree, and whether the tests see it.
+"""Twenty mistakes, each made in a copy of the tree. The tests have to fail for each one.
 
     python -m tests.mutations          # all of them, one after the other
     python -m tests.mutations 3 12     # some
 
-Prints a table. Fails if a mistake was not seen, or if its text is no longer there once. Files are found by
-the text, wherever they lie. It takes minutes, so nothing runs it by itself.
+Prints a table. Fails if the tests pass with a mistake, or if its text does not occur exactly once. Files are
+found by the text, wherever they are. It takes minutes, so no make target runs it.
 """
 
 import os
@@ -22,7 +22,8 @@ FAILED = 1
 
 
 class Mutation(NamedTuple):
-    """`old`, which is in the rooms once, becomes `new`; `tests` are arguments of pytest below `tests/`."""
+    """`old`, which occurs once in the packages, is replaced by `new`; `tests` are arguments of pytest below
+    `tests/`."""
 
     what: str
     old: str
@@ -155,7 +156,7 @@ MUTATIONS = (
 
 
 def place_of(text: str, tree: Path) -> Path:
-    """The one file of the rooms that holds `text`; LookupError unless that is once."""
+    """The one file of the packages that contains `text`; LookupError unless it occurs exactly once."""
     files = [
         path for room in ROOMS for path in sorted((tree / room).rglob("*.py")) if text in path.read_text()
     ]
@@ -168,10 +169,10 @@ def run(tests: str, tree: Path) -> tuple[int, str]:
     """The exit code of pytest, and its first failure."""
     environment = {
         **os.environ,
-        # before what is installed
+        # comes before the installed packages
         "PYTHONPATH": str(tree),
         "OMP_NUM_THREADS": "1",
-        # a file is changed back within a second, and keeps its size
+        # a file is restored within a second with the same size, so cached bytecode would be stale
         "PYTHONDONTWRITEBYTECODE": "1",
     }
     file, *picked = shlex.split(tests)
@@ -182,7 +183,7 @@ def run(tests: str, tree: Path) -> tuple[int, str]:
 
 
 def outcome(mutation: Mutation, tree: Path) -> str:
-    """What the tests say with the mistake, which is undone afterwards."""
+    """The result of the tests with the mistake, which is undone afterwards."""
     path = place_of(mutation.old, tree)
     right = path.read_text()
     path.write_text(right.replace(mutation.old, mutation.new))
@@ -201,11 +202,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "tree"
         shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".*", "runs", "__pycache__"))
-        # the name that the folder is installed by
+        # the name under which the folder is installed
         (tree / "coat_kernels").symlink_to("kernels")
         for mutation in MUTATIONS:
             place_of(mutation.old, tree)
-        # in the copy the tests pass while nothing is wrong
+        # the tests pass in the copy without a mistake
         for tests in dict.fromkeys(mutation.tests for mutation in chosen.values()):
             code, said = run(tests, tree)
             if code:

@@ -1,4 +1,4 @@
-"""What ranks without a GPU import, once: the server that forks them loads this file."""
+"""Imports for ranks without a GPU, made once: the server that forks the ranks loads this file."""
 
 import contextlib
 import gc
@@ -6,7 +6,7 @@ import importlib
 import os
 import sys
 
-# what is imported stays: collections of garbage on the way would take a tenth of the time
+# imported objects are permanent: garbage collections during the imports would take a tenth of the time
 gc.disable()
 
 from tests.hosts import fork_managers_of_checkpoints  # noqa: E402
@@ -16,10 +16,10 @@ from tests.util import RARELY  # noqa: E402
 if os.environ.get("TRITON_INTERPRET") == "1":
     quicken_interpreter()
 
-# Megatron takes Transformer Engine's norms wherever it is, and they need a GPU
+# Megatron uses Transformer Engine's norms if it is installed, and they need a GPU
 sys.modules["transformer_engine"] = None
 
-# in the environments of other versions not all of them are there
+# environments with other versions do not have all of these
 for name in (
     "deepspeed",
     "coat_ds.zero.engine",
@@ -31,7 +31,7 @@ for name in (
     "matplotlib.pyplot",
     "pytest",
 ):
-    # Megatron's adapter says with a RuntimeError that Megatron is not there
+    # Megatron's adapter raises a RuntimeError if Megatron is not installed
     with contextlib.suppress(ImportError, RuntimeError):
         importlib.import_module(name)
 
@@ -40,13 +40,13 @@ with contextlib.suppress(ImportError):
 
     # every machine would compile DeepSpeed's shared-memory collectives first; gloo does the same
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    # DeepSpeed asks for a CPU with FP16 instructions; torch computes it on any
+    # DeepSpeed requires a CPU with FP16 instructions; torch computes FP16 on any CPU
     deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
 
 with contextlib.suppress(ImportError):
     fork_managers_of_checkpoints()
 
-# DeepSpeed collects garbage with every engine: it need not look at what has been imported
+# DeepSpeed runs the garbage collector for every engine: it can skip the imported objects
 gc.collect()
 gc.freeze()
 gc.set_threshold(*RARELY)

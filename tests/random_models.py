@@ -29,15 +29,15 @@ from coat_kernels.agreement import ROUNDING
 from coat_kernels.graphs import WARM_UP, memory, proof
 from tests.coat_ds.layers.measures import fp8_bound, fp8_forward_bound, placed, relative, run
 
-# none with experts: FP8's noise before a router sends tokens elsewhere, and no bound of rounding holds
+# none with experts: FP8's noise before a router sends tokens to other experts, and no bound of rounding holds
 NAMES = "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "gpt2", "gpt_neox", "opt"
-# of the steps between replays
+# the learning rate of the steps between replays
 RATE = 1e-3
 # What is not FP8 (norms, attention, the residual, the head) COAT rounds to BF16 as often as the stock model
 # does, so its error is that of the stock model and FP8's, in quadrature. Both are measured once: their sizes
 # differ by half of each other at most in models as small as these.
 OF_BF16 = 1.5
-# what is usual comes oftener
+# common options are drawn more often
 OPTIONS = {
     "attention_format": ("bf16", "sqrt8", "recompute"),
     "saved_format": ("sqrt8", "sqrt8", "e4m3"),
@@ -50,7 +50,7 @@ OPTIONS = {
 
 @dataclass
 class Case:
-    """What a seed says."""
+    """A case, as drawn from a seed."""
 
     seed: int
     family: str
@@ -58,12 +58,12 @@ class Case:
     activations: dict
     rows: int
     tokens: int
-    # tokens of the first sequence that are none, on the left and on the right
+    # padding tokens of the first sequence, on the left and on the right
     padding: tuple[int, int]
     recompute: str
 
     def build(self, dtype: torch.dtype = torch.bfloat16, activations: dict | None = None):
-        """The same weights each time, rounded to BF16."""
+        """A model with the same weights each time, rounded to BF16."""
         model = FAMILIES[self.family].build(seed=self.seed, **self.fields).to(device(), dtype)
         if activations is not None:
             coat_ds.convert(model, self.activations | activations)
@@ -87,7 +87,7 @@ def device() -> str:
 
 
 def drawn(seed: int) -> Case:
-    """On a GPU of larger sizes."""
+    """Draws a case. On a GPU, sizes are larger."""
     choose, on_gpu = random.Random(seed), device() == "cuda"
     family = choose.choice(NAMES)
     d = choose.choice((32, 48, 64, 80, 96, 112, 128, 160, 192, 256) if on_gpu else (32, 48, 64))
@@ -105,7 +105,7 @@ def drawn(seed: int) -> Case:
     if "num_key_value_heads" in known:
         fields["num_key_value_heads"] = groups
     if "head_dim" in known:
-        # which need not be the hidden size over heads
+        # the product of heads and head_dim need not be the hidden size
         fields |= {"head_dim": d, "hidden_size": 16 * heads * choose.randint(2, 4)}
     if "query_pre_attn_scalar" in known:
         fields["query_pre_attn_scalar"] = d
@@ -123,27 +123,27 @@ def drawn(seed: int) -> Case:
 
 
 def within(what: str, error: float, most: float) -> None:
-    # NaN is no small error
+    # NaN fails this comparison too
     assert error < most, f"{what}: off by {error:.4g}, the bound is {most:.4g}"
 
 
 def check(case: Case) -> None:
-    """Raises AssertionError where a model is off by more than rounding."""
-    # models that were found wrong before are another case
+    """Raises AssertionError if an error of a model is larger than its roundings allow."""
+    # graphs that earlier cases found wrong do not count here
     memory._distrusted.clear()
     model = case.build(activations={"cuda_graphs": False})
     conversion, batch = coat_ds.conversion_of(model), case.batch(0)
     products, fused = len(conversion.converted["linear"]), conversion.converted["layer"]
     assert products, f"nothing multiplies in FP8: {conversion.left}"
-    # the input of each product is saved in 8 bits; gradients of the inputs of norms and activations are off
-    # by two roundings of what is saved
+    # the input of each GEMM is saved in 8 bits; gradients of the inputs of norms and activations have two
+    # roundings of the saved values
     saved = products * (2 * ROUNDING[case.activations["saved_format"]]) ** 2
     bound = (fp8_bound(products) ** 2 + saved) ** 0.5
     exact, stock = case.build(torch.float32), case.build()
     loss, expected = run(exact, batch)
     stock_loss, of_bf16 = run(stock, batch)
     if not all(g.isfinite().all() for g in of_bf16.values()):
-        # torch's own attention of tokens that see nothing, on Hopper
+        # torch's own attention on Hopper gives NaN for tokens that attend to nothing
         stock_loss, of_bf16 = loss, expected
     with torch.no_grad():
         spread = exact(**batch).logits.std().item()
@@ -165,27 +165,28 @@ def check(case: Case) -> None:
 
 
 def check_gradients(what: str, found: dict, expected: dict, of_bf16: dict, bound: float, tokens: int) -> None:
-    """All together and each, compared with those of FP32 and of BF16."""
+    """Compares all gradients together, and each one, with the gradients in FP32 and in BF16."""
     whole = sum(g.square().sum() for g in expected.values()).sqrt().item()
     error, most = relative(found, expected), (bound**2 + (OF_BF16 * relative(of_bf16, expected)) ** 2) ** 0.5
     within(f"{what}: gradients", error, most)
     for name, exactly in expected.items():
-        # of one parameter large terms may cancel, as in the softmax's gradient: two such errors. Where all of
-        # it cancels (biases of keys) the error is what is left of gradients that are larger
+        # the terms of one parameter may cancel, as in the softmax's gradient: two such errors. Where
+        # everything cancels (biases of keys) the error is what remains of larger gradients
         size, off = max(exactly.norm().item(), 0.02 * whole), found[name] - exactly
         stock = (of_bf16[name] - exactly).norm().item()
         most = 2 * ((bound * size) ** 2 + (OF_BF16 * stock) ** 2) ** 0.5
         within(f"{what}: gradient of {name}", off.norm().item(), most)
-        # A rounding to nearest goes up as often as down, so what a token adds to a gradient is as often too
-        # long as too short: over n of them a part along the gradient is left that is sqrt(n) times smaller.
-        # A wrong scale is all along it. Parameters are many: three times that.
+        # Rounding to nearest rounds up as often as down, so the contribution of a token to a gradient is as
+        # often too long as too short. Over n tokens the part of the error along the gradient is sqrt(n) times
+        # smaller. A wrong scale is an error along the gradient only. There are many parameters: three times
+        # that.
         along = (off.flatten() @ exactly.flatten()).abs().item() / max(exactly.norm().item(), 1e-30)
         within(f"{what}: length of the gradient of {name}", along, 3 * most / tokens**0.5)
 
 
 def check_fused(found: dict, by_modules: dict, expected: dict) -> None:
-    """They share the inputs' codes, and differ by the scale of weights that are multiplied as one, and by
-    rotations in FP32: no further from each other than two independent errors are."""
+    """Fused and separate layers share the inputs' codes. They differ by the scale of weights that are joined
+    in one GEMM, and by rotations in FP32: by at most two independent errors."""
     errors = [relative(gradients, expected) for gradients in (found, by_modules)]
     apart = relative(found, by_modules)
     assert apart, "layers that can run as fused blocks did not"
@@ -213,7 +214,7 @@ def results_of(model, batch: dict) -> list[torch.Tensor]:
 
 
 def replay(case: Case, eager, fused: bool) -> None:
-    """Steps of a model with CUDA graphs, against the eager passes of `eager`, as proof.py compares them."""
+    """Steps of a model with CUDA graphs, against the eager passes of `eager`, compared as in proof.py."""
     graphed = case.build(activations={"cuda_graphs": True})
     for number in range(WARM_UP + 3):
         batch = case.batch(10 + number)
@@ -232,7 +233,7 @@ def replay(case: Case, eager, fused: bool) -> None:
 
 
 def main(words: list[str] | None = None) -> int:
-    """1 after a failure; the last line then repeats the case."""
+    """Returns 1 after a failure; the last line then repeats the case."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -264,6 +265,6 @@ def main(words: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    # convert says what it did with each model
+    # convert logs what it did to each model
     logging.disable(logging.WARNING)
     sys.exit(main())

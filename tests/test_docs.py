@@ -1,4 +1,4 @@
-"""The pages are those of the code: what is made is up to date, what is shown twice is the same."""
+"""The pages match the code: generated parts are up to date, and repeated parts are equal."""
 
 import json
 import re
@@ -25,7 +25,7 @@ def test_configuration_is_that_of_the_dataclasses():
 
 
 def test_pages_show_what_the_readme_shows():
-    # which tests/test_readme.py runs
+    # tests/test_readme.py runs this diff
     assert block("diff") in (DOCS / "deepspeed.md").read_text()
     pages = (DOCS / "huggingface.md").read_text()
     for line in block("python").splitlines():
@@ -50,7 +50,7 @@ def test_the_log_that_is_shown_is_that_of_llama_2_7b():
     layers, states, _ = dry_run.check({"coat": {"enabled": True}, "bf16": {"enabled": True}}, model, 1, 2048)
     (shown,) = re.findall(r"^```\n(COAT: .*?)\n```$", (DOCS / "deepspeed.md").read_text(), re.M | re.S)
     held = {"bytes_per_parameter": float(states.text.split()[0]), "by_codec": {}}
-    # at the beta2 of the page's config
+    # the beta2 of the page's config
     optimizer = CoatAdamW([torch.nn.Parameter(torch.zeros(64, 64))], betas=(0.9, 0.95))
     line = states_line(optimizer, held).replace("()", "(...)")
     assert shown.split() == f"COAT: {line}; {layers.text}".split()

@@ -1,4 +1,4 @@
-"""The examples run as they are, as their docstrings say."""
+"""The examples run unchanged, with the commands of their docstrings."""
 
 import contextlib
 import io
@@ -43,7 +43,7 @@ def python(*args):
 
 
 def main(script, *args):
-    """What the script prints, run by a process that has imported the frameworks."""
+    """The output of the script, run by a process that has imported the frameworks."""
     said = io.StringIO()
     with mock.patch.object(sys, "argv", [script, *args]), contextlib.redirect_stdout(said):
         runpy.run_path(str(ROOT / script), run_name="__main__")
@@ -51,9 +51,10 @@ def main(script, *args):
 
 
 def forked(ranks, *args):
-    """What rank 0 prints, as under torchrun, in less time.
+    """The output of rank 0, as under torchrun, in less time.
 
-    These ranks end without Python's finalization, in which gloo's threads may abort (pytorch/pytorch#190489).
+    These ranks end without Python's finalization, in which gloo's threads may abort
+    (pytorch/pytorch#190489).
     """
     return run_distributed(main, ranks, *args)[0]
 
@@ -78,7 +79,7 @@ def test_deepspeed(start):
     said = start("examples/deepspeed_json.py", "--steps=8")
     assert "5 of 5 linear layers in FP8" in said and "bytes per parameter" in said
     found = losses(said)
-    # from about ln 256
+    # the loss falls from about ln 256
     assert list(found) == [*range(1, 9)] and 5 < found[1] < 6.2 and found[8] < found[1] - 0.5
 
 
@@ -129,7 +130,7 @@ def test_megatron():
     said = python("examples/megatron_gpt.py", "--steps=8")
     found = losses(said)
     assert 5 < found[1] < 6.2 and found[8] < found[1] - 0.5
-    # codes of both moments, and 16 bits that make BF16 weights masters
+    # codes of both moments, and the 16 bits that extend BF16 weights to masters
     assert 4 < state_bytes(said) < 4.2
 
 
@@ -137,7 +138,7 @@ def test_optimizer():
     said = python("examples/optimizer.py", "--steps=100")
     ours, stock = map(float, re.search(r"last loss: CoatAdamW (\S+), AdamW (\S+)", said).groups())
     assert 2 < state_bytes(said) < 2.2
-    # not the same bits, nearly the same loss
+    # not the same bits, but nearly the same loss
     assert ours != stock and abs(ours / stock - 1) < 0.01
     assert said.endswith("from AdamW's own state: torch.float32\n")
 
@@ -150,6 +151,6 @@ def test_fsdp2_resumes_at_another_number_of_ranks(tmp_path):
     resumed = losses(forked(1, script, "--steps=6", "--resume", f"--checkpoint={tmp_path}/cut"))
     assert list(losses(said)) == [1, 2, 3, 4] and list(resumed) == [5, 6]
     assert whole[4] < whole[1] - 0.3
-    # gathered weights are BF16, and two ranks sum their gradients
+    # gathered weights are BF16, and the gradients of two ranks are summed
     for step, loss in {**losses(said), **resumed}.items():
         assert abs(loss - whole[step]) < 1e-3

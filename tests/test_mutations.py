@@ -1,4 +1,5 @@
-"""The mistakes of `tests.mutations` can still be made; whether tests see them, that command says."""
+"""The mistakes of `tests.mutations` still apply to the code. `python -m tests.mutations` checks that tests
+find them."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Random models are within their bounds, and a fault that they are to find is found."""
+"""Random models stay within their bounds, and an inserted fault is found."""
 
 import pytest
 
@@ -15,7 +15,7 @@ def test_a_case_is_within_its_bounds(seed, capsys):
 
 
 def larger(function):
-    """With a first result that is a tenth too large."""
+    """Its first result is a tenth too large."""
 
     def faulty(*args, **kwargs):
         found = function(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""What the README shows, copied out of it and run."""
+"""Code blocks of the README, extracted and run."""
 
 import copy
 import json
@@ -22,13 +22,13 @@ MEGATRON = os.environ.get("MEGATRON_PATH", "")
 
 
 def block(language: str, page: str = README) -> str:
-    """A page's only block of code in `language`."""
+    """The only code block in `language` of a page."""
     (found,) = re.findall(rf"^```{language}\n(.*?)^```$", page, re.M | re.S)
     return found
 
 
 def sides(diff: str) -> tuple[str, str]:
-    """What a diff changes, and into what."""
+    """The lines that a diff removes, and the lines that it adds."""
     lines = diff.splitlines()
     return tuple("\n".join(line[1:] for line in lines if line[0] != other) for other in "+-")
 
@@ -41,7 +41,7 @@ def test_is_short_and_its_links_lead_somewhere():
 
 
 def under_deepspeed(config: str) -> dict:
-    """What DeepSpeed's engine has of COAT under a config, and the losses of three steps."""
+    """The COAT parts of DeepSpeed's engine under a config, and the losses of three steps."""
     import deepspeed
 
     torch.manual_seed(0)
@@ -60,7 +60,8 @@ def under_deepspeed(config: str) -> dict:
 
 
 def names_of_examples(folder: str) -> dict:
-    """What the Python of the pages takes for granted: a tiny Llama, Trainer and its arguments, data."""
+    """The names that the Python of the pages uses without definition: a tiny Llama, Trainer and its
+    arguments, data."""
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
     import coat_ds
@@ -76,7 +77,7 @@ def names_of_examples(folder: str) -> dict:
 
 
 def hugging_face(lines: str, folder: str) -> dict:
-    """What the lines make of the model."""
+    """The model after the lines of the page."""
     import coat_ds
 
     names = names_of_examples(folder)
@@ -100,7 +101,7 @@ def run_blocks(config: str, lines: str, folder: str) -> tuple[dict, dict]:
 
 
 def run_each(blocks: list[str], folder: str) -> list[str]:
-    """Runs each block by itself, and the Trainer that it makes; the optimizers that were made."""
+    """Runs each block by itself, and the Trainer that it makes; returns the optimizers."""
     made = []
     for lines in blocks:
         names = names_of_examples(folder)
@@ -114,7 +115,7 @@ def run_each(blocks: list[str], folder: str) -> list[str]:
 
 
 def test_python_of_the_pages_runs(tmp_path):
-    """But of trainers that no extra of ours installs."""
+    """Except code for trainers that none of this project's extras installs."""
     pages = [path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))]
     blocks = [block for page in pages for block in re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)]
     foreign = r"^from (llamafactory|swift|axolotl|trl)\b"
@@ -131,7 +132,7 @@ def test_json_and_hugging_face_lines_run(tmp_path):
     assert json.loads(ours) == json.loads(stock) | {"coat": {"enabled": True}}
     assert engine["optimizer"] == "CoatAdamW" and "2 of 2 linear layers in FP8" in engine["coat"]
     assert engine["losses"][2] < engine["losses"][0]
-    # all but the head
+    # all linear layers except the head
     assert "14 of 15 linear layers" in trainer["summary"]
     assert trainer["bytes"] < 2.3 and trainer["names stay"] and trainer["moved"] == 1
 
@@ -157,7 +158,7 @@ def test_megatron_finds_the_spec(page):
     subprocess.run([sys.executable, "-c", SPEC, *words[at + 1 : at + 3]], check=True, timeout=300, cwd=ROOT)
 
 
-# what makes the command's 7B model small enough for a CPU: of two arguments Megatron takes the last
+# makes the command's 7B model small enough for a CPU: if an argument occurs twice, Megatron uses the last one
 SMALL = """
     --num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --seq-length 32
     --max-position-embeddings 32 --vocab-size 127 --micro-batch-size 1 --global-batch-size 2 --train-iters 2

@@ -17,7 +17,7 @@ PACKAGES = {
 
 
 def modules() -> dict[str, Path]:
-    """The file of each module, by its name."""
+    """The file of each module by its name."""
     found = {}
     for name, folder in PACKAGES.items():
         for path in (ROOT / folder).rglob("*.py"):

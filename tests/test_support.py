@@ -1,4 +1,4 @@
-"""docs/support.md is up to date, and its claims are those of the code and of the results."""
+"""docs/support.md is up to date, and its claims match the code and the results."""
 
 import csv
 import re
@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = runpy.run_path(str(ROOT / "docs/support.py"))
 ROWS = {row.feature: row for rows in PAGE["SECTIONS"].values() for row in rows}
 BASE = {"coat": {"enabled": True}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
-# marked, or with a fixture that takes the GPU if there is one
+# a test with the mark, or with a fixture that uses the GPU if there is one
 RUNS_ON_GPUS = re.compile(r"mark\.gpu|def test_\w+\([^)]*\b(device|megatron)\b|usefixtures\(\"megatron")
 
 
@@ -73,7 +73,7 @@ def test_megatron_configs(row):
             kind = MLATransformerConfig if fields.get("multi_latent_attention") else TransformerConfig
             config = kind(num_layers=1, hidden_size=64, num_attention_heads=4, use_cpu_initialization=True)
             for name, value in fields.items():
-                # not to the constructor, which asks for Transformer Engine
+                # not through its constructor, which needs Transformer Engine
                 assert hasattr(config, name) or name == "use_transformer_engine_op_fuser"
                 setattr(config, name, value)
             if row.layers == "refused":
@@ -84,7 +84,7 @@ def test_megatron_configs(row):
 
 
 def measured(path: Path) -> dict[str, int]:
-    """The most GPUs of each card on which a file of results was measured."""
+    """The largest number of GPUs of each card with which a file of results was measured."""
     found = {}
     with path.open(newline="") as file:
         for line in csv.DictReader(file):

@@ -24,7 +24,7 @@ from tests.hosts import repair_old_deepspeed
 
 @contextlib.contextmanager
 def default_dtype(dtype: torch.dtype):
-    """What torch makes tensors of floating point in where nothing is said, within it."""
+    """Sets torch's default floating-point dtype within the context."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -34,21 +34,21 @@ def default_dtype(dtype: torch.dtype):
 
 
 class Made(TorchDispatchMode):
-    """Tensors that operations make within it: memory that none of their arguments has. What operations on a
-    Moment do is seen, too."""
+    """Records the tensors that operations make within the context: new memory that none of their arguments
+    has. Operations inside of a Moment's operations are recorded too."""
 
     def __init__(self):
         super().__init__()
         self.made: list[tuple[int, torch.dtype]] = []
 
     def over(self, most: int) -> dict[torch.dtype, int]:
-        """How many had more elements, by type."""
+        """The number of tensors with more elements than this, by dtype."""
         return dict(collections.Counter(dtype for numel, dtype in self.made if numel > most))
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         plain = (torch.Tensor, torch.nn.Parameter)
         if not all(kind in plain for kind in types):
-            # they are asked themselves, and what they do comes back to here
+            # the tensor's own type handles the operation, and its inner operations return here
             return NotImplemented
         kwargs = kwargs or {}
 
@@ -64,7 +64,7 @@ class Made(TorchDispatchMode):
 
 
 def free_port() -> int:
-    """A TCP port of this machine that nobody else is given before it is used.
+    """A TCP port of this machine that no other process gets before it is used.
 
     It lies below the range from which systems take ports for connections (Linux: from 32768). The generator
     is the system's, since tests seed the others.
@@ -76,18 +76,20 @@ def free_port() -> int:
             return port
 
 
-# for gc.set_threshold: without a GPU usual collections of garbage took up to a tenth of a test's time
+# for gc.set_threshold: without a GPU, usual garbage collections took up to a tenth of a test's time
 RARELY = (100_000, 50, 100)
-# seconds until a rank that still runs says where it is, and ends: one that waits for another in vain
+# seconds until a rank that still runs prints its stack and ends, for example one that waits for another rank
+# forever
 PATIENCE = 400
-# without a GPU ranks are forked from a server that has imported this
+# without a GPU, ranks are forked from a server that has imported these modules
 PRELOADED = ["tests.preloaded", "tests.util"]
 
 
 def meeting_place() -> tuple[dist.TCPStore, dict[str, str]]:
-    """A store in this process, for as long as it is kept, and the environment in which ranks meet there.
+    """A store in this process, for as long as it is referenced, and the environment through which ranks find
+    it.
 
-    That is torchrun's way. A port chosen for rank 0 could be taken before rank 0 opens it.
+    torchrun does the same. Another process could take a port chosen for rank 0 before rank 0 opens it.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     return store, {
@@ -99,7 +101,7 @@ def meeting_place() -> tuple[dist.TCPStore, dict[str, str]]:
 
 
 def _worker(rank, fn, world_size, folder, gpus, environment, args):
-    # a forked rank starts with the server's
+    # a forked rank starts with the server's environment
     os.environ.clear()
     os.environ.update(environment)
     os.environ.update(
@@ -112,20 +114,21 @@ def _worker(rank, fn, world_size, folder, gpus, environment, args):
     torch.set_num_threads(1)
     faulthandler.dump_traceback_later(PATIENCE, exit=True)
     if gpus:
-        # Megatron makes dozens of groups for each model of a test, and each has buffers for every channel
+        # Megatron makes dozens of groups for each model of a test, and each group has buffers for every
+        # channel
         os.environ.setdefault("NCCL_MAX_NCHANNELS", "2")
         torch.cuda.set_device(rank)
     else:
-        # Megatron takes Transformer Engine's norms wherever it is, and they need a GPU
+        # Megatron uses Transformer Engine's norms if it is installed, and they need a GPU
         sys.modules["transformer_engine"] = None
     repair_old_deepspeed()
     try:
         result = fn(*args)
     except BaseException:
-        # the parent shows one rank's error: print each where it happened, and fail all the same
+        # the parent shows one rank's error only: print each error in its rank, and fail
         traceback.print_exc()
         if gpus:
-            # the end of a process waits for NCCL, and that may wait for a rank that goes on
+            # the end of a process waits for NCCL, which may wait for a rank that still runs
             sys.stderr.flush()
             os._exit(1)
         raise
@@ -154,6 +157,6 @@ def run_distributed(fn, world_size: int, *args, gpus: bool = False, fresh: bool 
 
 
 def hooks_of_watch(model: torch.nn.Module) -> list:
-    """The forward hooks of `model`, except the one by which `convert` drops caches that no call asks for."""
+    """The forward hooks of `model`, except the hook of `convert` that drops unused caches."""
     hooks = (h for m in model.modules() for h in (*m._forward_hooks.values(), *m._forward_pre_hooks.values()))
     return [h for h in hooks if getattr(h, "__name__", "") != "drop_unwanted_cache"]

@@ -1,7 +1,7 @@
-"""Whether a machine and its packages are fit: what is found, of what is wrong the way out.
+"""Checks whether a machine and its packages are ready: findings, and a fix for each problem.
 
-It may import every other room of `coat_ds`. Start at command.py.
-Checks that `launch/preflight.py` makes on every node are the same functions.
+This package may import every other package of `coat_ds`. Start at command.py. `launch/preflight.py` runs the
+same functions on every node.
 """
 
 from coat_ds.doctor.finding import OK, PROBLEM, UNKNOWN, WARNING, Finding

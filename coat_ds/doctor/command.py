@@ -1,4 +1,4 @@
-"""`coat doctor`: one page on whether this machine and its packages are fit."""
+"""`coat doctor`: one page on whether this machine and its packages are ready."""
 
 import argparse
 import json
@@ -11,7 +11,7 @@ from coat_ds.plan import meta_model
 from coat_ds.plan.errors import PlanError
 from coat_ds.plan.read import from_values, model_object
 
-EPILOG = """exit code: 0 without problems, whatever could not be checked; 1 with problems; 2 for wrong options
+EPILOG = """exit code: 0 without problems, also if checks were left out; 1 with problems; 2 for wrong options
 example:
   coat doctor --deepspeed ds.json --model config.json --folder runs"""
 MARKS = {"ok": "ok", "warning": "warning", "problem": "PROBLEM", "unknown": "-"}
@@ -23,9 +23,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--deepspeed", metavar="FILE", help="DeepSpeed's JSON, or Accelerate's YAML that names it")
     add("--model", help="config.json, its folder, a model of the Hub, or a file of configs/model_*.json")
-    add("--vocabulary", type=int, help="where the model's file names none")
-    add("--gpus", type=int, default=1, help="all of them, for the predicted peak (default: 1)")
-    add("--sequence", type=int, default=2048, help="tokens of a sequence, for it (default: 2048)")
+    add("--vocabulary", type=int, help="size of the vocabulary, if the model's file has none")
+    add("--gpus", type=int, default=1, help="number of all GPUs, for the predicted peak (default: 1)")
+    add("--sequence", type=int, default=2048, help="tokens of a sequence, for the peak (default: 2048)")
     add(
         "--kernels",
         nargs="?",
@@ -34,17 +34,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="SEED",
         help="check every kernel of this project on this GPU as well, with random sizes: a minute",
     )
-    add("--folder", help="of checkpoints: whether there is room (default: this one)")
+    add("--folder", help="folder of checkpoints, to check its free space (default: the current one)")
     add("--json", action="store_true", help="print the findings as JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints what was found; 1 if anything is a problem. Raises PlanError for files that cannot be read."""
+    """Prints the findings; returns 1 if one is a problem. Raises PlanError for files that cannot be read."""
     config, found = deepspeed_json.read(arguments.deepspeed) if arguments.deepspeed else (None, [])
     parts = {"packages": packages.check(), "switch": [switches.check()]}
     values = model_object(arguments.model) if arguments.model else None
     if config is not None and values is None:
-        raise PlanError("--deepspeed: a model is needed beside it. Give --model and its config.json.")
+        raise PlanError("--deepspeed: a model is needed with it. Give --model and its config.json.")
     model, parameters = None, None
     if values is not None:
         model, parameters = _described(values, config is not None, arguments)
@@ -77,12 +77,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _described(values: dict, needs_model: bool, arguments) -> tuple:
-    """The model of a config.json: None where it is not needed or is Megatron's, a finding where it cannot be
-    built. And the number of its parameters, None where that is unknown."""
+    """The model of a config.json, None if it is not needed or is Megatron's, or a finding if it cannot be
+    built; and the number of its parameters, None if unknown."""
     if not needs_model or "model_type" not in values:
         try:
             return None, from_values(values, arguments.vocabulary).parameters
-        # what cannot be planned can be built, and counted
+        # a model that cannot be planned may still be built, and its parameters counted
         except PlanError:
             if "model_type" not in values:
                 raise

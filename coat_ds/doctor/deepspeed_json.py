@@ -1,4 +1,4 @@
-"""The DeepSpeed config of a run, from a JSON or by way of Accelerate's YAML, and whether it is accepted."""
+"""Reads the DeepSpeed config of a run, from a JSON or through Accelerate's YAML, and checks it."""
 
 import json
 import logging
@@ -17,7 +17,7 @@ BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_ac
 
 
 def read(path: str) -> tuple[dict, list[Finding]]:
-    """The config in a JSON, or in the one that Accelerate's YAML names; and what is wrong with the file.
+    """The config in a JSON, or in the JSON that Accelerate's YAML names, and findings about the file.
 
     Raises PlanError for files that cannot be read.
     """
@@ -64,7 +64,7 @@ def _of_accelerate(path: str) -> tuple[dict, list[Finding]]:
     if file := inner.get("deepspeed_config_file"):
         config, more = _of_json(str(file))
         return config, findings + more
-    # Accelerate makes the config from keys of its own
+    # without a JSON, Accelerate builds the config from its own keys
     made = {
         "train_micro_batch_size_per_gpu": "auto",
         "zero_optimization": {"stage": inner.get("zero_stage", 2)},
@@ -74,10 +74,10 @@ def _of_accelerate(path: str) -> tuple[dict, list[Finding]]:
 
 def check(config: Mapping[str, Any], gpus: int) -> Finding:
     """Whether DeepSpeed's own class accepts the config on `gpus` GPUs, as when an engine is built, without a
-    launcher. Keys whose value is "auto" are left out: Trainer fills them in.
+    launcher. Keys whose value is "auto" are left out, since Trainer fills them in.
     """
     before = logging.root.manager.disable
-    # DeepSpeed logs to standard output, on which `--json` prints
+    # DeepSpeed logs to standard output, where `--json` prints
     logging.disable()
     try:
         import deepspeed
@@ -85,7 +85,7 @@ def check(config: Mapping[str, Any], gpus: int) -> Finding:
         error = _refusal(config, gpus)
         if error is None:
             return Finding(NAME, OK, f"accepted by DeepSpeed {deepspeed.__version__}")
-        # the keys without which it would be accepted
+        # each of these keys alone causes the error: without it the config is accepted
         keys = [
             key for key in config if _refusal({k: v for k, v in config.items() if k != key}, gpus) is None
         ]
@@ -107,7 +107,7 @@ def _refusal(config: Mapping[str, Any], gpus: int) -> Exception | None:
 
     class Config(DeepSpeedConfig):
         def _initialize_params(self, values):
-            # DeepSpeed takes it from the launcher
+            # DeepSpeed reads the world size from the launcher
             self.world_size = _data_parallel_size(values, gpus)
             super()._initialize_params(values)
 
@@ -117,14 +117,14 @@ def _refusal(config: Mapping[str, Any], gpus: int) -> Exception | None:
         filled["train_micro_batch_size_per_gpu"] = 1
     try:
         Config(filled)
-    # the parts of DeepSpeed's config raise what they like
+    # the parts of DeepSpeed's config raise many types of exceptions
     except Exception as error:
         return error
     return None
 
 
 def _data_parallel_size(config: Mapping[str, Any], gpus: int) -> int:
-    """The number of replicas: of `gpus`, or, where that is 1, the one that all three batch sizes give."""
+    """The number of replicas on `gpus` GPUs; if `gpus` is 1, the number that the three batch sizes imply."""
     sizes = [config.get(key) for key in BATCH_KEYS]
     if gpus == 1 and all(type(size) is int and size > 0 for size in sizes):
         return max(1, sizes[0] // (sizes[1] * sizes[2]))

@@ -1,4 +1,4 @@
-"""What a DeepSpeed JSON would do to a model, on the meta device: nothing is allocated."""
+"""Reports what a DeepSpeed JSON would do to a model, on the meta device: nothing is allocated."""
 
 from collections.abc import Mapping
 
@@ -12,15 +12,15 @@ from coat_ds.plan.command import configured
 from coat_ds.plan.systems import System
 
 NAME = "dry run"
-# of a peak: what saves less is not worth a change of arithmetic
+# share of a peak; a smaller saving is not worth a change of arithmetic
 LEAST = 0.05
 
 
 def check(config: Mapping, model: torch.nn.Module | None, gpus: int, sequence: int) -> list[Finding]:
-    """How many layers compute how, the states' bytes a parameter, and the predicted peak.
+    """Findings on the number of layers by format, the states' bytes a parameter, and the predicted peak.
 
-    model: on the meta device; it is left as it was. None: the block alone is checked. gpus, sequence: as of
-        `coat_ds.plan.Layout`.
+    model: on the meta device; it is unchanged afterwards. None: only the block is checked. gpus, sequence: as
+        in `coat_ds.plan.Layout`.
     """
     from coat_ds.layers.inventory import layers_of
     from coat_ds.optim.options import keeps_fp32
@@ -42,7 +42,7 @@ def check(config: Mapping, model: torch.nn.Module | None, gpus: int, sequence: i
         return [Finding(NAME, WARNING, "coat.enabled is false: nothing changes. Set it to true")]
     if model is None:
         return []
-    # of any GPU: this machine's is looked at by itself
+    # independent of the GPU: another check looks at this machine's
     obstacle = no_conversion(config, block.activations)
     try:
         why = prepare_layers(model, block.activations, "activations" in config.get("coat", {}), obstacle)
@@ -64,9 +64,10 @@ def check(config: Mapping, model: torch.nn.Module | None, gpus: int, sequence: i
 
 
 def _read(config: Mapping) -> CoatConfig:
-    """The block as DeepSpeed's engine would read it. Raises CoatConfigError as that does.
+    """The block as DeepSpeed's engine would read it. Raises CoatConfigError as the engine does.
 
-    What Hugging Face's Trainer fills in is left to it: the optimizer, and "auto" among its parameters.
+    A missing optimizer and "auto" among its parameters are accepted, since Hugging Face's Trainer fills them
+    in.
     """
     from coat_ds.zero import deepspeed_config
 
@@ -118,6 +119,6 @@ def _peak(config: Mapping, model: torch.nn.Module, gpus: int, sequence: int) -> 
             ("weights", "masters", "gradients", "logits", "gathered", "buffers"),
             key=lambda r: getattr(after, r),
         )
-        text += f". That saves next to nothing: most are {largest}, which COAT does not make smaller"
+        text += f". That saves next to nothing: most bytes are {largest}, which COAT does not shrink"
         return Finding("peak", WARNING, text, details)
     return Finding("peak", OK, text, details)

@@ -1,23 +1,23 @@
-"""What a check says."""
+"""The result of a check."""
 
 from typing import NamedTuple
 
-# unknown: there is nothing here to check it on, which is no fault
+# unknown: the check needs something that this machine does not have; this is no problem
 OK, WARNING, PROBLEM, UNKNOWN = "ok", "warning", "problem", "unknown"
 
 
 class Finding(NamedTuple):
-    """Of one thing."""
+    """The result of one check."""
 
     check: str
-    """Which, in a word or two."""
+    """Name of the check, in a word or two."""
     state: str
     text: str
-    """One line; of a problem with the way out."""
+    """One line; for a problem with the fix."""
     details: dict = {}
     """Plain values, for scripts."""
 
 
 def reason(error: BaseException) -> str:
-    """Of what the error says, or else its type."""
+    """The first line of the error's message, 160 characters at most; the error's type if it has none."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:160]

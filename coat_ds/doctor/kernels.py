@@ -1,6 +1,6 @@
-"""`coat doctor --kernels`: every kernel and GEMM path against its reference on this GPU, with random sizes.
+"""`coat doctor --kernels`: compares every kernel and GEMM path with its reference on this GPU.
 
-A case has a seed, which says what it checks and with which sizes, options and values.
+The seed of a case determines what it checks, and its sizes, options and values.
 """
 
 import math
@@ -34,10 +34,10 @@ from coat_kernels.tensorwise import PredictedScale, Quantized, quantize_tensor_r
 from coat_kernels.tensorwise.operands import fp8_operands
 
 SECONDS = 60.0
-# (what was launched, its error as a share of its bound)
+# (name of the kernel, its error as a share of its bound)
 Errors = Iterator[tuple[str, float]]
 HOPPER = 9
-ONLY_HOPPER = {"accumulate_kernel": "left out: it is for GPUs of compute capability 9.x alone"}
+ONLY_HOPPER = {"accumulate_kernel": "left out: it runs only on GPUs of compute capability 9.x"}
 
 
 class Draw:
@@ -46,7 +46,7 @@ class Draw:
     def __init__(self, seed: int, device: torch.device, most: int):
         self.random, self.device, self.most = random.Random(seed), device, most
         self.generator = torch.Generator(device).manual_seed(seed)
-        # mostly as models have it
+        # most models use BF16
         self.dtype = self.choice(torch.bfloat16, torch.bfloat16, torch.float32)
         self.fmt = self.choice(E4M3, E5M2)
         self.keep = self.choice(*GROUP_FORMATS)
@@ -55,7 +55,7 @@ class Draw:
         return self.random.choice(of)
 
     def size(self, least: int = 1, multiple: int = 1, most: int | None = None) -> int:
-        """Evenly spread in its logarithm."""
+        """A random size, log-uniform between `least` and `most`, rounded down to a multiple."""
         most = max(most or self.most, least)
         n = math.exp(self.random.uniform(math.log(least), math.log(most + 1)))
         return max(int(n) // multiple, 1) * multiple
@@ -65,7 +65,7 @@ class Draw:
         return x.to(dtype or self.dtype)
 
     def wide(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """With magnitudes as widely spread as those of gradients."""
+        """Random values whose magnitudes spread as widely as those of gradients."""
         sizes = self.normal(*shape, dtype=torch.float32).exp()
         return (self.normal(*shape, dtype=torch.float32) * sizes).to(dtype or self.dtype)
 
@@ -77,10 +77,10 @@ class Draw:
 def _codes(
     name: str, found: Quantized, x: torch.Tensor, fmt, sums: bool = False, again: bool = False
 ) -> Errors:
-    """Errors of the FP8 operands of `x`, which are right to the bit, and of its column sums.
+    """Errors of the FP8 operands of `x`, which must be bit-exact, and of its column sums.
 
-    again: the kernel computes `x` again, where the compiler may fuse other products and sums, so that its
-        largest value, and the scale, are off by their rounding.
+    again: the kernel recomputes `x`. The compiler may fuse other multiplications and additions, so that the
+        largest value, and the scale, may differ by a rounding.
     """
     expected = quantize_tensor_reference(x, tensorwise.maxima_reference(x), fmt, columns=True)
     yield name, (rounded if again else exact)(found.scale, expected.scale)
@@ -102,7 +102,7 @@ def check_groups(draw: Draw) -> Errors:
 
 
 def check_tensorwise(draw: Draw) -> Errors:
-    """Whatever scale was predicted."""
+    """The codes must not depend on the predicted scale."""
     fmt, xs = draw.fmt, [draw.wide(draw.size(), draw.size()) for _ in range(draw.size(most=4))]
     x = xs[0]
     amax, maxima = tensorwise.maxima_reference(x), tensorwise.maxima_triton(x)
@@ -161,7 +161,7 @@ def check_norm(draw: Draw) -> Errors:
     yield "norm_forward_kernel", rounded(y, expected)
     yield "norm_forward_kernel", exact(maxima.amax(), y.float().abs().amax())
     yield "norm_forward_kernel", rounded(rstd, reference)
-    # a mean in another order moves deviations, and few of them to another code or exponent
+    # a mean summed in another order changes deviations; a few of them get another code or exponent
     yield "norm_forward_kernel", (rounded if layer_norm else exact)(kept.exponent, q.exponent)
     alike = (kept.exponent == q.exponent).repeat_interleave(size, 1)[:, :h]
     codes = [t.codes[alike] for t in (kept, q)]
@@ -186,7 +186,7 @@ def check_head_norm(draw: Draw) -> Errors:
     s, b, heads, d = draw.size(), draw.size(most=3), draw.size(most=8), draw.size(16, 2, most=256)
     turns, options = draw.choice(d, d, 0), (draw.choice(False, True), 16)
     x, grad, weight = draw.normal(s, b, heads, d), draw.normal(b, heads, s, d), draw.normal(d)
-    # as attention leaves gradients: not contiguous
+    # attention's gradients are not contiguous
     grad, tables = grad.permute(2, 0, 1, 3), draw.tables(s, turns)
     arguments = x, weight, *tables, 1e-6, *options, draw.keep
     y, kept, rstd = head_norm.head_norm_forward_triton(*arguments)
@@ -204,13 +204,13 @@ def check_head_norm(draw: Draw) -> Errors:
 
 def check_rope(draw: Draw) -> Errors:
     s, b, n, m = draw.size(), draw.size(most=3), draw.size(most=4), draw.size(most=4)
-    # triton's interpreter cannot take masks of heads that lie apart
+    # triton's interpreter does not support the masks of `apart`
     d, apart = draw.size(4, 2, most=256), draw.choice(False, True) and draw.device.type == "cuda"
     mixed, tables = draw.normal(s, b, n * (m + 2) * d), draw.tables(s, draw.choice(d, d, 0))
     expected = rope.rotate_qkv_reference(mixed, *tables, n, d, apart)
     for a, e in zip(rope.rotate_qkv_triton(mixed, *tables, n, d, apart), expected, strict=True):
         yield "rotate_qkv_kernel", rounded(a, e)
-    # as attention leaves gradients: not contiguous
+    # attention's gradients are not contiguous
     grads = [draw.normal(b, heads, s, d).permute(2, 0, 1, 3) for heads in (n * m, n, n)]
     found, maxima = rope.rotate_qkv_backward_triton(*grads, *tables, apart)
     yield (
@@ -235,11 +235,11 @@ def check_codecs(draw: Draw) -> Errors:
 
 
 def _adamw_options(draw: Draw) -> AdamWOptions:
-    # in other formats a second moment may become zero, and where it does, one tie decides about an update
+    # in other formats a second moment may become zero, and a tie in rounding then changes an update
     v = get_codec(draw.choice("log8", "fp8_expanded"))
     firsts = [codec for codec in map(get_codec, SIGNED_CODECS) if codec.stands_beside(v)]
     m = draw.choice(*firsts)
-    # stochastic rounding of codes is for those that are close to each other
+    # codes are rounded stochastically only in formats with fine steps
     return AdamWOptions(
         m, v, 128, lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, dither=v.fine,
         maximize=draw.choice(False, True),
@@ -247,7 +247,7 @@ def _adamw_options(draw: Draw) -> AdamWOptions:
 
 
 def check_stochastic(draw: Draw) -> Errors:
-    """The bits that stochastic rounding makes of a step's FP32 result, which exact masters show."""
+    """The stochastically rounded parameters of a step; its FP32 result is taken from a run with masters."""
     options = replace(_adamw_options(draw), seed=draw.random.randrange(2**16))
     n = draw.size(most=draw.most**2)
     weight, grad = draw.normal(n, dtype=torch.bfloat16), draw.wide(n, dtype=torch.float32)
@@ -264,7 +264,7 @@ def check_stochastic(draw: Draw) -> Errors:
 
 
 def check_adamw(draw: Draw) -> Errors:
-    """Three steps, and what storing the moments did to the last."""
+    """Three steps, and the errors that storing the moments causes in the last one."""
     options, size = _adamw_options(draw), 128
     m, v = options.exp_avg_codec, options.exp_avg_sq_codec
     n, extra = draw.size(size, most=draw.most**2), draw.choice("none", "remainder", "weight")
@@ -289,13 +289,14 @@ def check_adamw(draw: Draw) -> Errors:
             for p, b in zip(params, beside, strict=True)
         )
         # The first step: approximate root and reciprocal, 2^-21, and the rounding of the parameter, 2^-24 of
-        # at most 10 updates. Then a code on a tie may go the other way, which moves an update by 2^-3 of a
-        # moment's code: over a thousand elements, seldom; with an exponent on a tie, all codes of a group
+        # at most 10 updates. In later steps a code on a tie may be rounded the other way, which changes an
+        # update by 2^-3 of a moment's code: seldom in a thousand elements, but an exponent on a tie changes
+        # all codes of a group
         bound = 2e-6 if step == 1 else max(5e-3, 2**-3 * (size / n) ** 0.5)
         yield "adamw_kernel", agreement.rel_rms(found - start, expected - start) / bound
         if extra == "weight":
             yield "adamw_kernel", exact(beside[1]["weight"], found.bfloat16())
-    # the reference makes 64 copies of each
+    # the reference makes 64 copies of each group
     whole = min(n // size, 256)
     after = storing.Moments(*states[1])
     rows = [moments.groups(0, whole, size) for moments in (before, after)]
@@ -312,7 +313,7 @@ def check_adamw(draw: Draw) -> Errors:
 
 
 def check_products(draw: Draw) -> Errors:
-    """FP8 GEMMs by cuBLASLt, and by the kernel for Hopper that adds its result."""
+    """FP8 GEMMs of cuBLASLt, and of the Hopper kernel that adds to its output."""
     fmt, dtype, fast = draw.fmt, draw.choice(torch.bfloat16, torch.float32), draw.choice(False, True)
     m, n, t = (draw.size(16, 16) for _ in range(3))
     a, b = (fp8_operands(draw.normal(rows, t), f)[0] for rows, f in ((m, fmt), (n, E4M3)))
@@ -325,7 +326,7 @@ def check_products(draw: Draw) -> Errors:
     out = draw.normal(m, n, dtype=torch.float32)
     added = out.clone()
     linear.accumulate_matmul(*operands, added, torch.bfloat16, fast)
-    # rounded to BF16 on the way, wherever the kernel does not add by itself
+    # the result is rounded to BF16 before it is added, except where the Hopper kernel runs
     yield "accumulate_matmul", agreement.product((added - out).bfloat16(), exactly, t, fast)
     if draw.device.type == "cpu" or torch.cuda.get_device_capability(draw.device)[0] == HOPPER:
         added = torch.zeros_like(out)
@@ -339,7 +340,7 @@ def check_products(draw: Draw) -> Errors:
 
 def check_experts(draw: Draw) -> Errors:
     """Grouped GEMMs in BF16; some experts have no token."""
-    # the reference takes FP64
+    # small sizes, since the reference computes in FP64
     t, (h, f) = draw.size(64), (draw.size(64, 16, most=draw.most // 4) for _ in range(2))
     count, k = draw.size(2, most=16), 2
     chosen = torch.rand(t, count, generator=draw.generator, device=draw.device).topk(k).indices
@@ -358,7 +359,8 @@ def check_experts(draw: Draw) -> Errors:
         found.append([y, *torch.autograd.grad(y, list(given.values()), grad.to(y.dtype))])
     bounds = agreement.EXPERTS_FORWARD, *[agreement.EXPERTS_BACKWARD[draw.keep]] * 4
     for a, e, bound in zip(*found, bounds, strict=True):
-        # the sizes of n errors and of n values both spread by 1 / sqrt(2 n): twice that of their ratio
+        # the root mean squares of n errors and of n values each vary by 1 / sqrt(2 n), relatively; the bound
+        # allows twice the variation of their ratio
         yield "grouped_experts", agreement.rel_rms(a, e) / bound / (1 + 2 / a.numel() ** 0.5)
 
 
@@ -384,8 +386,8 @@ CHECKS: tuple[Callable[[Draw], Errors], ...] = (
 
 @dataclass
 class Result:
-    """Of one kernel or path: how many results were compared, the worst error as a share of its bound, and of
-    that case the seed and what was raised."""
+    """The result for one kernel or path: the number of compared results, the worst error as a share of its
+    bound, and the seed and the exception of the worst case."""
 
     compared: int = 0
     worst: float = 0.0
@@ -394,13 +396,13 @@ class Result:
 
 
 def measure(seed: int, seconds: float, device: torch.device, most: int = 4096) -> dict[str, Result]:
-    """Checks in turn from case `seed` on: each once, and then until the time is over."""
+    """Runs the checks in turn, from case `seed` on: each at least once, and then until `seconds` are over."""
     results: dict[str, Result] = defaultdict(Result)
 
     def note(name: str, error: float, raised: str = "") -> None:
         result = results[name]
         result.compared += 1
-        # a NaN is no small error
+        # NaN counts as an infinite error
         error = error if error == error else torch.inf
         if error > result.worst:
             result.worst, result.seed, result.raised = error, seed, raised
@@ -411,7 +413,7 @@ def measure(seed: int, seconds: float, device: torch.device, most: int = 4096) -
         try:
             for name, error in make(Draw(seed, device, most)):
                 note(name, error)
-        # Triton raises errors of many kinds, of the compiler, ptxas and the driver
+        # Triton raises errors of many types, from the compiler, ptxas and the driver
         except Exception as error:
             note(make.__name__, torch.inf, f"; {type(error).__name__}: {reason(error)}")
         seed += 1
@@ -419,7 +421,7 @@ def measure(seed: int, seconds: float, device: torch.device, most: int = 4096) -
 
 
 def check(seed: int, seconds: float = SECONDS) -> list[Finding]:
-    """A finding for each kernel and path; a problem is what passes its bound."""
+    """A finding for each kernel and path; an error above its bound is a problem."""
     if not torch.cuda.is_available():
         return [Finding("kernels", UNKNOWN, NO_GPU)]
     if without_fp8(*gpus()[0]):

@@ -1,4 +1,4 @@
-"""GPUs, links, memory and disks, tried with small work."""
+"""Checks GPUs, links, memory and disks with small workloads."""
 
 import contextlib
 import json
@@ -19,26 +19,27 @@ from coat_kernels.linear import scaled_matmul, scaled_matmul_reference
 
 FP8_CAPABILITY = (8, 9)
 NO_GPU = "cannot be checked: there is no GPU here"
-# BF16 weights, FP32 masters and moments of a parameter in a checkpoint; a new one is whole before an old goes
+# bytes of a parameter in a checkpoint: BF16 weight, FP32 master, moments; two checkpoints, since a new one is
+# complete before the old one is deleted
 CHECKPOINT_BYTES, CHECKPOINTS = 2 + 4 + 8, 2
-# of a product of FP8 codes: rounding of its result to BF16, and Hopper's sums, which keep about 14 bits
+# error of an FP8 GEMM: rounding of its result to BF16, and Hopper's accumulation with about 14 bits
 TOLERANCE = 2**-7
-# bytes a second below which a link is slower than any that GPUs for training have
+# bytes a second; every link of GPUs for training is faster
 SLOW_LINK, SLOW_HOST = 15e9, 5e9
 MOVED = 256 * 2**20
-# minutes that no extension takes to compile
+# minutes; every extension compiles in less
 LONGEST_BUILD = 20
 KINDS_OF_GPUS = "TORCH_CUDA_ARCH_LIST"
 
 
 def gpus() -> list[list]:
-    """Name, and both numbers of the compute capability, of each GPU."""
+    """For each GPU its name and both numbers of the compute capability."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return [[torch.cuda.get_device_name(i), *torch.cuda.get_device_capability(i)] for i in range(count)]
 
 
 def without_fp8(name: str, *capability: int) -> str | None:
-    """Why a GPU cannot multiply FP8, and the way out; None if it can."""
+    """Why a GPU cannot run FP8 GEMMs, with the fix; None if it can."""
     if tuple(capability) >= FP8_CAPABILITY:
         return None
     return (
@@ -48,14 +49,14 @@ def without_fp8(name: str, *capability: int) -> str | None:
 
 
 def free_bytes(folder: str | Path) -> int:
-    """Where a folder is, or will be."""
+    """Free bytes on the disk of a folder, which need not exist."""
     path = Path(folder).absolute()
     standing = next(p for p in (path, *path.parents) if p.exists())
     return shutil.disk_usage(standing).free
 
 
 def too_little_room(folder: str | Path, free: int, parameters: int) -> str | None:
-    """Why a folder of `free` bytes cannot take the checkpoints of a model; None if it can."""
+    """Why a folder with `free` bytes cannot hold the checkpoints of a model; None if it can."""
     needed = CHECKPOINTS * CHECKPOINT_BYTES * parameters
     if free >= needed:
         return None
@@ -63,7 +64,7 @@ def too_little_room(folder: str | Path, free: int, parameters: int) -> str | Non
 
 
 def check(folder: str | None, parameters: int | None) -> list[Finding]:
-    """All of this machine. parameters: of a model whose checkpoints `folder` has to take."""
+    """All checks of this machine. parameters: those of a model whose checkpoints `folder` has to hold."""
     return [
         *check_gpus(),
         check_product(),
@@ -101,12 +102,12 @@ def check_gpus() -> list[Finding]:
 
 
 def check_product(device: str = "cuda") -> Finding:
-    """One small FP8 product beside the same in FP32."""
-    name = "FP8 product"
+    """Compares a small FP8 GEMM with the same GEMM in FP32."""
+    name = "FP8 GEMM"
     if device == "cuda" and not torch.cuda.is_available():
         return Finding(name, UNKNOWN, NO_GPU)
     if device == "cuda" and without_fp8(*gpus()[0]):
-        return Finding(name, UNKNOWN, "cannot be checked: the GPU has none")
+        return Finding(name, UNKNOWN, "cannot be checked: the GPU has no FP8")
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(n, 256, generator=generator).to(device, E4M3.dtype) for n in (128, 64))
     scales = torch.tensor([0.5], device=device), torch.tensor([2.0], device=device)
@@ -116,19 +117,19 @@ def check_product(device: str = "cuda") -> Finding:
         return Finding(name, PROBLEM, f"fails: {reason(error)}. Update the driver, or torch and its cuBLAS")
     expected = scaled_matmul_reference(a, b, *scales, torch.float32)
     error = ((y.float() - expected).norm() / expected.norm()).item()
-    # a NaN is no small error
+    # `not` and `<`, so that NaN is a problem
     if not error < TOLERANCE:
         return Finding(
             name,
             PROBLEM,
-            f"is off by {error:.2g} of its size, {TOLERANCE:.2g} is rounding. Update torch and its cuBLAS",
+            f"relative error {error:.2g}; rounding explains {TOLERANCE:.2g}. Update torch and its cuBLAS",
             {"error": error},
         )
-    return Finding(name, OK, f"right: off by {error:.1g}, as rounding is", {"error": error})
+    return Finding(name, OK, f"right: relative error {error:.1g}, within rounding", {"error": error})
 
 
 def check_compiler() -> Finding:
-    """Which Triton needs, and DeepSpeed: on a CPU for its collectives, elsewhere for offload."""
+    """Triton needs a C++ compiler, and so does DeepSpeed: on a CPU for collectives, on a GPU for offload."""
     name = "C++ compiler"
     found = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
     if found is None:
@@ -138,12 +139,13 @@ def check_compiler() -> Finding:
 
 
 def _build_root() -> Path:
-    """The folder in which this Python and torch build, as torch chooses it."""
+    """The folder in which this Python and torch build extensions, as torch chooses it."""
     if given := os.environ.get("TORCH_EXTENSIONS_DIR"):
         return Path(given)
     versions = {"rocm": torch.version.hip, "cu": torch.version.cuda}
     found = (f"{kind}{version.replace('.', '')}" for kind, version in versions.items() if version)
-    # where there is CUDA's compiler and no GPU, as on a login node, its import warns, also in `coat plan`
+    # imported here: with CUDA's compiler and no GPU, as on a login node, the import logs a warning, which
+    # `coat plan` should not show
     from torch.utils.cpp_extension import get_default_build_root
 
     python = f"py{sys.version_info.major}{sys.version_info.minor}{sys.abiflags}"
@@ -151,28 +153,28 @@ def _build_root() -> Path:
 
 
 def check_builds() -> Finding:
-    """Of C++ extensions, DeepSpeed's and the optimizer's for CPUs: while one is built, whoever needs it waits
-    for a file to go. A build that was killed leaves it."""
+    """Checks for lock files of builds of C++ extensions: DeepSpeed's and the CPU optimizer's. Processes that
+    need an extension wait until its lock file is deleted. A killed build does not delete the file."""
     name = "extensions"
     root = _build_root()
     minutes: dict[Path, float] = {}
     for lock in root.glob("*/lock"):
-        # a build that ends meanwhile takes its file away
+        # a build that ends now deletes its lock file
         with contextlib.suppress(FileNotFoundError):
             minutes[lock] = (time.time() - lock.stat().st_mtime) / 60
     if not minutes:
         return Finding(name, OK, f"none is being built in {root}")
     oldest = max(minutes, key=lambda lock: minutes[lock])
     text = (
-        f"{oldest} is {minutes[oldest]:.0f} minutes old: one is being built, or a build was killed, and jobs "
-        "wait for it for ever, without a word. Delete the file if nothing compiles"
+        f"{oldest} is {minutes[oldest]:.0f} minutes old: either an extension is being built, or a build was "
+        "killed and jobs wait for ever without a message. Delete the file if nothing compiles"
     )
     state = WARNING if minutes[oldest] < LONGEST_BUILD else PROBLEM
     return Finding(name, state, text, {"locks": list(map(str, minutes))})
 
 
 def check_kinds_of_gpus() -> list[Finding]:
-    """A finding if DeepSpeed cannot read for which GPUs it is to build extensions."""
+    """A finding if DeepSpeed cannot read the list of GPU architectures for which it builds extensions."""
     kinds = os.environ.get(KINDS_OF_GPUS, "")
     if re.search(r"\d[a-z]", kinds) is None:
         return []
@@ -184,13 +186,13 @@ def check_kinds_of_gpus() -> list[Finding]:
 
 
 def check_triton() -> Finding:
-    """One of the kernels, compiled and run, beside its reference."""
+    """Compiles and runs one of the kernels and compares it with its reference."""
     name = "Triton"
     if not torch.cuda.is_available():
         return Finding(name, UNKNOWN, NO_GPU)
     x = torch.randn(64, 256, generator=torch.Generator().manual_seed(0)).to("cuda", torch.bfloat16)
     start = time.perf_counter()
-    # Triton raises errors of many kinds, of the compiler, ptxas and the driver
+    # Triton raises errors of many types, from the compiler, ptxas and the driver
     try:
         found = quantize_groups(x, 16)
         torch.cuda.synchronize()
@@ -207,7 +209,7 @@ def check_triton() -> Finding:
     return Finding(name, OK, f"compiles and computes what it should ({time.perf_counter() - start:.1f} s)")
 
 
-# attention makes cuDNN load its sub-libraries; Transformer Engine may have loaded those of another version
+# attention makes cuDNN load its sub-libraries; Transformer Engine may have loaded another version of them
 _MAP_LIBRARIES = """
 import contextlib, json, torch
 with contextlib.suppress(ImportError):
@@ -224,7 +226,7 @@ print(json.dumps([versions, libraries.conflicts()]))
 
 
 def check_libraries() -> Finding:
-    """Whether a process that imports Transformer Engine has one version each of cuDNN, cuBLAS and NCCL."""
+    """Whether a process that imports Transformer Engine loads only one version of cuDNN, cuBLAS and NCCL."""
     name = "CUDA libraries"
     if not torch.cuda.is_available():
         return Finding(name, UNKNOWN, NO_GPU)
@@ -239,7 +241,7 @@ def check_libraries() -> Finding:
 
 
 def check_links() -> list[Finding]:
-    """NCCL, and what goes between the first GPU and each other."""
+    """Checks NCCL, and the bandwidth between the first GPU and each other GPU."""
     if not torch.cuda.is_available():
         return [Finding("NCCL", UNKNOWN, NO_GPU)]
     if not torch.distributed.is_nccl_available():
@@ -268,7 +270,7 @@ def check_links() -> list[Finding]:
 
 
 def check_pinned_memory() -> Finding:
-    """Which offload needs."""
+    """Checks pinned memory, which offload needs."""
     name = "pinned memory"
     if not torch.cuda.is_available():
         return Finding(name, UNKNOWN, NO_GPU)
@@ -297,11 +299,11 @@ def check_disk(folder: str, parameters: int | None) -> Finding:
 
 
 def _rate(source: str | torch.Tensor, target: str) -> float:
-    """Bytes a second from a device, or from a tensor of the CPU's, to another device."""
+    """Bytes a second from a device, or from a CPU tensor, to another device."""
     if isinstance(source, str):
         source = torch.empty(MOVED, dtype=torch.uint8, device=source)
     to = torch.empty(MOVED, dtype=torch.uint8, device=target)
-    # the first one sets the way up
+    # the first copy sets up the connection
     for _ in range(2):
         torch.cuda.synchronize()
         start = time.perf_counter()

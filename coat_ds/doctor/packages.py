@@ -1,4 +1,4 @@
-"""Versions of packages against those that were tested, and combinations that are known to fail."""
+"""Compares versions of packages with the tested ones, and finds combinations that are known to fail."""
 
 import importlib.metadata
 import importlib.util
@@ -14,7 +14,7 @@ from coat_ds.versions import ACCELERATE, DEEPSPEED, MEGATRON_CORE, TORCH, TRANSF
 
 
 class Tested(NamedTuple):
-    """What may be installed, and what tests and benchmarks ran with."""
+    """The versions that are accepted, and those that tests and benchmarks ran with."""
 
     accepted: str
     tested: str
@@ -39,14 +39,14 @@ PACKAGES = {
 
 
 class KnownBad(NamedTuple):
-    """A combination of versions under which something fails."""
+    """A combination of versions in which something fails."""
 
     versions: dict[str, str]
-    """Specifiers by package; all have to fit."""
+    """Specifiers by package; the combination is found if all match."""
     state: str
     text: str
     issue: str = ""
-    """Where its host's people know of it."""
+    """The framework's issue."""
 
 
 KNOWN_BAD = (
@@ -70,7 +70,7 @@ KNOWN_BAD = (
     KnownBad(
         {"deepspeed": ">=0.18.9,<0.20", "transformers": ">=5"},
         WARNING,
-        "Trainer cannot resume from a universal checkpoint. Resume with as many GPUs as the checkpoint has",
+        "Trainer cannot resume from a universal checkpoint. Resume on the checkpoint's own number of GPUs",
         "DeepSpeed #6470",
     ),
     KnownBad(
@@ -96,7 +96,7 @@ KNOWN_BAD = (
 
 
 def versions(names: Iterable[str] = PACKAGES) -> dict[str, str | None]:
-    """Of installed packages, None of those that are not there."""
+    """Versions of packages; None for a package that is not installed."""
     return {name: _version(name) for name in names}
 
 
@@ -110,7 +110,8 @@ def _version(name: str) -> str | None:
 
 
 def check(installed: Mapping[str, str | None] | None = None) -> list[Finding]:
-    """A finding for each package, and for each known failure of what is `installed`, by default here."""
+    """A finding for each package, and for each known failure of the `installed` versions; None: those of this
+    Python."""
     installed = versions() if installed is None else installed
     found = [_of_package(name, known, installed.get(name)) for name, known in PACKAGES.items()]
     for bad in KNOWN_BAD:
@@ -136,7 +137,7 @@ def _of_package(name: str, known: Tested, version: str | None) -> Finding:
     if version is None:
         if known.needed:
             return Finding(name, PROBLEM, f"not installed. pip install '{name}{known.accepted}'", details)
-        return Finding(name, UNKNOWN, "not installed; needed by those alone who use it", details)
+        return Finding(name, UNKNOWN, "not installed; only needed if you use it", details)
     if not _is_in(version, known.accepted):
         text = f"{version} found, {known.accepted} is needed. pip install '{name}{known.accepted}'"
         return Finding(name, PROBLEM, text, details)
@@ -148,12 +149,12 @@ def _of_package(name: str, known: Tested, version: str | None) -> Finding:
 def _is_in(version: str | None, specifier: str) -> bool:
     if version is None:
         return False
-    # builds such as 2.13.0+cpu, and pre-releases
+    # without the local part of builds such as 2.13.0+cpu; pre-releases are included
     return SpecifierSet(specifier).contains(Version(version).public, prereleases=True)
 
 
 def _was_tested(version: str, tested: str) -> bool:
-    """Exact versions stand for themselves, each; bounds belong together."""
+    """A list of exact versions matches any of them; a list of bounds has to match as a whole."""
     if tested.startswith("=="):
         return any(_is_in(version, exact) for exact in tested.split(","))
     return _is_in(version, tested)
@@ -166,6 +167,6 @@ def _is_other_apex() -> bool:
     parts = (importlib.util.find_spec(f"apex.{part}") for part in ("multi_tensor_apply", "optimizers"))
     try:
         return not all(parts)
-    # a package of another make may fail when it is imported
+    # the other project may fail when it is imported
     except ImportError:
         return True

@@ -1,4 +1,4 @@
-"""Whether DeepSpeed's engines will see the block, in a Python like this one."""
+"""Checks whether DeepSpeed's engines will read the coat block in this Python environment."""
 
 import importlib.metadata
 import os

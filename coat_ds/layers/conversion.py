@@ -1,4 +1,4 @@
-"""What `convert` did to a model."""
+"""The record of what `convert` changed in a model."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from coat_ds.config import ActivationsConfig
 from coat_ds.layers.modules.formats import formats
 from coat_kernels.linear import LinearFormats
 
-# kinds of modules, as the report calls several of them
+# kinds of modules, each with its plural in the report
 PLURALS = {
     "linear": "linear layers",
     "norm": "norms",
@@ -18,7 +18,7 @@ PLURALS = {
     "layer": "layers",
 }
 KINDS = tuple(PLURALS)
-# how many names of modules the report lists for a reason
+# the number of module names that the report lists for each reason
 NAMED = 3
 
 ATTRIBUTE = "coat_conversion"
@@ -26,16 +26,16 @@ ATTRIBUTE = "coat_conversion"
 
 @dataclass
 class Conversion:
-    """What was converted and what stayed as it was.
+    """Which modules were converted and which were not.
 
-    converted: names of modules by kind, one of `KINDS`; an expert layer counts as a linear and a feed-forward
-        layer. left: by name of the module, why it stayed.
+    converted: names of modules by kind, one of `KINDS`; an expert layer counts as a linear and as a
+        feed-forward layer. left: by name of a module that was not converted, the reason.
     """
 
     activations: ActivationsConfig
     converted: dict[str, list[str]] = field(default_factory=lambda: {kind: [] for kind in KINDS})
     left: dict[str, str] = field(default_factory=dict)
-    # how many of a kind there are, with those that stayed
+    # the number of modules of each kind, converted or not
     found: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
 
     def take(self, kind: str, name: str) -> None:
@@ -47,7 +47,7 @@ class Conversion:
         self.left[name] = reason
 
     def give_up(self, kind: str, name: str, reason: str) -> None:
-        """Of what was taken."""
+        """Moves a converted module to those that were not converted."""
         self.converted[kind].remove(name)
         self.left[name] = reason
 
@@ -81,18 +81,17 @@ class Conversion:
     def __setstate__(self, state: dict) -> None:
         self.__dict__.update(state)
         if self.converted["attention"]:
-            # a copy that another process has read
+            # another process may have unpickled this object, without the registration
             from coat_ds.layers.modules.attention import register
 
             register()
 
 
 def report(made: Mapping[str, Mapping[str, int]], linears: int, left: Mapping[str, str]) -> str:
-    """What the layers of a model compute and save, in one line.
+    """One line on how the layers of a model compute and what they save.
 
     made: by kind of module and by how it computes or saves, the number of modules. linears: the number of all
-        linear layers.
-    left: by name of a module, why it stays as the framework made it.
+        linear layers. left: by name of a module that the framework's own code runs, the reason.
     """
     (multiplied, *others) = made.get("linear", {}).items() or [("", 0)]
     parts = [f"{sum(made.get('linear', {}).values())} of {linears} linear layers in FP8"]
@@ -138,17 +137,17 @@ def attended(activations: ActivationsConfig) -> str:
     if kept == "bf16":
         return "save BF16"
     if kept == "recompute":
-        # by itself attention cannot recompute its inputs
+        # outside of a fused block attention cannot recompute its inputs
         return f"{grouped(activations)}, in fused blocks the output alone"
     return f"save 8 bits ({kept}, groups of {activations.group_size})"
 
 
 def holder_of(model: nn.Module) -> nn.Module | None:
-    """The module, `model` or one inside it, that was converted."""
+    """The module that `convert` was called on: `model` or one inside it; None if there is none."""
     return next((m for m in model.modules() if ATTRIBUTE in m.__dict__), None)
 
 
 def conversion_of(model: nn.Module) -> Conversion | None:
-    """What was converted of `model`, or of the model that it wraps; None of a stock model."""
+    """The conversion of `model`, or of the model that it wraps; None for a stock model."""
     holder = holder_of(model)
     return None if holder is None else holder.__dict__[ATTRIBUTE]

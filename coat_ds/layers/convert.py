@@ -1,4 +1,4 @@
-"""`coat_ds.convert`: FP8 linear layers and 8-bit saved activations for a model that somebody else wrote."""
+"""`coat_ds.convert`: FP8 linear layers and 8-bit saved activations for any model."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -26,9 +26,9 @@ from coat_kernels.fp8 import ALIGNMENT
 
 __all__ = ["convert", "conversion_of", "unconvert"]
 
-# as of torch.nn.LazyLinear before its first forward
+# such as that of torch.nn.LazyLinear before its first forward
 NO_SHAPE = "a weight that has no shape yet"
-# rows or columns of a weight, below which quantizing its input takes longer than the product
+# with fewer rows or columns in a weight, quantizing the input takes longer than the GEMM
 LEAST = 32
 
 
@@ -37,25 +37,26 @@ def convert(
     activations: ActivationsConfig | Mapping | None = None,
     filter: Callable[[str, nn.Module], bool] | None = None,
 ) -> nn.Module:
-    """Makes `model` multiply in FP8 and save its activations in 8 bits, in place; returns it.
+    """Makes `model` compute its GEMMs in FP8 and save its activations in 8 bits, in place; returns it.
 
-    Rank 0 logs one line, at level WARNING so that it is visible, that says what was converted.
+    Rank 0 logs one line about what was converted, at level WARNING so that it is visible.
 
-    Linear layers, norms, feed-forward layers and attention get another forward each, on the instance.
-    Classes, parameters, buffers and their names stay, so checkpoints are those of the stock model. What stays
-    as it is (heads, routers, sizes that FP8 products do not take) says `conversion_of(model)`. Evaluation
-    runs in FP8 too, unless `activations.evaluation` is "stock". `unconvert` gives the stock model back.
+    Linear layers, norms, feed-forward layers and attention each get another forward, set on the instance.
+    Classes, parameters, buffers and their names are unchanged, so checkpoints are those of the stock model.
+    `conversion_of(model)` lists what was not converted (heads, routers, sizes that FP8 GEMMs do not support).
+    Evaluation runs in FP8 too, unless `activations.evaluation` is "stock". `unconvert` restores the stock
+    model.
 
     Args:
-        model: any module; of parameters in BF16, or in FP32, best under autocast to BF16.
-        activations: the block `coat.activations`, as an object or a mapping; the defaults without.
-            `attention_format` is of attention that transformers' AttentionInterface chooses; a warning says
-            where there is none. `cuda_graphs` is of layers that run as fused blocks.
-        filter: filter(name, module) says whether a module may be converted.
+        model: any module with parameters in BF16 or FP32; for FP32, best under autocast to BF16.
+        activations: the block `coat.activations`, as an object or a mapping; None for the defaults.
+            `attention_format` applies to attention that transformers' AttentionInterface chooses; a warning
+            is logged if there is none. `cuda_graphs` applies to layers that run as fused blocks.
+        filter: filter(name, module) returns whether a module may be converted.
 
     Raises ValueError for a compiled model, for parameters in FP16 and for lazy linear layers before their
-    first forward, CoatConfigError for options that cannot be, and RuntimeError if the model was converted
-    with other options, or a part of it alone.
+    first forward, CoatConfigError for invalid options, and RuntimeError if the model was converted with
+    other options, or only a part of it was converted.
     """
     before = conversion_of(model)
     convert_silently(model, activations, filter)
@@ -71,7 +72,7 @@ def convert_silently(
     activations: ActivationsConfig | Mapping | None = None,
     filter: Callable[[str, nn.Module], bool] | None = None,
 ) -> nn.Module:
-    """`convert` without its line, for an engine that reports the layers itself."""
+    """`convert` without its log line, for an engine that reports the layers itself."""
     may = filter or (lambda name, module: True)
     if not isinstance(activations, ActivationsConfig):
         activations = ActivationsConfig.from_dict({} if activations is None else activations)
@@ -90,8 +91,8 @@ def convert_silently(
         if others := _not_converted(model, activations, may):
             raise RuntimeError(
                 f"coat_ds.convert: a part of the model was converted before, other linear layers were not "
-                f"({len(others)}, such as {others[0]!r}). Call coat_ds.unconvert(model) first; `filter` says "
-                "what is to stay as it is."
+                f"({len(others)}, such as {others[0]!r}). Call coat_ds.unconvert(model) first; `filter` "
+                "leaves modules out."
             )
         if kept := [n for n, m in model.named_modules() if replaced(m) is not None and not may(n, m)]:
             raise RuntimeError(
@@ -99,11 +100,11 @@ def convert_silently(
                 f"as {kept[0]!r}). Call coat_ds.unconvert(model) first."
             )
         return model
-    # a part of a model that was converted before, as what PEFT's merge_and_unload returns
+    # the model may be a part of one that was converted before, as PEFT's merge_and_unload returns it
     unconvert(model)
     conversion = Conversion(activations)
     forwards = list(_forwards(model, conversion, may))
-    # nothing is changed before everything is known to fit
+    # nothing is changed until all forwards are built without an error
     for forward in forwards:
         forward.install()
     _convert_attention(model, conversion, may)
@@ -122,7 +123,7 @@ def convert_silently(
     say_anew()
     if dispatched := sum(why == DISPATCHED for why in conversion.left.values()):
         say_once(
-            f"{dispatched} modules stay as they are, since accelerate has spread the model over devices, as "
+            f"{dispatched} modules are not converted, since accelerate has spread the model over devices, as "
             "device_map does. Load it without, convert it, and call accelerate.dispatch_model then."
         )
     for line in (*conversion.idle_keys(), *libraries.conflicts()):
@@ -131,12 +132,10 @@ def convert_silently(
 
 
 def unconvert(model: nn.Module) -> nn.Module:
-    """Gives the stock model back, in place. A model that was not converted stays as it is.
+    """Restores the stock model, in place. A model that was not converted is unchanged.
 
-    `model` may also hold models that were converted, or be a part of one, as what PEFT's `merge_and_unload`
-    returns.
-    Raises RuntimeError, before anything is changed, if somebody has put something else in the place of a
-    converted forward since.
+    `model` may also contain converted models, or be a part of one, as PEFT's `merge_and_unload` returns it.
+    Raises RuntimeError, before anything is changed, if other code has replaced a converted forward since.
     """
     holders = [m for m in model.modules() if ATTRIBUTE in m.__dict__]
     for holder in holders:
@@ -146,8 +145,8 @@ def unconvert(model: nn.Module) -> nn.Module:
 
 
 def convert_again(model: nn.Module) -> None:
-    """Converts a model of which AutoTP has exchanged modules since. All ranks call it together: what one of
-    them cannot convert, as where its part is too small, stays on all."""
+    """Converts a model a second time, after AutoTP has replaced modules. All ranks must call it: a module
+    that one rank cannot convert, for example because its part is too small, is converted on none."""
     conversion: Any = conversion_of(model)
     _give_back(model)
     convert_silently(model, conversion.activations)
@@ -158,11 +157,12 @@ def convert_again(model: nn.Module) -> None:
     for name, forward in linears.items():
         if forward is not None and not all(name in names for names in found):
             forward.remove()
-            conversion.give_up("linear", name, "another rank's part stays as it is")
+            conversion.give_up("linear", name, "another rank's part is not converted")
 
 
 def _drop_caches(model: nn.Module) -> None:
-    """Has the innermost models around fused layers make no cache that a call of training did not ask for."""
+    """Adds a hook to the innermost models around fused layers: a training forward makes no KV cache unless
+    its caller requests one."""
     for module in model.modules():
         inside = list(module.modules())
         fused = any(type(replaced(m)) is decoder_layer.Fp8DecoderLayer for m in inside)
@@ -191,21 +191,21 @@ def _give_back(model: nn.Module) -> None:
 
 
 def _not_converted(model: nn.Module, activations: ActivationsConfig, may: Callable) -> list[str]:
-    """Names of the linear layers that could be converted and are not: outside of a part that was converted,
-    left out by its `filter`, or put in later."""
+    """Names of the linear layers that could be converted and are not: they are outside of the converted part,
+    were left out by its `filter`, or were added later."""
     conversion = Conversion(activations)
-    # forwards are built, and not installed
+    # builds the forwards, but does not install them
     list(_forwards(model, conversion, may))
     return conversion.converted["linear"]
 
 
-# what is within PEFT's wrappers, torch's for checkpointing, and torch.compile's, put around a module since
+# the attribute that holds the module inside PEFT's wrappers, torch's checkpoint wrapper and torch.compile's
 _WRAPPED = {"base_layer", "original_module", "_checkpoint_wrapped_module", "_orig_mod"}
 
 
 def _check_forwards(holder: nn.Module) -> None:
-    """Raises RuntimeError where something else stands in the place of a forward that convert put there.
-    Modules of parts that were given back, and those that were put in since, have no forward of their own."""
+    """Raises RuntimeError if other code has replaced a forward that convert installed. Modules that were
+    unconverted or added since have no forward on the instance."""
     modules = dict(holder.named_modules())
     for kind, names in holder.__dict__[ATTRIBUTE].converted.items():
         for name in names:
@@ -221,7 +221,7 @@ def _check_forwards(holder: nn.Module) -> None:
 
 
 def _forwards(model: nn.Module, conversion: Conversion, may: Callable) -> Iterator[Replaced]:
-    """The forwards that are to be put in place; notes on `conversion` what is done and what is left."""
+    """The forwards to install; records in `conversion` which modules are converted and which are not."""
     activations, stays = conversion.activations, what_stays(model)
     projections = {
         id(child) for m in model.modules() if attention.uses_interface(m) for child in m.children()
@@ -237,7 +237,7 @@ def _forwards(model: nn.Module, conversion: Conversion, may: Callable) -> Iterat
         if built is None and reason is None:
             continue
         if kind in ("gated", "experts"):
-            # which calls its activation, or what has replaced it does not
+            # the activation needs no conversion: this forward calls it, or a replaced forward does not
             taken.update(id(m) for m in module.children() if _looks_elementwise(m))
         reason = stays.get(id(module)) or (None if may(name, module) else "the filter") or reason
         if reason == NO_SHAPE:
@@ -265,7 +265,7 @@ _COUNTED = {
 
 
 def _kind_of(module: nn.Module) -> str | None:
-    """What the module looks like; whether it is that, its builder finds out."""
+    """The kind that the module looks like. Its builder then checks what the module computes."""
     parameters, children = module._parameters, module._modules
     if experts.is_experts(module):
         return "experts"
@@ -305,7 +305,7 @@ def _require_dtype(name: str, module: nn.Module) -> None:
 def _build_linear(module, activations, projections):
     weight = module._parameters.get("weight")
     if weight is None:
-        return None, "a weight that is made of others in each forward"
+        return None, "a weight that each forward recomputes from other parameters"
     if is_lazy(weight):
         return None, NO_SHAPE
     if module._modules or set(module._parameters) - {"weight", "bias"}:
@@ -373,7 +373,7 @@ _BUILDERS = {
 
 
 def _convert_attention(model: nn.Module, conversion: Conversion, may: Callable) -> None:
-    """Has modules that ask transformers' AttentionInterface take "coat" where they took "sdpa"."""
+    """Makes modules that use transformers' AttentionInterface choose "coat" instead of "sdpa"."""
     kept = attention.kept_attention_of(conversion.activations)
     configs: dict[int, Any] = {}
     for name, module in model.named_modules():
@@ -397,6 +397,6 @@ def _convert_attention(model: nn.Module, conversion: Conversion, may: Callable) 
             configs[id(config)] = config
     if configs:
         attention.register()
-    # masks are made by what the models' configs name, which are the same objects
+    # masks depend on the implementation in the models' configs, which are the same objects
     for config in configs.values():
         config._attn_implementation_internal = attention.NAME

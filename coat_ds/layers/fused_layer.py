@@ -1,9 +1,9 @@
-"""A pre-norm decoder layer, as Llama's, by the fused blocks of `coat_kernels.blocks`: one product for the
-queries, keys and values, one for gate and up, and residual additions within the norms' passes.
+"""Runs a pre-norm decoder layer, such as Llama's, by the fused blocks of `coat_kernels.blocks`: one GEMM for
+queries, keys and values, one for gate and up, and residual additions inside the norm kernels.
 
-The blocks bypass the forwards of the modules inside. `why_not_fused` allows them only where no code outside
-can tell; otherwise the layer's own forward calls its converted modules. `uses_graphs` says where the blocks
-are recorded as CUDA graphs.
+The blocks bypass the forwards of the modules inside. `why_not_fused` allows them only if no hook, adapter or
+replaced forward would be skipped; otherwise the layer's own forward calls its converted modules.
+`uses_graphs` decides whether the blocks run as CUDA graphs.
 """
 
 import inspect
@@ -40,8 +40,8 @@ from coat_kernels.groups import quantize_groups
 from coat_kernels.head_norm import head_norm
 from coat_kernels.linear import LinearOptions
 
-# arguments that a layer may get: the angles say the same, or nothing here needs them; Trainer's number of
-# tokens is for the loss, and router logits are those of layers with experts, beside which these stand
+# arguments that a layer may get and that the blocks do not need: the angles contain the positions, Trainer's
+# number of tokens is for the loss, and router logits come from layers with experts
 ARGUMENTS = (
     "position_embeddings",
     "attention_mask",
@@ -50,39 +50,39 @@ ARGUMENTS = (
     "use_cache",
     "num_items_in_batch",
     "output_router_logits",
-    # what some models hand down to all layers, and no layer reads
+    # some models pass these to all layers, and no layer reads them
     "logits_to_keep",
     "labels",
     "return_dict",
 )
 # the name since transformers 5.24, and before
 CACHES = ("cache", "past_key_values")
-# what Liger's forward of a model says it does not want
+# Liger's forward of a model passes these as False
 FLAGS = ("output_attentions", "output_hidden_states")
-# where transformers notes on a layer how its forward is to be checkpointed
+# the attribute in which transformers stores a layer's checkpointing function
 CHECKPOINT = "_gradient_checkpointing_func"
 
 
 class Fp8DecoderLayer(Replaced):
-    """The forward of a layer of these parts, which were converted before."""
+    """The forward of a decoder layer whose `parts` are already converted."""
 
     kind = "layer"
 
     def __init__(self, module: nn.Module, activations: ActivationsConfig, parts: Parts):
         super().__init__(module, activations)
         self.parts, self.recomputes = parts, activations.attention_format == "recompute"
-        # rates may be set later; the classes have various names for them
+        # dropout rates may be set later, and each class has its own names for them
         self.rates = [(m, n) for m in (module, parts.attention, parts.mlp) for n in dropout_names(m)]
         self.qkv = MergedLinear(activations, cancels=True)
         self.cuda_graphs = activations.cuda_graphs
-        # batches of one length follow each other, or they do not
+        # batches may change their shape at any time: hold graphs of one shape at a time
         self.graphs = Graphs(one_shape=True)
 
     def compute(self, hidden_states: torch.Tensor, *args, **kwargs):
         if (why := why_not_fused(self, hidden_states, args, kwargs)) is not None:
             if can_be_read(hidden_states):
                 if self.module.training and torch.is_grad_enabled():
-                    # a warning where the user can do something
+                    # a reason with a second sentence names a fix for the user
                     level = logging.WARNING if ". " in why else logging.INFO
                     say_once(f"layers that could run as fused blocks run module by module: {why}.", level)
                 elif (
@@ -97,7 +97,7 @@ class Fp8DecoderLayer(Replaced):
                         logging.INFO,
                     )
             return self.stock(hidden_states, *args, **kwargs)
-        # not as arguments: reentrant checkpoints make other tensors of those, without notes
+        # bound here and not passed as arguments: reentrant checkpoints copy tensor arguments, without notes
         blocks = partial(self.by_blocks, *kwargs["position_embeddings"], kwargs.get("attention_mask"))
         if checkpoints_in_forward(self.module):
             return getattr(self.module, CHECKPOINT)(blocks, hidden_states)
@@ -116,7 +116,7 @@ class Fp8DecoderLayer(Replaced):
 
     @property
     def products(self) -> tuple[tuple[nn.Module, ...], ...]:
-        """The linear layers, those together that are one product: qkv, o, gate and up, down."""
+        """The linear layers, grouped by GEMM: qkv, o, gate and up, down."""
         *qkv, o = self.projections
         feed_forward = replaced(self.parts.mlp)
         return tuple(qkv), (o,), feed_forward.first, (feed_forward.down,)
@@ -124,7 +124,7 @@ class Fp8DecoderLayer(Replaced):
     def by_blocks(
         self, cos: torch.Tensor, sin: torch.Tensor, mask: torch.Tensor | None, x: torch.Tensor
     ) -> torch.Tensor:
-        """cos and sin [1 or b, s, d], a mask as torch's attention takes or None, x [b, s, h] -> [b, s, h]."""
+        """cos and sin [1 or b, s, d], a mask for torch's attention or None, x [b, s, h] -> [b, s, h]."""
         qkv, (o,), _, (down,) = products = self.products
         feed_forward = replaced(self.parts.mlp)
         options = (
@@ -138,7 +138,7 @@ class Fp8DecoderLayer(Replaced):
         for linears in products:
             parameters += (p for kind in parameters_of(linears) for p in kind)
         parameters += (norm.weight for norm in self.head_norms)
-        # the blocks take tokens one by one: sequences of one batch, each with its own angles
+        # the blocks take [tokens, 1, h], so that each token needs its own row of angles
         constants = [_by_token(t, x.shape[0]) for t in (cos, sin)]
         if mask is not None:
             constants.append(additive_mask(mask, x.dtype))
@@ -149,7 +149,7 @@ class Fp8DecoderLayer(Replaced):
         return self.graphs.call(compute, x, parameters, uses, constants=constants, evaluates=evaluates)
 
     def _uses(self, options: tuple[LinearOptions, ...]) -> tuple:
-        """What a graph depends on beside tensors. A change is recorded again."""
+        """What a graph depends on in addition to tensors. If it changes, the graph is recorded again."""
         attention, kept = self.parts.attention, self.parts.attention.__dict__[STATE]
         found = [kept, self.recomputes, attention.scaling, replaced(self.parts.mlp).options]
         for norm in (self.parts.input_norm, self.parts.mlp_norm, *self.head_norms):
@@ -165,8 +165,8 @@ class Fp8DecoderLayer(Replaced):
         x: torch.Tensor,
         *tensors: torch.Tensor | None,
     ) -> torch.Tensor:
-        """The layer's output from its input, the tables of angles and the mask if it is `masked`, and its
-        parameters, as `by_blocks` gives them."""
+        """The layer's output. `tensors`: the tables of angles, the mask if `masked`, and the parameters, in
+        the order of `by_blocks`."""
         (norm, attention, mlp_norm, mlp), (b, s, h) = self.parts, x.shape
         kept, d, given = attention.__dict__[STATE], attention.head_dim, iter(tensors)
         tables, mask = _next(given, 2), _next(given, int(masked))
@@ -178,10 +178,10 @@ class Fp8DecoderLayer(Replaced):
         inputs = x.reshape(b * s, 1, h), *norm_weights, *products[0]
         how = {"norm": replaced(norm).options, "linear": options[0], "groups": groups, "d": d, "apart": True}
 
-        # arguments of `attend`: what the function itself holds would live longer than backward
+        # passed as arguments of `attend`: tensors in its closure would outlive backward
         beside, head_norms = mask, self.head_norms
         if head_norms:
-            # which stand between the projection and the angles
+            # these norms run between the projection and the rotation
             beside = *tables, *given, *mask
             tables = [t[:, :0] for t in tables]
 
@@ -228,7 +228,7 @@ def _next(given: Iterator, count: int) -> tuple:
 
 
 def _normed(norm: nn.Module, x: torch.Tensor, weight: torch.Tensor, cos, sin) -> torch.Tensor:
-    """Heads x [tokens, 1, heads, d], normed as by `norm` of this weight and turned."""
+    """Heads x [tokens, 1, heads, d], normed by `norm` with this weight, then rotated by the angles."""
     o = replaced(norm).options
     kept = {"group_size": o.group_size, "saved_format": o.saved_format}
     return head_norm(x, weight, cos, sin, o.eps, zero_centered=o.zero_centered, **kept)
@@ -239,8 +239,8 @@ def _fills_a_cache(kwargs: dict) -> bool:
 
 
 def drop_unwanted_cache(model: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-    """A forward pre-hook of a text model with fused layers: a forward of training makes no cache unless the
-    call gives one, or `use_cache`."""
+    """A forward pre-hook of a text model with fused layers: a training forward makes no KV cache unless the
+    caller passes one, or `use_cache`."""
     given = len(args) > 3 or any(kwargs.get(name) is not None for name in ("use_cache", *CACHES))
     if given or not (model.training and torch.is_grad_enabled()):
         return None
@@ -248,19 +248,19 @@ def drop_unwanted_cache(model: nn.Module, args: tuple, kwargs: dict) -> tuple[tu
 
 
 def makes_cache(model: nn.Module) -> bool:
-    """Whether it is a model of transformers whose forward takes `use_cache`."""
+    """Whether `model` is a model of transformers whose forward takes `use_cache`."""
     return hasattr(model, "base_model_prefix") and "use_cache" in inspect.signature(model.forward).parameters
 
 
 def checkpoints_in_forward(layer: nn.Module) -> bool:
-    """Whether the layer's own forward, in whose place the blocks run, would checkpoint itself. Older versions
-    of transformers do so in `__call__`, where a checkpoint is open by now."""
+    """Whether the layer's own forward, which the blocks replace, would checkpoint itself. Older versions of
+    transformers checkpoint in `__call__`, so that the checkpoint is already open here."""
     is_on = layer.training and torch.is_grad_enabled() and getattr(layer, "gradient_checkpointing", False)
     return is_on and type(layer).__call__ is nn.Module.__call__ and hasattr(layer, CHECKPOINT)
 
 
 def _by_token(angles: torch.Tensor, batch: int) -> torch.Tensor:
-    """Cosines or sines [1 or b, s, d] as FP32 [b * s, d]; all layers of a forward are handed the same."""
+    """Cosines or sines [1 or b, s, d] as FP32 [b * s, d], computed once for all layers of a forward."""
     name = f"of {batch} sequences"
     found = noted(angles, name)
     if found is None:
@@ -270,12 +270,12 @@ def _by_token(angles: torch.Tensor, batch: int) -> torch.Tensor:
 
 
 def why_not_fused(layer: Fp8DecoderLayer, x: torch.Tensor, args: tuple, kwargs: dict) -> str | None:
-    """Why a forward of `layer` calls its modules one by one; None if it takes the fused blocks. A reason that
-    the user can remove ends with a sentence on how.
+    """Why a forward of `layer` calls its modules one by one; None if it takes the fused blocks. If the user
+    can remove the reason, a second sentence says how.
 
-    A frozen parameter is no reason in a layer that is only evaluated, as that of a reference model, which
-    computes what its policy does. In training the answer must not depend on whether there are gradients:
-    reentrant checkpoints compute the forward without. It runs for each layer in each forward.
+    Frozen parameters are no reason in a layer that is only evaluated: a reference model has to compute as its
+    policy does. In training the answer must not depend on grad mode, since reentrant checkpoints run the
+    forward without gradients. This function runs for each layer in each forward.
     """
     parts, attention = layer.parts, layer.parts.attention
     if torch.compiler.is_compiling():
@@ -338,9 +338,9 @@ def _taken_over(module: nn.Module) -> str:
 
 
 def uses_graphs(layer: Fp8DecoderLayer, x: torch.Tensor) -> bool:
-    """Whether a layer that takes its blocks runs as CUDA graphs, as the block's `cuda_graphs` says: not where
-    weights move, as under ZeRO-3. "auto": only where the GPU would wait for the CPU, whose time for a layer
-    does not depend on the layer's size."""
+    """Whether a layer that runs as fused blocks also runs as CUDA graphs, by the key `cuda_graphs`. Never if
+    weights move, as under ZeRO-3. "auto": only if the GPU would wait for the CPU, which holds up to a limit
+    of GPU work, since the CPU time of a layer does not depend on the layer's size."""
     wanted = layer.cuda_graphs
     if not wanted:
         return False
@@ -357,12 +357,12 @@ def uses_graphs(layer: Fp8DecoderLayer, x: torch.Tensor) -> bool:
 
 
 def _is_foreign(name: str, value: object) -> bool:
-    """Whether an argument asks for something that the blocks do not know."""
+    """Whether an argument requests something that the blocks do not support."""
     return value is not None and name not in ARGUMENTS and not (value is False and name in FLAGS)
 
 
 def _is_mask(mask: object, x: torch.Tensor) -> bool:
-    """Whether it is none, or a constant one that torch's attention takes with heads of the dtype of `x`."""
+    """Whether `mask` is None, or a constant that torch's attention takes with heads of dtype `x.dtype`."""
     return mask is None or (
         type(mask) is torch.Tensor
         and mask.dim() == 4

@@ -1,7 +1,7 @@
-"""What the layers of a model do, counted from its modules.
+"""Counts how the layers of a model compute, from its modules.
 
-Layers that are built for COAT, Megatron's, say of themselves what they do: each module has `coat_part()`. Of
-others `coat_ds.convert` has noted it.
+Megatron layers that are built for COAT describe themselves: each module has `coat_part()`. For other models
+the record of `coat_ds.convert` is counted.
 """
 
 from dataclasses import dataclass, field
@@ -14,12 +14,13 @@ from coat_ds.layers.conversion import Conversion, conversion_of, holder_of, how_
 from coat_ds.layers.modules.attention import STATE
 from coat_ds.layers.modules.replaced import replaced
 
-# of all parameters: smaller ones, such as norms, are not in the line
+# share of all parameters; classes with less, such as norms, are left out of the line
 LEAST_SHARE = 0.001
 
 
 class Part(NamedTuple):
-    """A module: its kind, one of `conversion.KINDS`, how it computes, and why if it stays as it was."""
+    """A module: its kind, one of `conversion.KINDS`; how it computes, None for the framework's own code; and
+    then why."""
 
     kind: str
     how: str | None
@@ -31,26 +32,26 @@ class Layers:
     """How the layers of a model compute and what they keep for backward, counted from the modules."""
 
     made: dict[str, dict[str, int]] = field(default_factory=dict)
-    """By kind, and by how they do it: the number of modules."""
+    """Number of COAT's modules, by kind and by how they compute."""
 
     found: dict[str, int] = field(default_factory=dict)
-    """By kind: all modules, with those that stay as the framework made them."""
+    """Number of all modules by kind, COAT's and the framework's."""
 
     left: dict[str, str] = field(default_factory=dict)
-    """By name of a module: why it stays as the framework made it."""
+    """By name of a module that runs the framework's own code: the reason."""
 
     in_fp8: list[str] = field(default_factory=list)
     """Names of the modules whose weights are multiplied in FP8."""
 
     weights_left: dict[str, float] = field(default_factory=dict)
-    """By class of module, largest first: the share of the model's parameters that no FP8 GEMM reads."""
+    """Share of the model's parameters that no FP8 GEMM reads, by class of module, largest first."""
 
     def count(self, kind: str) -> tuple[int, int]:
-        """Modules of a kind that are made for COAT, and all of them."""
+        """The number of COAT's modules of a kind, and of all modules of this kind."""
         return sum(self.made.get(kind, {}).values()), self.found.get(kind, 0)
 
     def summary(self) -> str:
-        """One line."""
+        """One line for the log."""
         line = report(self.made, self.found.get("linear", 0), self.left)
         shares = [f"{kind} {share:.1%}" for kind, share in self.weights_left.items() if share >= LEAST_SHARE]
         if self.in_fp8 and shares:
@@ -68,7 +69,7 @@ class Layers:
                 self.in_fp8.append(name)
 
     def _weigh(self, model: nn.Module) -> None:
-        """Notes the shares of `weights_left`."""
+        """Fills `weights_left`."""
         in_fp8, seen, sizes, total = set(self.in_fp8), set(), {}, 0
         for name, module in model.named_modules():
             for p in module._parameters.values():
@@ -86,7 +87,7 @@ class Layers:
 
 
 def layers_of(model: nn.Module, why: str) -> Layers:
-    """Counts the layers of `model`. why: the reason given for linear layers that stay as they are."""
+    """Counts the layers of `model`. why: the reason given for linear layers that are not converted."""
     layers = Layers()
     conversion = conversion_of(model)
     converted = {} if conversion is None else _count_converted(layers, model, conversion)
@@ -102,7 +103,7 @@ def layers_of(model: nn.Module, why: str) -> Layers:
 
 
 def _count_converted(layers: Layers, model: nn.Module, conversion: Conversion) -> set[str]:
-    """Counts what is still converted; the names that `conversion` speaks of."""
+    """Counts the modules that are still converted; returns all names in `conversion`."""
     holder = holder_of(model)
     (prefix,) = (name and f"{name}." for name, module in model.named_modules() if module is holder)
     modules = dict(holder.named_modules())

@@ -1,5 +1,5 @@
-"""Lines about layers, each said once: a forward pass may bring them up again and again. Where a model is
-converted, such as a second one in a notebook, they are said anew."""
+"""Log lines about layers, each logged once, since each forward pass would repeat them. Converting a model,
+such as a second one in a notebook, makes them be logged again."""
 
 import functools
 import logging
@@ -9,15 +9,15 @@ import torch
 _logger = logging.getLogger(__name__)
 
 
-# compiled code then says it when it is compiled, and goes on
+# under torch.compile the line is logged when the code is compiled, without a graph break
 @torch.compiler.assume_constant_result
 def say_once(line: str, level: int = logging.WARNING) -> None:
-    """Logs `line` on rank 0, unless it was said since the last `say_anew`."""
+    """Logs `line` on rank 0, unless it was logged since the last `say_anew`."""
     _say(line, level)
 
 
 def say_anew() -> None:
-    """For a model that is converted now, of which nothing was said."""
+    """Lets `say_once` log every line again, for a model that is converted now."""
     _say.cache_clear()
 
 

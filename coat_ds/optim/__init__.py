@@ -6,18 +6,18 @@ It may import `coat_kernels` and the config. Start at optimizer.py.
     options.py       its options: names, choices, what they mean for a moment
     checks.py        which tensors it refuses
     step.py          the update of one parameter group by `coat_kernels.adamw`
-    layouts.py       how the moments of each tensor are to be stored, and which keep FP32
+    layouts.py       how the moments of each tensor are stored, and which keep FP32
     fragments.py     flat partitions that are composed of parts of parameters
-    moment.py        what stands in `state[p]`: an FP32 tensor to whoever looks, codes inside
-    tensor.py        how operations of torch on it are carried out
+    moment.py        the moments in `state[p]`: FP32 tensors to every caller, codes inside
+    tensor.py        how operations of torch on moments are carried out
     pieces.py        what is stored: codes, scales, exponents
     pair.py          a first moment that is stored relative to the second one
     stored_moment.py moments that are written to files as they are stored
     streaming.py     moments that are decoded one by one while a file is written
-    loading.py       load_state_dict: what is refused, and how the rest is taken
+    loading.py       load_state_dict: which state dicts are refused, and how the others are loaded
     state_dict.py    moments in state dicts: what is written, and how it is restored
     recover.py       codes recovered from FP32 values
-    lines.py         what the log says of states
+    lines.py         log lines about states
     narrow_grad.py   gradients that look FP32 and are BF16 or FP16
     shards.py        DTensors
     accounting.py    bytes of states

@@ -1,4 +1,4 @@
-"""What moments are stored as, and in how many bytes."""
+"""The formats in which moments are stored, and their bytes."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -12,8 +12,8 @@ from coat_kernels.codecs import Codec
 
 
 def layout_table(tensors: Iterable[tuple[str, Sequence[int], Codec, Codec, int]]) -> str:
-    """A text table of (name, shape, codec of exp_avg, codec of exp_avg_sq, group size); equal rows, up to the
-    numbers in the name, are counted.
+    """A text table of (name, shape, codec of exp_avg, codec of exp_avg_sq, group size). Rows that differ only
+    in the numbers in the name are merged and counted.
     """
     rows: dict[tuple, list[int]] = {}
     for name, shape, *codecs, group_size in tensors:
@@ -29,7 +29,7 @@ def layout_table(tensors: Iterable[tuple[str, Sequence[int], Codec, Codec, int]]
 
 
 def state_bytes(optimizer) -> dict[str, Any]:
-    """What the states of an optimizer hold on this rank.
+    """The bytes of an optimizer's states on this rank.
 
     optimizer: a torch optimizer, the wrapper that DeepSpeed puts around one, or a DeepSpeed engine.
     Returns `bytes`, without step counts, `parameters` (elements that have a state; ZeRO's padding included),
@@ -66,8 +66,8 @@ def _summed(by_codec: dict[str, int], parameters: int) -> dict[str, Any]:
 
 
 def planned_bytes(optimizer) -> dict[str, Any]:
-    """What `state_bytes` will give of a CoatAdamW that holds no flat partitions, once each parameter has a
-    state; of DTensors for all shards.
+    """What `state_bytes` will return for a CoatAdamW without flat partitions, once each parameter has a
+    state. For a DTensor it counts all shards.
     """
     by_codec: dict[str, int] = {}
     parameters = 0

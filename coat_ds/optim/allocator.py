@@ -1,24 +1,24 @@
-"""Whether torch's CUDA allocator gives memory back to the GPU while training goes on.
+"""Whether torch's CUDA allocator returns memory to the GPU during training.
 
-It does so where it finds no room for a tensor in one piece: it waits for the GPU, gives back all that is
-free, and takes it anew. Where that happens in each step, a micro-batch that wants less memory is faster.
+When memory is fragmented and no free block fits a tensor, the allocator synchronizes with the GPU, frees its
+cache and allocates again. If that happens in every step, a smaller micro-batch is faster.
 """
 
 from collections.abc import Callable
 
 import torch
 
-# a look takes a tenth of a millisecond
+# steps between two checks; a check takes a tenth of a millisecond
 STEPS = 50
 
 
 def times_given_back(device: torch.device) -> int:
-    """By torch's allocator for `device`, since the process began; 0 for what is no GPU."""
+    """How often torch's allocator has freed its cache on `device` since the process began; 0 unless a GPU."""
     return torch.cuda.memory_stats(device)["num_alloc_retries"] if device.type == "cuda" else 0
 
 
 class GivenBack:
-    """Looks every `STEPS` steps, behind the first that many. `count` says how often memory was given back."""
+    """Checks every `STEPS` steps, after the first `STEPS`. `count` returns how often memory was returned."""
 
     def __init__(self, count: Callable[[torch.device], int] = times_given_back):
         self._count = count
@@ -26,7 +26,7 @@ class GivenBack:
         self._said = False
 
     def end_step(self, device: torch.device) -> str | None:
-        """What to say after a step: once, where memory was given back in each step of late."""
+        """The line to log after a step, or None. Returned once, if every recent step returned memory."""
         self._steps += 1
         if self._said or self._steps % STEPS:
             return None

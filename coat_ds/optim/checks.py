@@ -68,7 +68,7 @@ def check_tensors(p: torch.Tensor, state: dict[str, Any]) -> None:
     if "remainder" in state:
         held, own = local(state["remainder"]), local(p)
         fits = (held.dtype, held.shape, held.device) == (torch.int16, own.shape, own.device)
-        # kernels read it by its address
+        # kernels read the remainder by its address
         if not (fits and held.is_contiguous()):
             raise ValueError(
                 f"{_of(p)} has a remainder of {held.dtype}, shape {tuple(held.shape)}, strides "
@@ -81,7 +81,7 @@ def check_tensors(p: torch.Tensor, state: dict[str, Any]) -> None:
 def check_dtype(p: torch.Tensor, trained: bool | None = None) -> None:
     """Raises TypeError for a parameter that is trained in another type than FP32 or BF16.
 
-    trained: whether it is; None: what `requires_grad` says.
+    trained: whether the parameter is trained; None: its `requires_grad`.
     """
     if (p.requires_grad if trained is None else trained) and p.dtype not in PARAM_DTYPES:
         way_out = "Give the optimizer FP32 master weights."
@@ -91,7 +91,7 @@ def check_dtype(p: torch.Tensor, trained: bool | None = None) -> None:
 
 
 def check_grad_scale(scale: Any) -> None:
-    """Raises TypeError or ValueError for what a kernel cannot read one factor of all gradients from."""
+    """Raises TypeError or ValueError unless a kernel can read one factor for all gradients from `scale`."""
     if not isinstance(scale, torch.Tensor):
         raise TypeError(
             f"CoatAdamW.step: grad_scale: expected a tensor of one element, found {scale!r}. Give "
@@ -105,7 +105,7 @@ def check_grad_scale(scale: Any) -> None:
 
 
 def check_copy(copy: torch.Tensor, p: torch.Tensor) -> None:
-    """Raises ValueError for a tensor that a step cannot write beside `p`."""
+    """Raises ValueError for a tensor to which a step cannot write a BF16 copy of `p`."""
     if (copy.dtype, p.dtype) != (torch.bfloat16, torch.float32) or not copy.is_contiguous():
         raise ValueError(
             f"copy_weight: expected a contiguous BF16 copy of an FP32 parameter, found {copy.dtype} of "
@@ -120,7 +120,7 @@ def check_copy(copy: torch.Tensor, p: torch.Tensor) -> None:
 
 
 def check_can_keep_remainder(p: torch.Tensor) -> None:
-    """Raises TypeError for a parameter that FSDP1 cuts, which has one type for all states that it saves."""
+    """Raises TypeError for a parameter that FSDP1 shards: FSDP1 saves all states in one dtype."""
     if getattr(p, "_fsdp_flattened", False):
         raise TypeError(
             "CoatAdamW: FullyShardedDataParallel cannot save what bf16_params='exact' keeps of BF16 "

@@ -1,11 +1,11 @@
-"""Flat partitions, as ZeRO makes them, that are composed of parts of parameters."""
+"""Flat partitions, such as ZeRO's, that are composed of parts of parameters."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 
 class Fragment(NamedTuple):
-    """What a flat partition holds of one of the model's parameters."""
+    """The part of one model parameter that a flat partition holds."""
 
     start: int
     """Its first element in the partition."""
@@ -19,7 +19,7 @@ class Fragment(NamedTuple):
 def piece_begins(fragments: Sequence[Fragment], numel: int, group_size: int) -> tuple[tuple[int, bool], ...]:
     """First element of each piece of a partition of `numel` elements, and whether it keeps FP32 moments.
 
-    A piece goes on over as many fragments as start at a whole group of it.
+    A fragment extends the current piece if it starts at a group boundary of that piece.
     """
     begins: list[tuple[int, bool]] = []
 

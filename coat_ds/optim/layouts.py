@@ -1,6 +1,6 @@
-"""How the moments of each tensor are to be stored: which tensors keep FP32, and where pieces begin.
+"""How the moments of each tensor are stored: which tensors keep FP32, and where pieces begin.
 
-This decides alone: `CoatAdamW` converts the moments that exist.
+This module only decides. `CoatAdamW` converts the moments that exist.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ from coat_ds.optim.fragments import Fragment, piece_begins
 from coat_ds.optim.options import BOTH_FP32, FormatNames, Rule, codec_of, keeps_fp32
 from coat_kernels.codecs import Codec, get_codec
 
-# what optimizers that earlier versions pickled call their sets
+# the name of this type in pickles of earlier versions
 TensorSet = set
 
 
@@ -24,18 +24,18 @@ class Layouts:
     keep_fp32: Rule
     """As in `CoatAdamW`."""
     kept: dict[torch.Tensor, bool] = dataclasses.field(default_factory=dict)
-    """Whether tensors keep FP32 moments, where that was decided without `keep_fp32`."""
+    """Whether a tensor keeps FP32 moments, for tensors where this was decided without `keep_fp32`."""
     fragments: dict[torch.Tensor, tuple[Fragment, ...]] = dataclasses.field(default_factory=dict)
     """What each flat partition is composed of."""
     group_index: dict[torch.Tensor, int] = dataclasses.field(default_factory=dict)
-    """The parameter group of each flat partition; ZeRO-3 puts it there during a step only."""
+    """The parameter group of each flat partition. ZeRO-3 puts partitions into the group only for a step."""
     _answers: dict[int, tuple[int, bool]] = dataclasses.field(default_factory=dict, init=False)
-    """By the id of a parameter, its place in its group and what `keep_fp32` returned for it. Ids, as
-    references would keep alive the parameters that Accelerate exchanges for shards, and weak references would
-    forbid `torch.utils.swap_tensors`. An id that another tensor at that place has got has the same name."""
+    """By the id of a parameter: its index in its group and what `keep_fp32` returned for it. Ids, because
+    references would keep alive the parameters that Accelerate replaces by shards, and weak references would
+    forbid `torch.utils.swap_tensors`. A tensor that reuses an id at the same index has the same name."""
 
     def keeps(self, p: torch.Tensor, group: dict[str, Any]) -> bool:
-        """Whether `p`, as large as it was if ZeRO-3 has emptied it, keeps FP32 moments."""
+        """Whether `p` keeps FP32 moments. If ZeRO-3 has emptied `p`, its full size counts."""
         if getattr(p, "ds_numel", p.numel()) < group["min_numel"]:
             return True
         return self.kept[p] if p in self.kept else self._keeps_by_rule(p, group)
@@ -60,11 +60,11 @@ class Layouts:
         return tuple((begin, kept if is_kept else codec) for begin, is_kept in begins)
 
     def unless_kept(self, p: torch.Tensor, group: dict[str, Any], formats: FormatNames) -> FormatNames:
-        """`formats`, which are those of a whole group, or FP32 if all of `p` keeps that."""
+        """`formats`, the formats of the whole parameter group, or FP32 if all of `p` keeps FP32 moments."""
         fragments = self.fragments.get(p)
         kept = self.keeps(p, group) if fragments is None else all(f.kept for f in fragments)
         return BOTH_FP32 if kept else formats
 
     def tensors_in(self, p: torch.Tensor) -> int:
-        """How many of the model's parameters `p` is: of a flat partition those that do not keep FP32."""
+        """How many model parameters `p` stands for. A flat partition counts those that do not keep FP32."""
         return max(sum(not f.kept for f in self.fragments.get(p, ())), 1)

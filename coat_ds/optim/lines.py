@@ -1,4 +1,4 @@
-"""Lines for the log: how states are stored, which second moments stall, which formats a checkpoint had."""
+"""Log lines: how states are stored, which second moments stall, which formats a checkpoint had."""
 
 import logging
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ _logger = logging.getLogger(__name__)
 
 
 def to_logging(line: str, level: int) -> None:
-    """To Python's logging, on rank 0."""
+    """Logs by Python's logging, on rank 0."""
     dist = torch.distributed
     if not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0:
         _logger.log(level, line)
@@ -22,7 +22,7 @@ def to_logging(line: str, level: int) -> None:
 def states_line(optimizer, held: Mapping[str, Any]) -> str:
     """Bytes by codec, and how second moments are rounded.
 
-    held: what `state_bytes` gives, or `planned_bytes`.
+    held: what `state_bytes` or `planned_bytes` returns.
     """
     by_codec = ", ".join(f"{size:,} in {name}" for name, size in sorted(held["by_codec"].items()))
     line = f"AdamW states {held['bytes_per_parameter']:.3f} bytes per parameter, 8 in FP32 ({by_codec})"
@@ -38,40 +38,41 @@ def states_line(optimizer, held: Mapping[str, Any]) -> str:
 
 
 def frozen_line(count: int) -> str:
-    """Of an optimizer of `count` parameters, all of them frozen since it was made."""
+    """The warning for an optimizer whose `count` parameters were all frozen after its construction."""
     return (
         f"CoatAdamW.step: expected a parameter that is trained, found {count} that are frozen "
-        "(requires_grad=False): this step, and those behind it, do nothing. Make the optimizer after what "
-        "freezes them, as PEFT's get_peft_model, which TRL calls for its peft_config."
+        "(requires_grad=False): this step and later steps do nothing. Make the optimizer after the call that "
+        "freezes them, such as PEFT's get_peft_model, which TRL calls for its peft_config."
     )
 
 
 def stalling(optimizer, key: str) -> str | None:
     """A line if second moments of a parameter group cannot decay; None if all can.
 
-    A moment decays by 1 - beta2 of itself in a step. Where that is less than half the distance of two codes,
-    rounding to nearest undoes it, and the moment falls only with the scale of its group.
-    key: what the line begins with, before the name of the option.
+    A step decays a moment by the fraction 1 - beta2. If that is less than half the distance between two
+    codes, rounding to nearest undoes the decay, and the moment falls only with the scale of its group.
+    key: the start of the line, before the name of the option.
     """
     for i, group in enumerate(optimizer.param_groups):
         beta2 = float(group["betas"][1])
         for codec in _compressed(optimizer, i):
-            # half the distance of two numbers, of themselves: up to 2^-8 in BF16, at least 1/64 in 8 bits
+            # relative half distance between two codes: up to 2^-8 in BF16, at least 1/64 in 8 bits
             half = 2**-8 if codec.dtype == torch.bfloat16 else 1 / 64
             if 1 - beta2 >= half or rounds_stochastically(group, codec):
                 continue
             way_out = "exp_avg_sq_rounding to 'stochastic'" if codec.fine else "exp_avg_sq_format to 'log8'"
             return (
-                f"{key}exp_avg_sq_format: found {codec.name!r} beside beta2 {beta2:g}, above "
-                f"{1 - half:.6g}. Rounded to nearest, such second moments decay with the largest of their "
-                f"group alone, if at all. Set {way_out}, or beta2 to 0.95 (betas; optimizer.params.betas of "
-                "DeepSpeed's JSON; adam_beta2 of Hugging Face's Trainer; --adam-beta2 of Megatron)."
+                f"{key}exp_avg_sq_format: found {codec.name!r} with beta2 {beta2:g}, above "
+                f"{1 - half:.6g}. Rounding to nearest then undoes the decay: second moments decay only with "
+                f"the largest of their group, if at all. Set {way_out}, or beta2 to 0.95 (betas; "
+                "optimizer.params.betas of DeepSpeed's JSON; adam_beta2 of Hugging Face's Trainer; "
+                "--adam-beta2 of Megatron)."
             )
     return None
 
 
 def _compressed(optimizer, group_index: int) -> list[Codec]:
-    """What stores second moments of a parameter group in less than FP32."""
+    """The codecs that store second moments of a parameter group in less than FP32."""
     group = optimizer.param_groups[group_index]
     codecs = {
         codec.name: codec
@@ -82,7 +83,10 @@ def _compressed(optimizer, group_index: int) -> list[Codec]:
 
 
 def conversions_line(converted: Mapping[tuple[FormatNames, FormatNames], int]) -> str:
-    """Of how many tensors moments were loaded from which formats into which, the old ones first."""
+    """The line for a load that changed formats.
+
+    converted: number of tensors by (saved formats, present formats).
+    """
     parts = []
     for pair, count in converted.items():
         changes = [

@@ -1,6 +1,6 @@
-"""What `CoatAdamW.load_state_dict` does: which state dicts it refuses, and how it takes the others.
+"""`CoatAdamW.load_state_dict`: which state dicts it refuses, and how it loads the others.
 
-`optimizer` is a `CoatAdamW` throughout, whose module imports this one.
+`optimizer` is always a `CoatAdamW`. It has no type here because its module imports this one.
 """
 
 import contextlib
@@ -29,11 +29,11 @@ from coat_ds.optim.pair import pair_up
 from coat_ds.optim.shards import laid_out_like, local, shard_of
 from coat_ds.optim.state_dict import format_of, restored, stored_formats
 
-# the kernels' dither counts no further
+# the kernels' dither counts steps up to this number
 MOST_STEPS = 2**31 - 1
-# what a parameter group of another Adam may ask for, and no step of CoatAdamW does
+# options of other Adams' parameter groups that CoatAdamW does not support
 REFUSED = {"amsgrad": True, "bias_correction": False, "adam_w_mode": False, "correct_bias": False}
-# in groups of optimizers with AdamW's states and other steps: LAMB, AdamP, Yogi, and their kin
+# options of optimizers with AdamW's states but another update: LAMB, AdamP, Yogi and similar ones
 FOREIGN = (
     *("grad_averaging", "trust_clip", "always_adapt", "max_coeff", "min_coeff", "pre_norm", "trust_ratio"),
     *("wd_ratio", "delta", "initial_accumulator", "rectify", "degenerated_to_sgd", "clamp_value"),
@@ -42,9 +42,9 @@ FOREIGN = (
 
 @contextlib.contextmanager
 def loading_states(optimizer) -> Iterator[None]:
-    """Has torch's `load_state_dict`, called within, load the parameter groups, with every hook in its place;
-    the states are loaded here. torch would cast moments to the parameters' type and hold all of them in FP32
-    at once.
+    """A context in which torch's `load_state_dict` loads the parameter groups and runs all hooks, while the
+    states are loaded here. torch would cast moments to the parameters' dtype and hold all of them in FP32 at
+    once.
 
     Raises ValueError, before anything is changed, for a state dict that `optimizer` cannot load.
     """
@@ -59,7 +59,7 @@ def loading_states(optimizer) -> Iterator[None]:
 
     def load_states(_):
         optimizer.restore_layout_options(own)
-        # states are made anew, by the options that the groups have now
+        # states are re-created with the options that the groups have now
         optimizer._checked_groups = ()
         optimizer._check_changes()
         say_conversions(optimizer, _load_states(optimizer, loaded))
@@ -76,8 +76,8 @@ def loading_states(optimizer) -> Iterator[None]:
 
 
 def _load_states(optimizer, loaded: dict[str, Any]) -> dict[torch.Tensor, FormatNames]:
-    """Loads the state of every parameter that has one in a state dict. Returns in which formats their
-    moments were stored, without parameters of which `stored_formats` cannot say it."""
+    """Loads the state of every parameter that has one in a state dict. Returns the formats in which the
+    moments were stored, except for parameters whose formats `stored_formats` cannot tell."""
     stored = {}
     for group, saved in zip(optimizer.param_groups, loaded["param_groups"], strict=True):
         steps, of_group = _steps_of(saved, loaded["state"]), formats_of(saved)
@@ -101,16 +101,16 @@ def load_state(
     index: int,
     said: FormatNames,
 ) -> FormatNames | None:
-    """Puts into the state of `p`, which holds the loaded entry `index`, tensors of its own.
+    """Replaces the tensors in the state of `p`, taken from the loaded entry `index`, by the optimizer's own.
 
-    said: the formats of its moments, as the parameter group in `loaded` has them.
-    Returns in which formats the moments were stored, as `stored_formats` does.
+    said: the formats of its moments that the parameter group in `loaded` names.
+    Returns the formats in which the moments were stored, as `stored_formats` does.
     """
     state = optimizer.state[p]
     remainder = state.pop("remainder", None)
     if _is_remainder(remainder) and has_remainder(p, group):
         held = shard_of(remainder, p)
-        # bits as FP16; earlier versions wrote int16, or int32 of DTensors
+        # bits viewed as FP16; earlier versions wrote int16, or int32 for DTensors
         held = held.view(torch.int16) if held.dtype == torch.float16 else held
         state["remainder"] = laid_out_like(p, held.to(p.device, torch.int16, copy=True))
     moment, all_exact = None, True
@@ -125,7 +125,7 @@ def load_state(
 
 
 def say_conversions(optimizer, stored: Mapping[torch.Tensor, FormatNames]) -> None:
-    """Says of how many tensors the moments were `stored` in other formats than they are now."""
+    """Logs how many tensors have moments that were `stored` in other formats than the present ones."""
     converted: Counter[tuple[FormatNames, FormatNames]] = Counter()
     for p, old in stored.items():
         new = tuple(format_of(local(optimizer.state[p][name])) for name in MOMENTS)
@@ -142,24 +142,24 @@ def check_loaded(state_dict: dict[str, Any], groups: list[dict[str, Any]], defau
         kept = {k: v for k, v in group.items() if k not in LAYOUT and k not in STOCK_SWITCHES}
         try:
             check_names(group, defaults, {})
-            # a scheduler may have gone below 0, and steps read that: whoever saved it has to be able to go on
+            # schedulers may set a rate below 0, which steps accept: such a run must be able to resume
             check_numbers({**defaults, **kept})
         except ValueError as error:
             raise ValueError(f"load_state_dict: parameter group {i}: {error}") from None
     check_groups(state_dict["param_groups"])
     _check_states(state_dict, groups)
     for i, group in enumerate(state_dict["param_groups"]):
-        # all optimizers of torch have foreach; RAdam has AdamW's states, and SGD may have none
+        # all torch optimizers have foreach; RAdam has AdamW's states, and SGD may have no states
         if "foreach" in group and "amsgrad" not in group:
             raise ValueError(
-                f"load_state_dict: parameter group {i} is another optimizer's than torch.optim.AdamW, whose "
-                f"groups have amsgrad: found {', '.join(k for k in group if k != 'params')}. Go on with that "
+                f"load_state_dict: parameter group {i} is another optimizer's and not torch.optim.AdamW's: "
+                f"expected amsgrad, found {', '.join(k for k in group if k != 'params')}. Go on with that "
                 "one, or start CoatAdamW without its state dict."
             )
 
 
 def _check_layout(state_dict: dict[str, Any]) -> None:
-    """Raises ValueError for what is no optimizer's state dict."""
+    """Raises ValueError for a dict that is not the state dict of an optimizer."""
     states, groups = state_dict.get("state"), state_dict.get("param_groups")
     if not isinstance(states, dict):
         raise ValueError(
@@ -182,7 +182,7 @@ def _check_layout(state_dict: dict[str, Any]) -> None:
 
 
 def _is_remainder(value: Any) -> bool:
-    """Whether it is one still: other optimizers cast it as they cast moments, and step without it."""
+    """Whether `value` is still a remainder: other optimizers cast it to the moments' dtype and ignore it."""
     return isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.int16, torch.int32)
 
 
@@ -200,7 +200,7 @@ def _check_step(step: Any, of_what: str) -> None:
 
 
 def check_groups(groups: list[dict[str, Any]]) -> None:
-    """Raises ValueError for groups of an optimizer that makes other steps than AdamW."""
+    """Raises ValueError for groups of an optimizer whose update is not AdamW's."""
     for i, group in enumerate(groups):
         refused = [k for k, value in REFUSED.items() if k in group and bool(group[k]) == value]
         if group.get("weight_decay") and not group.get("decoupled_weight_decay", True):
@@ -208,7 +208,7 @@ def check_groups(groups: list[dict[str, Any]]) -> None:
         if foreign := [key for key in FOREIGN if key in group]:
             raise ValueError(
                 f"load_state_dict: parameter group {i} has {', '.join(foreign)}, which AdamW does not have: "
-                "it is an optimizer's that makes other steps, such as LAMB, AdamP or Yogi. Go on with that "
+                "it is from an optimizer with another update, such as LAMB, AdamP or Yogi. Go on with that "
                 "one, or start CoatAdamW without its state dict."
             )
         for key in refused:
@@ -220,10 +220,10 @@ def check_groups(groups: list[dict[str, Any]]) -> None:
 
 
 def _steps_of(group: dict[str, Any], states: dict[Any, dict[str, Any]]) -> dict[Any, int]:
-    """The steps of each parameter of a saved group.
+    """The number of steps of each parameter of a saved group.
 
-    FusedAdam takes those of a parameter group to be equal, and counts them in the state of one parameter; in
-    other versions, and in NVIDIA's, in the group.
+    FusedAdam assumes equal numbers in a parameter group. It stores the number in the state of one parameter;
+    other versions of it, and NVIDIA's FusedAdam, store it in the group.
     """
     steps = {index: int(states.get(index, {}).get("step", 0)) for index in group["params"]}
     if "step" not in group:
@@ -235,11 +235,11 @@ def _check_states(state_dict: dict[str, Any], groups: list[dict[str, Any]]) -> N
     """Raises ValueError for a state that does not fit its parameter, before anything is changed."""
     saved = state_dict["param_groups"]
     if [len(g["params"]) for g in saved] != [len(g["params"]) for g in groups]:
-        return  # torch's own message is the one that users know
+        return  # torch raises its own message, which users know
     indices = [(index, g) for g in saved for index in g["params"]]
     known = dict(indices)
     for index, entry in state_dict["state"].items():
-        # torch passes others on, as notes
+        # torch copies entries under other keys unchanged
         if index not in known and isinstance(entry, dict) and any(name in entry for name in MOMENTS):
             raise ValueError(
                 f"load_state_dict: there is a state of {index!r}, which no parameter group has: the first of "
@@ -268,11 +268,11 @@ def _check_states(state_dict: dict[str, Any], groups: list[dict[str, Any]]) -> N
                 f"{', '.join(entry)}. Load the state dict of CoatAdamW or torch.optim.AdamW."
             )
         others = [k for k in entry if k not in ("step", *MOMENTS, "remainder")]
-        # beside this optimizer's own states they are somebody's notes
+        # in this optimizer's own state dict such entries are notes of the caller
         if others and not any(name in group for name in FORMATS):
             raise ValueError(
                 f"load_state_dict: the state of parameter {index} has {', '.join(others)}, which AdamW does "
-                "not have, as states of an optimizer that makes other steps. Go on with that one. Remove "
+                "not have: it is from an optimizer with another update. Go on with that one. Remove "
                 f"{' and '.join(others)} from the state dict if they are notes of your own."
             )
         if "step" in entry:

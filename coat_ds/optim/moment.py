@@ -1,12 +1,12 @@
-"""What stands in `optimizer.state[p]["exp_avg"]`: an FP32 tensor to everyone who looks, codes inside.
+"""The tensor in `optimizer.state[p]["exp_avg"]`: FP32 to every caller, codes inside.
 
-Frameworks link, trim, convert and offload any state tensor of the parameter's shape. They would corrupt a
-state in silence if its shape or its values were not those of the moment. So `Moment` has the moment's shape,
-is FP32, reads as the moment's values, and quantizes what is written into it.
+Frameworks link, trim, convert and offload any state tensor of the parameter's shape. They would silently
+corrupt a state whose shape or values differ from the moment's. So `Moment` has the moment's shape, is FP32,
+reads as the moment's values, and quantizes what is written into it.
 
 A relative code stores exp_avg divided by the square root of the stored exp_avg_sq. The two moments of a
-parameter then share a `Pair`. The first is decoded with the help of the second. When the second is written,
-through any view, the first is encoded anew, so that its values stay.
+parameter then share a `Pair`. Decoding the first moment reads the second. When the second moment is written,
+through any view, the first is re-encoded, so that its values do not change.
 """
 
 import itertools
@@ -28,17 +28,17 @@ aten = torch.ops.aten
 
 
 class Moment(StoredTensor):
-    """An FP32 tensor that is stored by codecs. A window of consecutive elements of its pieces.
+    """An FP32 tensor that is stored by codecs: a window of consecutive elements of its pieces.
 
-    Views of consecutive elements are windows, which write through; others are refused.
+    Views of consecutive elements are windows, which write through; other views are refused.
     `copy_` encodes; `clone`, `to`, `zeros_like`, `empty_like`, `pin_memory` and `deepcopy` of a whole moment
     stay compressed. Any other op works on the decoded FP32 values and, if it is an in-place op, encodes the
     groups that it changed. Pickling gives a plain FP32 CPU tensor.
 
-    pieces: what is stored, one after the other: codes [n], and scale and exponent [ceil(n / group_size)] or
-        empty; no group crosses from one piece into the next
+    pieces: the stored tensors, in order: codes [n], and scale and exponent [ceil(n / group_size)] or empty;
+        no group crosses from one piece into the next
     start, shape: the window, in elements of all pieces
-    pair: of this moment and the other one of the same parameter, where one of them is relative
+    pair: the pair of both moments of the parameter, if the first is relative to the second
     """
 
     @staticmethod
@@ -66,8 +66,8 @@ class Moment(StoredTensor):
         return cls.zeros(x.shape, layout, group_size, x.device).encode_(x)
 
     def recover_(self, x: torch.Tensor) -> bool:
-        """Writes `x` (same number of elements, any floating point, on any device) in the codes that decode to
-        it where there are such; returns whether all groups do.
+        """Writes `x` (same number of elements, any floating point, on any device), in codes that decode to
+        exactly `x` where such codes exist. Returns whether they exist for all groups.
         """
         exact, x = True, x.reshape(-1)
         for piece, beside in self.each_piece():
@@ -76,9 +76,9 @@ class Moment(StoredTensor):
         return exact
 
     def beside(self, second: "Moment | None") -> Self:
-        """What is stored here, as a first moment that is relative to `second`, if its codes are of that kind.
+        """This moment as a first moment relative to `second`, with shared storage, if its codes are relative.
 
-        `second` does not know of it: that is `paired`'s.
+        `second` gets no link to it; `paired` makes that link.
         """
         if second is None or not self.is_relative:
             return self
@@ -87,11 +87,11 @@ class Moment(StoredTensor):
         )
 
     def is_beside(self, second: "Moment") -> bool:
-        """Whether this is the first moment of a pair with that second one."""
+        """Whether this is the first moment of a pair whose second moment is `second`."""
         return self.pair is not None and self.pair.first is self.pieces and self.pair.second is second.pieces
 
     def alone(self) -> Self:
-        """What is stored here, in no pair: codes without what they may be relative to."""
+        """This moment in no pair, with the same storage: its codes without the second moment."""
         return type(self)(self.pieces, self.group_size, self.shape, self.start)
 
     @property
@@ -100,7 +100,7 @@ class Moment(StoredTensor):
         return any(piece.codec.relative for piece in self.pieces)
 
     def each_piece(self) -> Iterator[tuple[Piece, Stored | None]]:
-        """Its pieces, with what is stored of the other moment of a pair."""
+        """Each piece, with the stored piece of the other moment if there is a pair."""
         other = None if self.pair is None else self.pair.other(self.pieces)
         for i, piece in enumerate(self.pieces):
             yield piece, None if other is None else Stored(other[i].codec, other[i].storage)
@@ -112,7 +112,7 @@ class Moment(StoredTensor):
 
     @property
     def piece(self) -> Piece:
-        """What is stored of a moment in one piece."""
+        """The only piece of a moment in one piece."""
         (piece,) = self.pieces
         return piece
 
@@ -123,27 +123,26 @@ class Moment(StoredTensor):
 
     @property
     def is_whole(self) -> bool:
-        """Whether this is all of its pieces, not a part."""
+        """Whether the window covers all elements of the pieces."""
         return self.numel() == self.pieces[-1].end
 
     def decode(self, device: torch.device | str | None = None) -> torch.Tensor:
-        """The values as a plain tensor, on another device if one is given: this one may have no room for
-        them."""
+        """The values as a plain tensor on `device`, by default the moment's, which may lack the memory."""
         x = torch.empty(self.numel(), dtype=torch.float32, device=device or self.device)
         for codec, part, other, within, where in self._parts():
             x[where] = codec.decode(part, self.group_size, other)[within]
         return x.view(self.shape)
 
     def encode_(self, x: torch.Tensor, only_changed: bool = False) -> Self:
-        """Writes `x` (same number of elements, any floating point, on any device) into what is stored.
+        """Encodes `x` (same number of elements, any floating point, on any device) into the stored tensors.
 
-        only_changed: groups whose values are those that are stored stay as they are stored.
+        only_changed: groups whose values do not change keep their codes.
         """
         x = x.reshape(-1)
         for codec, part, other, within, where in self._parts():
             values = _plain(x[where]).to(self.device, torch.float32)
             if only_changed or values.numel() < part.codes.numel():
-                # the neighbours in the first and the last group are encoded again with the new values
+                # the neighbours in the first and last group are re-encoded together with the new values
                 before = codec.decode(part, self.group_size, other)
                 whole = before.clone()
                 whole[within] = values
@@ -157,24 +156,25 @@ class Moment(StoredTensor):
     def rearranged(
         self, layout: Layout, group_size: int | None = None, second: "Moment | None" = None
     ) -> Self:
-        """The same values, but for a rounding, in other pieces or groups; converted one by one.
+        """The same values, except for rounding, in other pieces or groups; pieces are converted one by one.
 
-        second: the second moment, if this is a first one that may be relative to it.
+        second: the second moment, if this is a first moment that may be relative to it.
         """
         moment = type(self).zeros(self.shape, layout, group_size or self.group_size, self.device)
         return moment.beside(second).encode_(self)
 
     def _parts(self) -> Iterator[tuple[Codec, Storage, Stored | None, slice, slice]]:
-        """What holds the window, a few million elements at a time, since in FP32 it may be larger than the
-        memory that is left: of a piece a part in whole groups, the same part of the other moment of a pair,
-        where in this part the window is, and where in the window this part.
+        """The window in parts of a few million elements: in FP32 the whole may not fit into free memory.
+
+        Yields the codec, the stored part of a piece in whole groups, the same part of the other moment of the
+        pair, the slice of this part that is in the window, and the slice of the window that is this part.
         """
         stop = self.start + self.numel()
         first = bisect_right(self.pieces, self.start, key=lambda piece: piece.begin) - 1
         for (begin, end, codec, storage), other in itertools.islice(self.each_piece(), first, None):
             if max(begin, self.start) >= min(end, stop):
                 return
-            # a multiple of every group size from where the piece begins
+            # a multiple of every group size, counted from the start of the piece
             start = begin + max(self.start - begin, 0) // AT_ONCE * AT_ONCE
             for at in range(start, min(end, stop), AT_ONCE):
                 low, high = max(at, self.start), min(at + AT_ONCE, end, stop)
@@ -195,9 +195,9 @@ class Moment(StoredTensor):
         return type(self)(self.pieces, self.group_size, shape, self.start + offset, self.pair)
 
     def _like(self, make) -> Self:
-        """A whole moment of the same shape that stores `make` of each tensor that this one does.
+        """A whole moment of the same shape that stores `make(t)` for each stored tensor t.
 
-        A relative first moment takes along a copy of what it is relative to.
+        A relative first moment also gets a copy of its second moment.
         """
         pieces, pair = made_of(self.pieces, make), None
         if self.is_relative and self.pair is not None:
@@ -205,7 +205,7 @@ class Moment(StoredTensor):
         return type(self)(pieces, self.group_size, self.shape, pair=pair)
 
     def stored(self) -> Iterator[torch.Tensor]:
-        """All tensors that are stored, with those that a copy took along."""
+        """All stored tensors, including a relative moment's own copy of its second moment."""
         copied = () if self.pair is None or self.pair.shared else self.pair.second
         pieces = self.pieces + copied
         return itertools.chain.from_iterable(piece.storage for piece in pieces)
@@ -220,7 +220,7 @@ class Moment(StoredTensor):
         storage = torch.storage.TypedStorage(
             wrap_storage=DecodedStorage(self), dtype=self.dtype, _internal=True
         )
-        # where the file says that the values are
+        # the device of the values that the file names
         storage._fake_device = "cpu"
         arguments = (storage, 0, tuple(self.shape), self.stride(), False, OrderedDict())
         return torch._utils._rebuild_tensor_v2, arguments
@@ -232,7 +232,7 @@ class Moment(StoredTensor):
 
 
 def as_plain(value: torch.Tensor | None, p: torch.Tensor) -> torch.Tensor:
-    """A moment of `p` as a plain FP32 tensor, or a DTensor of those; zeros if there is none yet."""
+    """A moment of `p` as a plain FP32 tensor, or a DTensor of plain shards; zeros if there is none yet."""
     if value is None:
         return laid_out_like(p, torch.zeros(local(p).shape, dtype=torch.float32, device=p.device))
     held = local(value)
@@ -287,12 +287,12 @@ def _copy_(x, source, non_blocking=False):
         for (piece, other), (*_, new) in zip(x.each_piece(), source.pieces, strict=True):
             overwrite(Stored(piece.codec, piece.storage), new, other, x.group_size, non_blocking)
         return x
-    # writing what is there leaves the codes as they are
+    # writing the stored values changes no codes
     return x.encode_(_plain(source).expand(x.shape), only_changed=True)
 
 
 def _may_take_codes(x: Moment, source: Moment) -> bool:
-    """Whether the codes of `source` mean the same in `x`, which is stored in the same way."""
+    """Whether the codes of `source` have the same meaning in `x`, which has the same pieces and codecs."""
     if not x.is_relative:
         return True
     if x.pair is None or source.pair is None:

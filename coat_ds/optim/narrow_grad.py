@@ -1,8 +1,8 @@
-"""Gradients that look FP32 and are BF16 or FP16 underneath.
+"""Gradients that appear as FP32 and are stored in BF16 or FP16.
 
-ZeRO copies a rank's gradients to FP32 for the step: 4 bytes per parameter of the partition (stages 1 and 2),
-often the peak of memory, or of a part of it (stage 3). CoatAdamW's kernels need no copy: they widen and scale
-gradients while they read them, to the same bits.
+ZeRO copies a rank's gradients to FP32 for the step. The copy takes 4 bytes per parameter of the partition
+(stages 1 and 2), often at the peak of memory, or of a part of the partition (stage 3). CoatAdamW's kernels
+need no copy: they widen and scale gradients while they read them, with the same bits as result.
 """
 
 import torch
@@ -12,12 +12,12 @@ aten = torch.ops.aten
 
 
 class _Content:
-    """What a narrow gradient and what is detached from it share."""
+    """The data that a narrow gradient shares with tensors that were detached from it."""
 
     def __init__(self, narrow: torch.Tensor):
-        # narrow, and FP32 once an operation wanted it so
+        # narrow, and FP32 after an operation that needs FP32
         self.values, self.is_wide = narrow, False
-        # by which it is multiplied, FP32 of one element, or None
+        # a factor for the values that is not applied yet: FP32, one element, or None
         self.scale: torch.Tensor | None = None
 
     def multiply(self, factor: torch.Tensor | float) -> None:
@@ -35,12 +35,13 @@ class _Content:
 
 
 class NarrowGrad(torch.Tensor):
-    """An FP32 tensor, to everyone but CoatAdamW, of the values of `narrow`, BF16 or FP16.
+    """A tensor of BF16 or FP16 values that is FP32 to every caller except CoatAdamW.
 
-    Multiplying it in place by one number is put off to the step; any other operation makes it FP32 first.
+    Multiplying it in place by one number is deferred to the step. Any other operation converts it to FP32
+    first.
     """
 
-    # torch's own way to have no such hook, which its types do not know
+    # torch's own way to disable this hook; torch's type stubs lack it
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
@@ -71,7 +72,7 @@ class NarrowGrad(torch.Tensor):
             return x._content.widen() if isinstance(x, cls) else x
 
         result = func(*tree_map(plain, args), **tree_map(plain, kwargs or {}))
-        # what changes its first argument returns it
+        # an in-place operation returns its first argument
         return args[0] if content is not None and result is content.values else result
 
     def __repr__(self):
@@ -83,7 +84,7 @@ def _is_number(factor) -> bool:
 
 
 def narrow_and_scale(grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The values of a gradient as they are stored, and what they are to be multiplied by, FP32, or None."""
+    """The stored values of a gradient, and the FP32 factor to multiply them by, or None."""
     if not isinstance(grad, NarrowGrad):
         return grad, None
     content = grad._content

@@ -57,57 +57,59 @@ class CoatAdamW(torch.optim.Optimizer):
     amsgrad, differentiable: only the default values are accepted.
     foreach, fused: of no effect; there is one implementation.
     exp_avg_format, exp_avg_sq_format: storage of the two moments, by name (`coat_kernels.codecs.CODECS`).
-        "auto" is "ratio8" beside "log8", else "fp8_expanded". The paper's format is "fp8_expanded" for both.
-    exp_avg_sq_rounding: "nearest", "stochastic", or "auto": stochastic for "log8" where 1 - beta2 is below
-        1/64, else to nearest. A second moment decays by that part of itself in a step; where it is less than
-        half the distance of two codes, rounding to nearest undoes the decay, but for that of a group's scale.
-        The codes of "log8" are close enough for stochastic rounding to cure this without much noise. What is
-        added before rounding is not random but goes through the interval with the steps, the same wherever
-        tensors are cut.
+        "auto" is "ratio8" with "log8", else "fp8_expanded". The paper's format is "fp8_expanded" for both.
+    exp_avg_sq_rounding: "nearest", "stochastic", or "auto": stochastic for "log8" if 1 - beta2 is below 1/64,
+        else to nearest. A step decays a second moment by the fraction 1 - beta2. If that is less than half
+        the distance between two codes, rounding to nearest undoes the decay, except that of a group's scale.
+        The codes of "log8" are close enough for stochastic rounding to correct this with little noise.
+        "stochastic" is a deterministic dither: a low-discrepancy sequence over the steps, independent of how
+        tensors are sharded.
     group_size: elements that share one scale and one exponent: 64, 128 or 256.
     min_numel: tensors with fewer elements keep FP32 moments; 0 compresses everything.
-    bf16_params: how BF16 parameters are updated. "exact": `state[p]["remainder"]`, int16, makes each one an
-        FP32 master, the bits of which are those of an FP32 run. "stochastic": rounded up with the probability
-        of what is dropped, by noise that is a hash of the element, its gradient, the step and the seed: so
-        replicas of a weight stay equal on all ranks. "nearest": as `torch.optim.AdamW` does, losing updates
-        below half a BF16 step.
-        Weights may be edited between steps. "exact" then goes on from what they show, but for at most half a
-        BF16 step that the remainder adds, since masks and clamps, which write all weights and change few,
-        must not cost the others theirs; zeros and what is not finite count exactly. After weights were
-        replaced as a whole, `state[p]["remainder"].zero_()` makes that exact too.
+    bf16_params: how BF16 parameters are updated. "exact": `state[p]["remainder"]`, int16, extends each
+        parameter to an FP32 master with the same bits as in an FP32 run. "stochastic": rounds up with a
+        probability equal to the dropped fraction of a BF16 step. The noise is a hash of the element, its
+        gradient, the step and the seed, so replicas of a weight stay equal on all ranks. "nearest": as
+        `torch.optim.AdamW` does; updates below half a BF16 step are lost.
+        Weights may be edited between steps. "exact" then continues from the edited value plus the remainder,
+        at most half a BF16 step. It keeps the remainder because masks and clamps write all weights and change
+        few. Zeros and non-finite values are taken exactly. After replacing all weights, call
+        `state[p]["remainder"].zero_()` to continue from exactly their values.
     keep_fp32: which other tensors keep FP32 moments: patterns of names, for parameters given with names, or
         a function of (name or None, parameter).
     seed: of the stochastic rounding of BF16 parameters; the same on all ranks.
-    compiled: steps on the CPU run in C++, compiled when it is first needed: many times as fast as the PyTorch
-        that they run in otherwise, and equal but for FP32 rounding.
-    log: takes lines for the log, and their level. None is Python's logging, on rank 0; the constructor then
-        says how states are stored, and in how many bytes (INFO). Frameworks with a log say that themselves.
-    checkpoint_layout: what `state_dict` holds. "stock": FP32 moments, as `torch.optim.AdamW`'s does.
-        "compressed": what is stored, 2.1 bytes a parameter instead of 8, which this class reads.
+    compiled: run CPU steps in C++, compiled on first use: many times as fast as the PyTorch steps that run
+        otherwise, and equal except for FP32 rounding.
+    log: a function of (line, level). None is Python's logging, on rank 0; the constructor then logs how
+        states are stored, and their bytes (INFO). Frameworks with their own log pass `log` and log that line.
+    checkpoint_layout: the contents of `state_dict`. "stock": FP32 moments, as in `torch.optim.AdamW`.
+        "compressed": the stored codes, 2.1 bytes per parameter instead of 8, which only this class reads.
 
-    All of them except the implementation switches, keep_fp32, seed, checkpoint_layout, compiled and log may
-    differ between parameter groups. A change in `param_groups` holds from the next step on; formats,
-    group_size and min_numel, which states have been made by, may not change there once a step was made.
+    All options except the implementation switches, keep_fp32, seed, checkpoint_layout, compiled and log may
+    differ between parameter groups. A change in `param_groups` takes effect at the next step. Formats,
+    group_size and min_numel, which determine the stored states, may not change there after the first step.
+
     Parameters may be DTensors (FSDP2's `fully_shard`, HSDP, tensor parallelism): each rank steps its shard.
-    Moments are DTensors laid out like the parameter then, and so they are in `state_dict`, in FP32, which
-    `torch.distributed.checkpoint` reads and writes at any number of ranks. `min_numel` and `keep_fp32` are
-    about the whole parameter. Groups are counted from the start of each shard: the codes are the same at any
-    number of ranks if shards are whole groups, as where dimension 0 is cut and its rows have a multiple of
-    `group_size` elements. Of others a group that is cut elsewhere is encoded once more when it is loaded, and
-    its moments then differ by the format's rounding.
+    Moments are then DTensors laid out like the parameter, also in `state_dict`, in FP32;
+    `torch.distributed.checkpoint` reads and writes them at any number of ranks. `min_numel` and `keep_fp32`
+    apply to the whole parameter. Groups are counted from the start of each shard. The codes are the same at
+    any number of ranks if each shard consists of whole groups, for example if dimension 0 is sharded and its
+    rows have a multiple of `group_size` elements. Otherwise a load that cuts a group at another place
+    re-encodes it, and its moments then differ by the format's rounding.
+
     `state[p]` holds `step` (an FP32 tensor on the CPU, as `torch.optim.AdamW`'s; on the parameter's device
-    where a gradient scaler or `capturable` needs it there) and the `Moment`s `exp_avg` and `exp_avg_sq`. A
-    plain tensor that someone puts in a moment's place is encoded by the next step. `torch.amp.GradScaler`'s
-    flag of non-finite gradients skips the step on the device.
+    where a gradient scaler or `capturable` needs it there) and the `Moment`s `exp_avg` and `exp_avg_sq`. The
+    next step encodes a plain tensor that was put in a moment's place. `torch.amp.GradScaler`'s flag of
+    non-finite gradients skips the step on the device.
 
     Raises ValueError for values that `torch.optim.AdamW` rejects too, and for an unknown format or size.
     """
 
     # GradScaler then leaves scale and flag to `step`, as attributes grad_scale and found_inf
     _step_supports_amp_scaling = True
-    # these two are not pickled: a copy says and checks anew
+    # these two are not pickled: a copy logs and checks for itself
     _said_frozen = False
-    # the parameter groups when states were made or stepped last
+    # the parameter groups when states were last created or stepped
     _checked_groups: Sequence[CheckedGroup] = ()
 
     def __init__(
@@ -180,9 +182,9 @@ class CoatAdamW(torch.optim.Optimizer):
         return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # torch calls this for what it loads, too, which has no more than states and parameter groups
+        # torch also calls this when it loads a state dict, with states and parameter groups only
         if "_kept" in state:
-            # an earlier version's; `_named` held all parameters that `keep_fp32` was called with
+            # pickled by an earlier version; `_named` held all parameters that `keep_fp32` was called with
             state = {key: value for key, value in state.items() if key != "_named"}
             names = ("_keep_fp32", "_kept", "_fragments", "_group_index")
             rule, kept, *rest = (state.pop(name) for name in names)
@@ -202,7 +204,7 @@ class CoatAdamW(torch.optim.Optimizer):
             check_options({**self.defaults, **param_group})
         torch.optim.Optimizer.add_param_group(self, param_group)
         group = self.param_groups[-1]
-        # frameworks that make masters of what they hand over have a log
+        # frameworks that create FP32 masters of these parameters pass their own log
         if self.log is to_logging:
             try:
                 for p in group["params"]:
@@ -218,8 +220,8 @@ class CoatAdamW(torch.optim.Optimizer):
             )
 
     def has_option(self, name: str, value: Any) -> bool:
-        """Whether an option of the constructor has this value, in all parameter groups. Of a function that
-        says which tensors keep FP32 moments nobody knows."""
+        """Whether an option of the constructor has this value in all parameter groups. A function as
+        `keep_fp32` cannot be compared: True."""
         if name == "keep_fp32":
             rule = self._layouts.keep_fp32
             return callable(rule) or rule == value
@@ -228,7 +230,7 @@ class CoatAdamW(torch.optim.Optimizer):
         return all(group[name] == value for group in self.param_groups)
 
     def copy_weight(self, param: torch.Tensor, copy: torch.Tensor) -> None:
-        """From now on every step also writes `param`, which is FP32, to `copy`, rounded to BF16, in one pass.
+        """Has every later step also write the FP32 `param` to `copy`, rounded to BF16, in the same pass.
 
         Raises ValueError unless `copy` is contiguous BF16 of the same shape on the same device.
         """
@@ -243,12 +245,11 @@ class CoatAdamW(torch.optim.Optimizer):
     ) -> float | None:
         """One step; returns the loss of `closure`.
 
-        grad_scale: tensor of one element, such as a clip coefficient, by which gradients are multiplied in
-        FP32 while they are read; on the device, and never waited for.
+        grad_scale: tensor of one element, such as a clip coefficient. Gradients are multiplied by it in FP32
+        while they are read, on the device and without a synchronization.
 
         Raises TypeError or ValueError, before anything is changed, for parameters, gradients and a grad_scale
-        of a type, shape or device that it cannot handle, and for options in `param_groups` that it cannot
-        follow.
+        of an unsupported type, shape or device, and for unsupported options in `param_groups`.
         """
         self._check_changes()
         if grad_scale is not None:
@@ -260,7 +261,7 @@ class CoatAdamW(torch.optim.Optimizer):
         found_inf = getattr(self, "found_inf", None)
         scaler_scale = getattr(self, "grad_scale", None)
         if is_distributed(grad_scale):
-            # a norm of sharded gradients is summed over ranks here
+            # the norm of sharded gradients is a partial sum until this all-reduce
             grad_scale = grad_scale.full_tensor()
         if scaler_scale is not None:
             inverse = 1 / scaler_scale
@@ -280,7 +281,7 @@ class CoatAdamW(torch.optim.Optimizer):
                     group, params, states, self._copies, scaling, seed=self._seed, compiled=self._compiled
                 )
         if scaler_scale is not None:
-            # as torch's optimizers leave gradients, which are logged after the step
+            # torch's optimizers leave unscaled gradients too; training loops log them after the step
             unscale_([p for _, params in work for p in params], inverse)
         stepped = next((p for _, params in work for p in params), None)
         if stepped is not None and (line := self._given_back.end_step(stepped.device)):
@@ -288,7 +289,7 @@ class CoatAdamW(torch.optim.Optimizer):
         return loss
 
     def _of_the_whole(self) -> dict[str, Any]:
-        """The options that no parameter group may have otherwise."""
+        """The options that must be equal in all parameter groups."""
         return {
             "keep_fp32": self._layouts.keep_fp32,
             "checkpoint_layout": self._checkpoint_layout,
@@ -298,14 +299,14 @@ class CoatAdamW(torch.optim.Optimizer):
         }
 
     def _fixed_options(self) -> list[dict[str, Any]]:
-        """Of each parameter group the options that are checked when they change, and None for those that
-        every step reads, as the rate, and for notes of others."""
+        """For each parameter group, the options that are checked when they change. Options that every step
+        reads, such as lr, and notes of the caller are None."""
         fixed = {*LAYOUT, *STOCK_SWITCHES, *self._of_the_whole()}
         return [{k: v if k in fixed else None for k, v in group.items()} for group in self.param_groups]
 
     def _check_options(self) -> None:
-        """Raises ValueError for options in parameter groups that the constructor would refuse, but for those
-        that every step reads, and TypeError for those that parameters cannot follow."""
+        """Raises ValueError for options in parameter groups that the constructor would refuse, except options
+        that every step reads, and TypeError for options that the parameters do not support."""
         for group in self.param_groups:
             check_names(group, self.defaults, self._of_the_whole())
             check_options(self.defaults | {k: group[k] for k in (*LAYOUT, *STOCK_SWITCHES) if k in group})
@@ -314,8 +315,8 @@ class CoatAdamW(torch.optim.Optimizer):
                     check_can_keep_remainder(p)
 
     def _check_changes(self) -> None:
-        """Raises ValueError where parameter groups have got options, since they were checked, that the
-        constructor would refuse, or others of those that states are made by."""
+        """Raises ValueError if an option of a parameter group has changed since the last check to a value
+        that the constructor would refuse, or if it determines existing states."""
         options, before = self._fixed_options(), self._checked_groups
         if options == [old.options for old in before] and all(
             old.group is group for old, group in zip(before, self.param_groups, strict=True)
@@ -328,9 +329,9 @@ class CoatAdamW(torch.optim.Optimizer):
         self._checked_groups = now
 
     def init_states(self) -> None:
-        """Creates what is missing of the states of all parameters, and encodes plain tensors among them.
+        """Creates missing states of all parameters, and encodes moments that are plain tensors.
 
-        Raises ValueError for options in `param_groups` that `step` cannot follow.
+        Raises ValueError for options in `param_groups` that `step` does not support.
         """
         self._check_changes()
         for group in self.param_groups:
@@ -343,7 +344,7 @@ class CoatAdamW(torch.optim.Optimizer):
     def _ready_state(
         self, p: torch.Tensor, group: dict[str, Any], count_on_device: bool = False
     ) -> dict[str, Any]:
-        """Creates what is missing of the state of `p`, encodes plain tensors in it, and returns it."""
+        """Creates missing parts of the state of `p`, encodes its plain moments, and returns the state."""
         state = self.state[p]
         step, place = state.get("step", 0), p.device if group["capturable"] or count_on_device else CPU
         if not is_on(step, place):
@@ -355,20 +356,20 @@ class CoatAdamW(torch.optim.Optimizer):
                 moment = Moment.zeros(local(p).shape, layout, group["group_size"], p.device)
                 state[name] = laid_out_like(p, moment)
             elif not isinstance(local(value), Moment) or is_distributed(value) != is_distributed(p):
-                # a universal checkpoint's values arrive like this
+                # universal checkpoints put plain values here
                 self._take_moment(p, group, name, value)
         pair_up(state, p)
         if not has_remainder(p, group):
-            # the parameter was of another type, or is rounded otherwise from now on
+            # the parameter's dtype or bf16_params has changed
             state.pop("remainder", None)
         elif "remainder" not in state:
-            # zero: what the parameter holds is taken to be the master
+            # zero: the parameter's own value is the master
             remainder = torch.zeros(local(p).shape, dtype=torch.int16, device=p.device)
             state["remainder"] = laid_out_like(p, remainder)
         return state
 
     def _take_moment(self, p: torch.Tensor, group: dict[str, Any], name: str, values: torch.Tensor) -> None:
-        """Puts FP32 values into the state, in the codes that they were decoded from if they were."""
+        """Puts FP32 values into the state, in their original codes if they were decoded from codes."""
         values, layout = shard_of(values, p), self._layouts.layout_of(p, group, name)
         second = local(self.state[p]["exp_avg_sq"]) if name == "exp_avg" else None
         moment = Moment.zeros(values.shape, layout, group["group_size"], p.device).beside(second)
@@ -377,14 +378,14 @@ class CoatAdamW(torch.optim.Optimizer):
         self._count_arrival(exact)
 
     def set_fragments(self, param: torch.Tensor, fragments: Iterable[Fragment], group_index: int) -> None:
-        """Notes what `param`, a flat partition such as ZeRO makes, is composed of, and creates its states.
+        """Notes the fragments of `param`, a flat partition such as ZeRO's, and creates its states.
 
         Groups of moments start at the first element of each parameter, wherever it lies in the partition. So
-        the codes of a group are the same bits at any number of ranks. Where a border between two ranks cuts a
-        group, each rank holds its part as a group of its own. Existing moments are encoded again if their
-        groups change.
+        the codes of a group are the same bits at any number of ranks. If the border between two ranks cuts a
+        group, each rank holds its part as a separate group. Existing moments are re-encoded if their groups
+        change.
 
-        fragments: what `param` holds, ascending by start; elements between and after them are padding.
+        fragments: the parts of parameters in `param`, ascending by start; all other elements are padding.
         group_index: the parameter group; ZeRO-3 puts `param` into it during a step only.
         """
         self._layouts.fragments[param] = tuple(fragments)
@@ -394,8 +395,8 @@ class CoatAdamW(torch.optim.Optimizer):
         self._arrange(param, group)
 
     def keep(self, p: torch.Tensor, whether: bool = True) -> None:
-        """Has `p` keep FP32 moments from now on, or no more; those that exist are converted. Of parameters
-        that are part of a flat partition only the choice is noted: `set_fragments` then takes it up."""
+        """Has `p` keep FP32 moments from now on, or compressed ones, and converts existing moments. For a
+        parameter in a flat partition it only notes the choice; `set_fragments` then applies it."""
         self._layouts.kept[p] = whether
         group = next((g for g in self.param_groups if any(p is own for own in g["params"])), None)
         if group is None or "exp_avg" not in self.state.get(p, {}):
@@ -403,13 +404,13 @@ class CoatAdamW(torch.optim.Optimizer):
         self._arrange(p, group)
 
     def note_kept(self) -> None:
-        """Notes which parameters keep FP32 moments, before ZeRO's flat partitions, which have no names, take
-        their place."""
+        """Notes which parameters keep FP32 moments, before ZeRO replaces them by flat partitions without
+        names."""
         for group in self.param_groups:
             self._layouts.kept |= {p: True for p in group["params"] if self.keeps(p, group)}
 
     def _arrange(self, p: torch.Tensor, group: dict[str, Any]) -> None:
-        """Brings the moments of `p` into the layout that they are to have."""
+        """Converts the moments of `p` to their present layout."""
         state, second = self.state[p], None
         for name in SECOND_FIRST:
             layout, held = self._layouts.layout_of(p, group, name), local(state[name])
@@ -420,21 +421,21 @@ class CoatAdamW(torch.optim.Optimizer):
         pair_up(state, p)
 
     def keeps(self, p: torch.Tensor, group: dict[str, Any]) -> bool:
-        """Whether `p`, as large as it was if ZeRO-3 has emptied it, keeps FP32 moments in `group`."""
+        """Whether `p` keeps FP32 moments in `group`. If ZeRO-3 has emptied `p`, its full size counts."""
         return self._layouts.keeps(p, group)
 
     def codecs_of(self, p: torch.Tensor, group: dict[str, Any], name: str) -> list[Codec]:
-        """What the pieces of one of `MOMENTS` of `p` are stored by, or will be."""
+        """The codec of each piece of the moment `name` of `p`, now or once the moment exists."""
         return [codec for _, codec in self._layouts.layout_of(p, group, name)]
 
     def held_in(self, group_index: int) -> list[torch.Tensor]:
-        """The tensors of a parameter group, with those that ZeRO-3 puts into it during a step only."""
+        """The tensors of a parameter group, including those that ZeRO-3 puts into it only for a step."""
         flats = (p for p, index in self._layouts.group_index.items() if index == group_index)
         return list(dict.fromkeys((*self.param_groups[group_index]["params"], *flats)))
 
     def layout(self) -> str:
-        """A table of how the moments of each tensor are stored, with their bytes, of a DTensor those of all
-        shards; equal rows are counted.
+        """A table of how the moments of each tensor are stored, with their bytes; equal rows are counted. For
+        a DTensor the bytes are those of all shards.
         """
         return layout_table(
             (name, p.shape, *(codec for _, codec in codecs), group["group_size"])
@@ -458,28 +459,28 @@ class CoatAdamW(torch.optim.Optimizer):
         return as_plain(exp_avg, param), as_plain(exp_avg_sq, param)
 
     def state_dict(self) -> dict[str, Any]:
-        """The layout of `torch.optim.AdamW`, with FP32 moments on the CPU, from whose values
-        `load_state_dict` restores the very same codes. One tensor is decoded at a time. With the compressed
-        `checkpoint_layout` moments are given as they are stored. Moments of DTensors are FP32 DTensors on the
-        parameter's device, for as long as the dict is held; remainders of BF16 ones are viewed as FP16, which
-        ranks can exchange.
+        """A state dict in the layout of `torch.optim.AdamW`, with FP32 moments on the CPU, from which
+        `load_state_dict` restores the same codes. Tensors are decoded one at a time. With `checkpoint_layout`
+        "compressed" moments hold the stored codes. Moments of DTensors are FP32 DTensors on the parameter's
+        device, which take memory there while the dict exists. Remainders are viewed as FP16, a dtype that
+        collectives can send.
         """
         return take_states(super().state_dict(), self._checkpoint_layout)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads this class's state dict, with the same codes if the values are the saved ones, or that of
-        `torch.optim.AdamW` of any version, or of DeepSpeed's FusedAdam or DeepSpeedCPUAdam, whose moments
-        are encoded.
+        """Loads a state dict of this class, of any version of `torch.optim.AdamW`, or of DeepSpeed's
+        FusedAdam or DeepSpeedCPUAdam. Unchanged values of this class get the saved codes; other moments are
+        encoded.
 
-        The formats, group size and `min_numel` of this optimizer stay as they are, and so do options that
-        the other optimizer does not have.
+        The formats, group size and `min_numel` of this optimizer do not change, nor do options that the saved
+        optimizer does not have.
         Raises ValueError, before anything is changed, if the state dict does not fit the parameters or comes
-        from an optimizer whose steps are others.
+        from an optimizer with another update than AdamW's.
         """
         with loading_states(self):
             super().load_state_dict(state_dict)
 
-    # of one parameter; Megatron's optimizer has its own
+    # loads the state of one parameter; Megatron's optimizer overrides it
     _load_state = load_state
 
     def layout_options(self) -> list[dict[str, Any]]:
@@ -487,27 +488,27 @@ class CoatAdamW(torch.optim.Optimizer):
         return [{name: group[name] for name in self.defaults} for group in self.param_groups]
 
     def restore_layout_options(self, options: list[dict[str, Any]]) -> None:
-        """Puts back of what `layout_options` gave the options that belong to the optimizer and not to a
-        checkpoint, and those that the checkpoint did not have.
+        """Restores, from the result of `layout_options`, the options that belong to the optimizer and not to
+        a checkpoint, and options that the checkpoint did not have.
 
-        Raises ValueError if the groups are now of an optimizer whose steps are others.
+        Raises ValueError if the groups are now those of an optimizer with another update than AdamW's.
         """
         check_groups(self.param_groups)
         for group, own in zip(self.param_groups, options, strict=True):
             group |= {k: v for k, v in own.items() if k in LAYOUT or k in STOCK_SWITCHES or k not in group}
             group |= {k: v for k, v in self._of_the_whole().items() if k in group}
-            # FusedAdam's; here every state counts its own
+            # FusedAdam's count for the group; here every state has its own `step`
             group.pop("step", None)
 
     def _say_if_frozen(self) -> None:
-        """Says once that steps do nothing, if no parameter asks for a gradient any more."""
+        """Logs a warning, once, that steps do nothing, if all parameters are frozen."""
         held = [p for group in self.param_groups for p in group["params"]]
         if held and not any(p.requires_grad for p in held):
             self._said_frozen = True
             self.log(frozen_line(len(held)), logging.WARNING)
 
     def take_arrivals(self) -> str:
-        """What became of the moments that were loaded or put into the state since the last call."""
+        """How many moments were loaded or put into the state since the last call, by outcome."""
         said = ", ".join(f"{count} {how}" for how, count in self._arrived.items())
         self._arrived.clear()
         return said
@@ -516,9 +517,9 @@ class CoatAdamW(torch.optim.Optimizer):
         self._arrived["restored to the bit" if exact else "with groups encoded from FP32"] += 1
 
     def say_conversions_from(self, formats: Iterable[FormatNames]) -> None:
-        """Says which formats have changed with moments that were put into the state as FP32 values.
+        """Logs the changes of format of moments that were put into the state as FP32 values.
 
-        formats: of each parameter group, in which formats they were stored.
+        formats: for each parameter group, the formats in which its moments were stored.
         """
         stored = {
             p: self._layouts.unless_kept(p, group, saved)

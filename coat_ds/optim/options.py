@@ -1,4 +1,4 @@
-"""The options of `CoatAdamW`: which there are, which values they take, and what they say of a moment."""
+"""The options of `CoatAdamW`: their names, their values, and the formats of moments that they select."""
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,15 +28,15 @@ from coat_kernels.codecs import Codec, first_codec, get_codec
 logger = logging.getLogger(__name__)
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-# the order in which they are written: the first may be relative to the second
+# the order in which moments are written: the first may be relative to the second
 SECOND_FIRST = MOMENTS[::-1]
 FORMATS = tuple(f"{name}_format" for name in MOMENTS)
-# of each of MOMENTS
+# one name for each of MOMENTS
 FormatNames = tuple[str, ...]
 BOTH_FP32: FormatNames = ("fp32", "fp32")
 Rule = Sequence[str] | Callable[[str | None, torch.Tensor], bool]
-# the implementation switches of torch.optim.AdamW and DeepSpeed's, which have one implementation here; they
-# stand in the parameter groups all the same, so that a state dict is one for each of those
+# the implementation switches of torch.optim.AdamW and DeepSpeed's Adams; CoatAdamW has one implementation.
+# Its parameter groups hold them all the same, so that those optimizers can load its state dict
 STOCK_SWITCHES: dict[str, Any] = {
     "amsgrad": False,
     "foreach": None,
@@ -45,7 +45,7 @@ STOCK_SWITCHES: dict[str, Any] = {
     "decoupled_weight_decay": True,
     "bias_correction": True,
 }
-# belong to the optimizer and not to a checkpoint: a loaded state dict leaves them as they are
+# options of the optimizer and not of a checkpoint: loading a state dict does not change them
 LAYOUT = (
     "exp_avg_format",
     "exp_avg_sq_format",
@@ -54,20 +54,21 @@ LAYOUT = (
     "min_numel",
     "bf16_params",
 )
-# those of them that decide how states are stored when they are made; the others are read by every step
+# the options in LAYOUT that determine stored states when these are created; every step reads the others
 OF_STATES = (*FORMATS, "group_size", "min_numel")
-# what norms of heads and biases of experts have at most of heads and experts; embeddings of positions and
-# weights have more on either side
+# norms of heads and biases of experts have at most this number of heads or experts; position embeddings and
+# weight matrices have more in both dimensions
 SMALLEST_MATRIX = 256
-# what a step multiplies by, beside the betas
+# the numbers, in addition to the betas, that enter a step
 RATES = ("lr", "eps", "weight_decay")
 
 
 def keeps_fp32(rule: Rule, name: str | None, p: torch.Tensor) -> bool:
     """Whether `rule`, patterns of names or a function of name and parameter, keeps FP32 moments for `p`.
 
-    The default's patterns mean norms and biases. They match the parameter and the module that holds it, not
-    what that is part of, as `norm_attn_norm` around DBRX's attention, and no weight matrices.
+    The default patterns are for norms and biases. They are matched against the names of the parameter and of
+    the module that holds it, but not of outer modules, such as DBRX's `norm_attn_norm` around its attention.
+    They match no weight matrices.
     """
     if callable(rule):
         return bool(rule(name, p))
@@ -79,14 +80,14 @@ def keeps_fp32(rule: Rule, name: str | None, p: torch.Tensor) -> bool:
 
 
 def _is_matrix(p: torch.Tensor) -> bool:
-    """Whether `p`, as it was if ZeRO-3 has emptied it, is larger than any scales of heads or biases of
-    experts in two dimensions."""
+    """Whether `p` is larger, in its last two dimensions, than any norms of heads or biases of experts. If
+    ZeRO-3 has emptied `p`, its full shape counts."""
     sides = getattr(p, "ds_shape", p.shape)[-2:]
     return len(sides) == 2 and min(sides) >= SMALLEST_MATRIX
 
 
 def idle_patterns(patterns: Iterable[str], names: Iterable[str], key: str = "coat.optimizer.") -> list[str]:
-    """A line for each pattern of `keep_fp32` that matches no name, but for those of the default."""
+    """A line for each pattern of `keep_fp32` that matches no name, except the default patterns."""
     names = [name.lower() for name in names]
     return [
         f"{key}keep_fp32: {pattern!r} matches no parameter of this model: everything keeps the format it "
@@ -97,7 +98,7 @@ def idle_patterns(patterns: Iterable[str], names: Iterable[str], key: str = "coa
 
 
 def idle_bf16_params(wanted: str, held: Iterable[torch.Tensor], way_out: str) -> Iterator[str]:
-    """A line if `wanted` says how BF16 parameters are updated, and the optimizer holds none."""
+    """A line if `wanted`, a value of `bf16_params`, is not the default and the optimizer holds no BF16."""
     if wanted != "exact" and not any(p.dtype == torch.bfloat16 for p in held):
         yield (
             f"coat.optimizer.bf16_params: found {wanted!r}, of no effect: the optimizer holds FP32 masters "
@@ -106,8 +107,8 @@ def idle_bf16_params(wanted: str, held: Iterable[torch.Tensor], way_out: str) ->
 
 
 def check_patterns(patterns: Sequence[str], groups: Iterable[dict[str, Any]]) -> None:
-    """Says which patterns of `keep_fp32` match no name in the parameter groups. Raises ValueError where there
-    are no names, for other patterns than the default's."""
+    """Logs which patterns of `keep_fp32` match no name in the parameter groups. Raises ValueError for
+    patterns other than the default's if the groups have no names."""
     groups = list(groups)
     own = tuple(pattern for pattern in patterns if pattern not in KEEP_FP32)
     way_out = "Give model.named_parameters(), or a function of (name or None, parameter)."
@@ -129,7 +130,7 @@ def check_patterns(patterns: Sequence[str], groups: Iterable[dict[str, Any]]) ->
 
 
 def _nearest_name(pattern: str, names: Iterable[str]) -> str:
-    """The part of a parameter's name that a mistyped pattern likely means, as a question; or nothing."""
+    """The question "Did you mean ...?" with the part of a parameter's name closest to `pattern`; or empty."""
     parts = {part for name in names for part in name.split(".") if not part.isdigit()}
     return did_you_mean(pattern.replace("*", "").replace("?", "").strip("."), sorted(parts))
 
@@ -141,14 +142,14 @@ def rounds_stochastically(group: dict[str, Any], codec: Codec) -> bool:
 
 
 def codec_of(group: dict[str, Any], name: str) -> Codec:
-    """In which a parameter group stores one of `MOMENTS`."""
+    """The codec in which a parameter group stores one of `MOMENTS`."""
     second = get_codec(group["exp_avg_sq_format"])
     return second if name == "exp_avg_sq" else first_codec(group["exp_avg_format"], second)
 
 
 def formats_of(group: dict[str, Any]) -> FormatNames:
-    """In which formats a parameter group of a checkpoint says that its moments were stored; FP32 if it is
-    another optimizer's, which says nothing."""
+    """The formats of its moments that a parameter group of a checkpoint names; FP32 if it names none, as
+    groups of other optimizers do."""
     first, second = (group.get(name) for name in FORMATS)
     if first not in EXP_AVG_FORMATS or second not in EXP_AVG_SQ_FORMATS:
         return BOTH_FP32
@@ -156,15 +157,16 @@ def formats_of(group: dict[str, Any]) -> FormatNames:
 
 
 def has_remainder(p: torch.Tensor, group: dict[str, Any]) -> bool:
-    """Whether 16 bits in the state make `p`, which is BF16, an FP32 master."""
+    """Whether `p` is BF16 and a 16-bit remainder in its state extends it to an FP32 master."""
     return p.dtype == torch.bfloat16 and group["bf16_params"] == "exact"
 
 
 def check_names(group: dict[str, Any], known: dict[str, Any], of_the_whole: dict[str, Any]) -> None:
-    """Raises ValueError for an option that is nearly a known one, and for one of the whole optimizer that has
-    another value there: `ZeroRedundancyOptimizer` of torch hands all options over in groups, too.
+    """Raises ValueError for a key that is nearly a known option, and for an option of the whole optimizer
+    with another value in the group. Equal values pass: torch's `ZeroRedundancyOptimizer` puts all options in
+    groups.
 
-    Others are somebody's notes: schedulers' initial_lr, DeepSpeed's name and moe, Megatron's lr_mult.
+    Other keys are notes of the caller: schedulers' initial_lr, DeepSpeed's name and moe, Megatron's lr_mult.
     """
     for name in group.keys() & of_the_whole.keys():
         # patterns are kept as a tuple
@@ -184,7 +186,7 @@ def check_names(group: dict[str, Any], known: dict[str, Any], of_the_whole: dict
 
 
 def check_options(options: dict[str, Any]) -> None:
-    """Raises ValueError for options that `CoatAdamW` cannot honour."""
+    """Raises ValueError for options that `CoatAdamW` does not support."""
     for name, only in STOCK_SWITCHES.items():
         value = options[name]
         # foreach and fused choose between implementations; there is one here
@@ -207,7 +209,7 @@ def check_options(options: dict[str, Any]) -> None:
 
 
 def check_numbers(options: dict[str, Any]) -> None:
-    """Raises ValueError for what no step can compute with; one with rates below 0 goes up."""
+    """Raises ValueError for numbers that no step can compute with. Rates below 0 pass: the step ascends."""
     lr, betas = options["lr"], options["betas"]
     if isinstance(lr, torch.Tensor) and lr.numel() != 1:
         raise ValueError(f"CoatAdamW: a tensor lr must have 1 element, found shape {tuple(lr.shape)}.")
@@ -225,7 +227,7 @@ def check_numbers(options: dict[str, Any]) -> None:
 
 
 def check_seed(seed: Any) -> None:
-    """Raises CoatConfigError for what the kernels cannot count from in 64 bits."""
+    """Raises CoatConfigError for a seed that is no integer, or too large for the kernels' 64-bit counter."""
     # numpy's integers, too
     if not isinstance(seed, Integral) or abs(int(seed)) >= 2**62:
         raise CoatConfigError(
@@ -237,19 +239,19 @@ class CheckedGroup(NamedTuple):
     """A parameter group as it was when its options were checked."""
 
     group: dict[str, Any]
-    """Itself: another one may have come in its place."""
+    """The dict itself, to notice if another group has replaced it."""
     options: dict[str, Any]
     held: frozenset[int]
-    """The ids of its tensors, as references would keep alive what Accelerate takes out of it."""
+    """The ids of its tensors; references would keep tensors alive that Accelerate removes from the group."""
 
 
 def check_unchanged(
     before: Sequence[CheckedGroup], now: Sequence[CheckedGroup], state: Iterable[torch.Tensor]
 ) -> None:
-    """Raises ValueError for options of parameter groups that states of their parameters were made by, and
-    that are others now.
+    """Raises ValueError if an option that determines stored states has changed in a parameter group whose
+    parameters have states.
 
-    state: holds the parameters that have states.
+    state: the parameters that have states.
     """
     for (i, new), old, name in product(enumerate(now), before, OF_STATES):
         was, found = old.options[name], new.options[name]
@@ -257,7 +259,7 @@ def check_unchanged(
             raise ValueError(
                 f"CoatAdamW: {name} was {was!r} when states of parameter group {i} were made, and is "
                 f"{found!r} now. Set it before the first step, or call "
-                "optimizer.load_state_dict(optimizer.state_dict()), which makes them anew."
+                "optimizer.load_state_dict(optimizer.state_dict()), which re-creates them."
             )
 
 

@@ -1,4 +1,4 @@
-"""Two moments of a parameter of which the first is stored relative to the second."""
+"""The two moments of a parameter if the first is stored relative to the second."""
 
 from typing import Any
 
@@ -12,9 +12,9 @@ from coat_kernels.codecs import Stored
 
 
 def pair_up(state: dict[str, Any], p: torch.Tensor) -> None:
-    """Has the moments in the state of `p` know one another, if the first is relative to the second."""
+    """Links the moments in the state of `p` to each other, if the first is relative to the second."""
     held = tuple(local(state[name]) for name in MOMENTS)
-    # in nearly every step, and this is asked of every parameter
+    # the usual case; this runs for every parameter in every step
     if held[0].pair is held[1].pair and held[0].is_beside(held[1]):
         return
     if held[0].pair is None and held[1].pair is None and not held[0].is_relative:
@@ -27,8 +27,8 @@ def pair_up(state: dict[str, Any], p: torch.Tensor) -> None:
 def paired(first: Moment, second: Moment) -> tuple[Moment, Moment]:
     """Both moments of a parameter, whole and in equal pieces, as a pair if the first is relative.
 
-    Returns them as they are if they are a pair already. If either was replaced by another moment, the first
-    one is encoded anew, relative to the present second one; its values stay.
+    Returns them unchanged if they are a pair already. If either was replaced by another moment, the first is
+    re-encoded relative to the present second one; its values do not change.
     """
     if not first.is_relative:
         if second.pair is None:
@@ -42,7 +42,7 @@ def paired(first: Moment, second: Moment) -> tuple[Moment, Moment]:
         if piece.codec.relative and not (old and _is_same(old, new, first.group_size)):
             piece.reencode_(first.group_size, old, new)
     own = own if own is not None and own.first is first.pieces else Pair(first.pieces, (), shared=True)
-    # views of the second moment hold its pair, and have to see the new first one
+    # views of the second moment hold its pair and must find the new first moment in it
     pair = pair if pair is not None and pair.second is second.pieces else own
     if pair.first is not first.pieces:
         _set_free(pair, first.group_size)
@@ -56,7 +56,8 @@ def paired(first: Moment, second: Moment) -> tuple[Moment, Moment]:
 
 
 def _set_free(pair: Pair, group_size: int) -> None:
-    """Encodes the first moment of a pair relative to nothing, as it is read once it is in no pair."""
+    """Re-encodes the first moment of a pair without a second one, because it is decoded that way outside the
+    pair."""
     for piece, other in zip(pair.first, pair.second, strict=True):
         if piece.codec.relative:
             piece.reencode_(group_size, Stored(other.codec, other.storage), None)
@@ -68,7 +69,7 @@ def _is_same(a: Stored, b: Stored, group_size: int) -> bool:
         return False
     if all(x is y for x, y in zip(a.storage, b.storage, strict=True)):
         return True
-    # comparing takes a byte an element
+    # comparing takes one byte per element
     parts = zip(a.parts(group_size), b.parts(group_size), strict=True)
     pairs = (pair for x, y in parts for pair in zip(x.storage, y.storage, strict=True))
     return all(x.device == y.device and torch.equal(x, y) for x, y in pairs)

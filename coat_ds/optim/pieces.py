@@ -1,4 +1,4 @@
-"""What is stored of a moment: pieces of codes with their scales and exponents."""
+"""The storage of a moment: pieces of codes with their scales and exponents."""
 
 import dataclasses
 import itertools
@@ -23,8 +23,8 @@ class Piece(NamedTuple):
         write(self.storage, storage, non_blocking)
 
     def reencode_(self, group_size: int, old: Stored | None, new: Stored | None) -> None:
-        """Makes a first moment that is relative to `old` relative to `new`; its values stay. Part by part: in
-        FP32 it may be larger than the memory that is left."""
+        """Re-encodes a first moment from relative to `old` to relative to `new`; its values do not change. It
+        works in parts: in FP32 the moment may not fit into free memory."""
         before, after = (itertools.repeat(None) if x is None else x.parts(group_size) for x in (old, new))
         for (_, own), a, b in zip(self.storage.parts(group_size), before, after, strict=False):
             values = self.codec.decode(own, group_size, a)
@@ -38,31 +38,31 @@ Layout = Codec | Sequence[tuple[int, Codec]]
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Pair:
-    """What is stored of two moments of which the first is relative to the second.
+    """The storage of two moments, the first relative to the second.
 
-    All views of either moment hold the pair, and so notice when a moment is replaced by another.
+    All views of either moment hold the pair, so that they notice when a moment is replaced.
     """
 
     first: Pieces
     second: Pieces
     shared: bool
-    """Whether `second` is a moment's. Otherwise it is a copy, of the first one's own."""
+    """Whether `second` belongs to a moment. Otherwise it is a copy that belongs to the first moment."""
 
     def other(self, pieces: Pieces) -> Pieces | None:
-        """What is stored of the other moment; None for pieces that are in the pair no more."""
+        """The pieces of the other moment; None for pieces that are no longer in the pair."""
         return self.second if pieces is self.first else self.first if pieces is self.second else None
 
 
 def made_of(pieces: Pieces, make: Callable[[torch.Tensor], torch.Tensor]) -> Pieces:
-    """Pieces that store `make` of each tensor."""
+    """Pieces that store `make(t)` for each stored tensor t."""
     return tuple(piece._replace(storage=Storage(*map(make, piece.storage))) for piece in pieces)
 
 
 def overwrite(
     old: Stored, made: Storage, other: Stored | None, group_size: int, non_blocking: bool = False
 ) -> None:
-    """Writes `made` over what is stored. If `other` is a first moment that is relative to this one, it is
-    encoded anew: its values stay."""
+    """Overwrites `old` by `made`. If `other` is a first moment relative to this one, it is re-encoded, so
+    that its values do not change."""
     if other is None or not other.codec.relative or old.codec.relative:
         write(old.storage, made, non_blocking)
         return
@@ -80,7 +80,7 @@ def write(into: Storage, new: Storage, non_blocking: bool = False) -> None:
 
 
 def only_groups(old: Storage, new: Storage, touched: torch.Tensor, group_size: int) -> Storage:
-    """`new`, but `old` where a group has no element that is `touched`."""
+    """`new` for groups with a `touched` element, `old` for all other groups."""
     groups = F.pad(touched, (0, -touched.numel() % group_size)).view(-1, group_size).any(1)
     elements = groups.repeat_interleave(group_size)[: touched.numel()]
     return Storage(

@@ -1,10 +1,10 @@
-"""The very codes of moments, from their FP32 values alone.
+"""The stored codes of moments, recovered from their FP32 values alone.
 
-Checkpoints hold moments as FP32 tensors, as AdamW's do, and nothing beside them.
-Encoding decoded values again does not give the same codes: the exponent of a group comes from its smallest
+Checkpoints hold moments as FP32 tensors, as AdamW's do, without codes, scales or exponents.
+Re-encoding decoded values does not give the same codes: the exponent of a group comes from its smallest
 magnitude, which the first encoding has rounded. That rounding moves the exponent by a few steps at most, and
-the largest magnitude is stored exactly. So `recovered` tries the neighbouring exponents and takes the one
-that decodes to the same values. It is the stored one, or one that stands for the same numbers.
+the largest magnitude is stored exactly. So `_recovered` tries the neighbouring exponents and takes the one
+that decodes to the same values. It is the stored exponent, or one that represents the same numbers.
 """
 
 import itertools
@@ -16,11 +16,11 @@ from coat_ds.optim.pieces import write
 from coat_kernels.codecs import Codec, Storage, Stored
 
 # decoding on another device differs by a few FP32 roundings (2^-24) times at most 16, the largest 1 / k;
-# the nearest codes differ by 2^-4 / 16 at least. Anything between the two tells them apart.
+# neighbouring codes differ by at least 2^-4 / 16. Any threshold between the two separates them.
 SAME_VALUE = 1e-4
 # how far a rounded smallest magnitude moves an exponent e: E4M3 holds it with an error of at most a third
 # (stochastically rounded from 2.29 to 3 of its smallest steps), 0.4 of the 16.6 octaves that groups are
-# stretched to; E5M2 and log8 with less. To that come a rounding of each exponent.
+# stretched to; E5M2 and log8 have smaller errors. The rounding of each exponent adds to this.
 RELATIVE, ABSOLUTE = 0.03, 2
 
 
@@ -30,21 +30,21 @@ def recover_(
     group_size: int,
     beside: Stored | None = None,
 ) -> bool:
-    """Writes `values` (as many as there are codes, any floating point, on any device) over what is stored, in
-    the codes that decode to them if there are such. Part by part: neither the values nor what comparing
-    takes, several times their size, need room beside the codes.
+    """Overwrites `into` by `values` (one for each code, any floating point, on any device), in codes that
+    decode to exactly them where such codes exist. Other groups are encoded as new values. It works in parts,
+    because comparing takes several times the memory of the values.
 
-    beside: the second moment, recovered already, that a relative code is relative to.
+    beside: the second moment, already recovered, to which a relative code is relative.
 
-    Returns whether all groups are in such codes, as those are that were decoded on another device, too, and
-    differ by FP32 roundings; others are encoded as new ones.
+    Returns whether such codes exist for all groups. Differences by FP32 rounding, from decoding on another
+    device, are allowed.
     """
     codec, exact, values = into.codec, True, values.detach().reshape(-1)
     seconds = itertools.repeat(None) if beside is None else beside.parts(group_size)
     for (where, own), second in zip(into.storage.parts(group_size), seconds, strict=False):
         part = values[where].to(own.codes.device, torch.float32)
         if codec.relative:
-            # encoding what it decoded gives its codes (codecs/ratio.py)
+            # re-encoding the decoded values gives the same codes (codecs/ratio.py)
             found = codec.encode(part, group_size, beside=second)
             same = bool((_differences(codec.decode(found, group_size, second), part) <= SAME_VALUE).all())
         else:
@@ -56,13 +56,13 @@ def recover_(
 
 
 def _recovered(codec: Codec, rows: torch.Tensor) -> tuple[Storage, bool]:
-    """What is stored of whole groups, FP32 [groups, group_size], and whether it decodes to all of them, but
-    for FP32 roundings."""
+    """The codes of whole groups, FP32 [groups, group_size], and whether they decode to all groups, except for
+    FP32 rounding."""
     group_size = rows.shape[1]
     best = codec.encode(rows, group_size)
     first, reach = Storage(*(t.clone() for t in best)), _reach(codec, best, len(rows))
     errors = _errors(codec, best, rows)
-    # the nearest first, up and down
+    # the nearest exponents first, up and down
     steps = (sign * distance for distance in itertools.count(1) for sign in (1, -1))
     while True:
         step = next(steps)
@@ -81,7 +81,7 @@ def _recovered(codec: Codec, rows: torch.Tensor) -> tuple[Storage, bool]:
 
 
 def _reach(codec: Codec, stored: Storage, groups: int) -> torch.Tensor:
-    """How many steps from `stored` each group may have been, int32 [groups]."""
+    """By how many steps the original of each group may differ from `stored`, int32 [groups]."""
     if codec.has_exponent:
         return (RELATIVE * stored.exponent.int()).ceil().int() + ABSOLUTE
     # a scale is the largest magnitude times a constant, rounded twice on its way
@@ -98,12 +98,12 @@ def _moved(codec: Codec, stored: Storage, groups: torch.Tensor, step: int) -> St
 
 
 def _errors(codec: Codec, storage: Storage, rows: torch.Tensor) -> torch.Tensor:
-    """The largest relative error of each group, FP32 [groups]; infinite where one of two is zero or NaN."""
+    """The largest relative error of each group, FP32 [groups]; infinite if only one value is zero or NaN."""
     return _differences(codec.decode(storage, rows.shape[1]).view_as(rows), rows).amax(1)
 
 
 def _differences(decoded: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Relative ones; infinite where one of two is zero or NaN."""
+    """Relative differences; infinite where only one of the two values is zero or NaN."""
     same = (decoded == values) | (decoded.isnan() & ~values.isfinite())
     error = ((decoded - values) / values).abs().nan_to_num(torch.inf, torch.inf)
     return torch.where(same, 0, error)

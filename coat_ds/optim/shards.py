@@ -1,4 +1,4 @@
-"""DTensors: each rank holds a shard. FSDP2 makes them, tensor parallelism does, or both at once."""
+"""DTensors: each rank holds a shard. FSDP2, tensor parallelism, or both at once create them."""
 
 import sys
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -11,18 +11,18 @@ if TYPE_CHECKING:
 
 def is_distributed(x: object) -> "TypeGuard[DTensor]":
     """Whether it is a DTensor."""
-    # whoever has one has imported this, which takes longer than the rest of the optimizer
+    # a DTensor exists only after this import, which takes longer than that of the rest of the optimizer
     api = sys.modules.get("torch.distributed.tensor")
     return api is not None and isinstance(x, api.DTensor)
 
 
 def local(x: Any) -> Any:
-    """What this rank holds of a DTensor, without a copy; anything else as it is."""
+    """This rank's shard of a DTensor, without a copy; any other object unchanged."""
     if not is_distributed(x):
         return x
     with torch.no_grad():
         held: Any = x.to_local()
-    # a collective that is still under way
+    # the result of a collective that still runs
     return held.wait() if type(held).__name__ == "AsyncCollectiveTensor" else held
 
 
@@ -36,7 +36,7 @@ def laid_out_like(p: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
     from torch.distributed.tensor import DTensor
 
     whole = torch.empty(p.shape, dtype=held.dtype, device="meta")
-    # from_local would move what is offloaded to the CPU to the mesh's device
+    # from_local would move an offloaded shard from the CPU to the mesh's device
     shard = torch.empty(held.shape, dtype=held.dtype, device="meta")
     made = DTensor.from_local(
         shard, p.device_mesh, p.placements, run_check=False, shape=whole.shape, stride=whole.stride()
@@ -47,10 +47,10 @@ def laid_out_like(p: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
 
 
 def shard_of(x: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
-    """This rank's part of `x`, of the shape of `p`, where `p` is a DTensor; all of it, where `p` is none.
+    """This rank's part of `x`, which has the shape of `p`, if `p` is a DTensor; all of `x` otherwise.
 
-    x: plain, with the same values on every rank, or a DTensor of any layout. Ranks talk to one another only
-        if it is a DTensor that is not laid out like `p`.
+    x: plain, with the same values on every rank, or a DTensor of any layout. Ranks communicate only if `x` is
+        a DTensor that is not laid out like `p`.
     """
     if is_distributed(x):
         if not is_distributed(p):

@@ -1,4 +1,4 @@
-"""Moments in state dicts: what is written for them, and how they are restored."""
+"""Moments in state dicts: how they are written and restored."""
 
 from typing import Any
 
@@ -15,14 +15,14 @@ from coat_ds.optim.streaming import is_streaming
 def take_states(packed: dict[str, Any], layout: str) -> dict[str, Any]:
     """The state dict of `torch.optim.Optimizer` with moments in the given layout, "stock" or "compressed".
 
-    `"coat"` says that this optimizer wrote it: AdamW, which goes on from it, keeps the parameter groups'
-    options, and so what they say of the formats of its own FP32 moments.
+    The key `"coat"` marks a state dict of this optimizer. Without it the formats in the parameter groups may
+    be wrong: an AdamW that resumes from such a state dict keeps these options, with FP32 moments of its own.
     """
     state: dict[Any, dict[str, Any]] = {}
     indices = {index for group in packed["param_groups"] for index in group["params"]}
     for index, entry in packed["state"].items():
         if index not in indices:
-            # a note of the caller's, not the state of a parameter
+            # a note of the caller, not the state of a parameter
             state[index] = entry
             continue
         state[index] = dict(entry)
@@ -33,18 +33,18 @@ def take_states(packed: dict[str, Any], layout: str) -> dict[str, Any]:
             elif name == "step":
                 state[index][name] = torch.tensor(float(value), dtype=torch.float32, device="cpu")
             elif name == "remainder":
-                # the same bits: neither NCCL nor gloo carries int16 from rank to rank
+                # the same bits as FP16: neither NCCL nor gloo sends int16
                 state[index][name] = laid_out_like(value, local(value).view(torch.float16))
     return {**packed, "state": state, "coat": {"version": 3}}
 
 
 def _given(value: torch.Tensor, moment: Moment, layout: str) -> torch.Tensor:
     if is_distributed(value):
-        # where it is: ranks cannot gather over NCCL what is on the CPU
+        # on its device: NCCL cannot gather CPU tensors
         return laid_out_like(value, moment.decode())
     if layout == "compressed":
         return StoredMoment(moment.pieces, moment.group_size, moment.shape, pair=moment.pair)
-    # torch.save decodes it when it writes it
+    # when streaming, torch.save decodes the moment as it writes it
     return moment.detach() if is_streaming() else moment.decode("cpu")
 
 
@@ -57,16 +57,16 @@ def restored(
     param: torch.Tensor,
     second: Moment | None = None,
 ) -> tuple[Moment, bool]:
-    """What this rank holds of a moment of a state dict, `param`'s, in the codes that its values were decoded
-    from, if they were.
+    """This rank's part of the moment `name` of `param` in a state dict, in its original codes if its values
+    were decoded from codes.
 
-    second: the second moment, restored already, if this is a first one, which may be relative to it.
-    Returns also whether it is the saved one to the bit.
+    second: the second moment, already restored, if this is a first moment, which may be relative to it.
+    Also returns whether the moment is bit-exact.
     """
     device = param.device
     value = shard_of(loaded["state"][index][name], param)
     if isinstance(value, Moment):
-        # the optimizer's own is cast as torch does it, and written in the layout that is asked for
+        # a plain Moment, because `GivenMoment.to` returns a decoded tensor; then converted to `layout`
         value = Moment(value.pieces, value.group_size, value.shape, pair=value.pair)
         held: Any = value.to(device, copy=True)
         same = (held.arrangement, held.group_size) == (layout, group_size)
@@ -78,23 +78,23 @@ def restored(
 def stored_formats(
     loaded: dict[str, Any], index: Any, p: torch.Tensor, said: FormatNames, exact: bool
 ) -> FormatNames | None:
-    """In which formats the moments of parameter `index` of a state dict, now those of `p`, were stored; None
-    if nothing there says it, and they were restored to the bit.
+    """The formats in which the moments of `p`, parameter `index` of a state dict, were stored; None if they
+    cannot be told from the state dict and the moments were restored bit-exactly.
 
-    said: what their parameter group says
-    exact: whether they were restored to the bit
+    said: the formats that their parameter group names
+    exact: whether they were restored bit-exactly
     """
     held = [local(loaded["state"][index][name]) for name in MOMENTS]
     if all(isinstance(value, Moment) for value in held):
         return tuple(map(format_of, held))
-    # AdamW hands on options of groups that it knows nothing of, and moments that are FP32. Those who cut
-    # parameters drop what stands beside the values, and keep the options
+    # AdamW saves unknown options of its groups unchanged, with FP32 moments. Frameworks that shard parameters
+    # drop the key "coat" and keep the options
     if "coat" in loaded or is_distributed(p) or getattr(p, "_fsdp_flattened", False):
         return said
     return None if exact else BOTH_FP32
 
 
 def format_of(moment: Moment) -> str:
-    """How a moment is stored, by the codec's name. What keeps FP32 in a flat partition is not counted."""
+    """The name of a moment's codec. Pieces of a flat partition that keep FP32 are not counted."""
     names = {piece.codec.name for piece in moment.pieces}
     return " and ".join(sorted(names - {"fp32"})) or "fp32"

@@ -15,14 +15,14 @@ from coat_kernels.adamw import AdamWOptions, adamw_
 
 
 class Scaling(NamedTuple):
-    """What gradients are multiplied by while they are read, and the flag that skips the step; on a device."""
+    """The factor of gradients, applied while they are read, and the flag that skips the step; on a device."""
 
     grad_scale: torch.Tensor | None
     found_inf: torch.Tensor | None
 
 
 class _Operands(NamedTuple):
-    """What a launch reads and writes of one piece of a parameter."""
+    """The tensors that a launch reads and writes for one piece of a parameter."""
 
     param: torch.Tensor
     grad: torch.Tensor
@@ -34,8 +34,8 @@ class _Operands(NamedTuple):
 
 
 def in_turns(params: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Lists that hold each tensor once. One that a parameter group lists twice is stepped twice, as
-    `torch.optim.AdamW` does, one step after the other."""
+    """Lists that hold each tensor at most once. A tensor that a parameter group lists twice is stepped twice,
+    one step after the other, as in `torch.optim.AdamW`."""
     while params:
         once = list(dict.fromkeys(params))
         yield once
@@ -63,7 +63,7 @@ def update_group(
 ) -> None:
     """One step of `params`, which all have gradients, in place.
 
-    states: what the optimizer holds of each parameter, ready for the step.
+    states: the optimizer's state of each parameter, ready for the step.
     copies: BF16 copies of parameters, written along with them.
     seed, compiled: as in `CoatAdamW`.
     """
@@ -81,7 +81,7 @@ def update_group(
     for shard, updated in zip(held, contiguous, strict=True):
         if updated is not shard:
             shard.copy_(updated)
-    # a kernel writes behind autograd's back: a graph that saved the old values has to notice
+    # autograd does not see a kernel's writes: a graph that saved the old values must detect them
     torch.autograd.graph.increment_version(
         [*params, *(x for x, p in zip(held, params, strict=True) if x is not p)]
     )
@@ -96,19 +96,19 @@ def _buckets(
     steps: list[torch.Tensor],
     copies: Mapping[torch.Tensor, torch.Tensor],
 ) -> dict[tuple, list[_Operands]]:
-    """Pieces that can go into one launch, by what they have in common: `kinds`, the group size, and more."""
+    """Pieces by launch. Pieces of one launch have equal `kinds`, group size, device, dtypes and codecs."""
     buckets: dict[tuple, list[_Operands]] = defaultdict(list)
     for p, param, grad, kind, state, step in zip(
         params, contiguous, grads, kinds, states, steps, strict=True
     ):
         if not grad.numel():
-            # a rank may hold nothing of a DTensor
+            # a rank may hold an empty shard of a DTensor
             continue
         grad, remainder, copy = grad.contiguous(), state.get("remainder"), copies.get(p)
         m, v = local(state["exp_avg"]), local(state["exp_avg_sq"])
         if remainder is not None:
             remainder = local(remainder)
-        # BF16 parameters of a group have remainders, or none has
+        # either all BF16 parameters of a group have remainders, or none
         key = kind, m.group_size, p.device, p.dtype, grad.dtype, copy is not None
         for first, second in zip(m.pieces, v.pieces, strict=True):
             operands = _Operands(
@@ -132,7 +132,7 @@ def _launch(
     seed: int,
     compiled: bool,
 ) -> None:
-    """Steps pieces of one device, of the same types and codecs."""
+    """Steps pieces on one device that have the same dtypes and codecs."""
     first = bucket[0]
     device, second_codec = first.param.device, first.exp_avg_sq.codec
     scale, found_inf = scaling
@@ -146,11 +146,11 @@ def _launch(
             exp_avg_codec=first.exp_avg.codec,
             exp_avg_sq_codec=second_codec,
             group_size=group_size,
-            # a rate on another device would be waited for on every step
+            # an lr on another device would synchronize in every step
             lr=group["lr"] if is_on(group["lr"], device) else float(group["lr"]),
             beta1=float(group["betas"][0]),
             beta2=float(group["betas"][1]),
-            # a kernel would take a tensor for an address
+            # a kernel would read a tensor as an address
             eps=float(group["eps"]),
             weight_decay=float(group["weight_decay"]),
             maximize=group["maximize"],
@@ -176,7 +176,7 @@ def _cut(x: torch.Tensor, piece: Piece) -> torch.Tensor:
 
 
 def _count(states: list[dict[str, Any]], found_inf: torch.Tensor | None) -> list[torch.Tensor]:
-    """Advances every `step`, unless the flag says that this one is skipped, and returns the counts."""
+    """Advances every `step`, unless `found_inf` skips this step, and returns the counts."""
     steps = [state["step"] for state in states]
     if found_inf is None:
         torch._foreach_add_(steps, 1.0)
@@ -185,16 +185,16 @@ def _count(states: list[dict[str, Any]], found_inf: torch.Tensor | None) -> list
     # layers of one group may lie on several devices
     for device in {step.device for step in steps}:
         counted = (found_inf.to(device) == 0).float().reshape(())
-        # without alpha torch reads the flag as a number, for which it waits for the GPU
+        # without alpha torch reads the flag as a number, which synchronizes with the GPU
         torch._foreach_add_([step for step in steps if step.device == device], counted, alpha=1.0)
     return counts
 
 
 def _gather(steps: list[torch.Tensor]) -> list[int] | torch.Tensor:
-    """Numbers if the steps are on the CPU, which nothing waits for, else a tensor."""
+    """The steps as numbers if they are on the CPU, where reading does not synchronize, else as a tensor."""
     return [int(step) for step in steps] if steps[0].is_cpu else torch.stack(steps)
 
 
 def _product(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
-    """Of two factors, of which None is 1."""
+    """Product of two factors; None counts as 1."""
     return b if a is None else a if b is None else a.to(b.device) * b

@@ -1,4 +1,4 @@
-"""Moments that go into a file as they are stored: the checkpoint layout "compressed"."""
+"""Moments that are written to files as codes: the checkpoint layout "compressed"."""
 
 import math
 from typing import Any
@@ -12,10 +12,10 @@ from coat_kernels.codecs import CODECS, Storage, Stored
 
 
 class GivenMoment(Moment):
-    """A moment in a state dict. Who casts it gets a plain tensor.
+    """A moment in a state dict. A cast returns a plain tensor.
 
-    Optimizers of torch cast what they load to the type of the parameter. AdamW would otherwise step codes,
-    and write a first moment relative to second ones of before the step: where those are zero it is lost.
+    torch's optimizers cast loaded states to the parameter's dtype. AdamW would otherwise step a `Moment`, and
+    write a first moment relative to second moments from before the step, where zeros would lose it.
     """
 
     def to(self, *args, **how):
@@ -24,18 +24,18 @@ class GivenMoment(Moment):
 
 
 class StoredMoment(GivenMoment):
-    """A moment that is pickled as it is stored, and comes back as a `GivenMoment`, which needs `coat_ds`."""
+    """A moment that is pickled as codes and unpickled as a `GivenMoment`, which needs `coat_ds`."""
 
     def data_ptr(self):
-        """Raises TypeError: `torch.distributed.checkpoint.async_save` and safetensors copy memory, and would
-        find none."""
+        """Raises TypeError: `torch.distributed.checkpoint.async_save` and safetensors copy a tensor's memory,
+        and a moment has none."""
         raise TypeError(
             "CoatAdamW: checkpoint_layout='compressed' gives moments that hold codes and have no memory of "
             "their own to copy, as async_save and safetensors do. Take checkpoint_layout='stock', or "
             "torch.save or torch.distributed.checkpoint.save."
         )
 
-    # where safetensors looks first
+    # safetensors reads this first
     storage = data_ptr
 
     def __reduce_ex__(self, protocol):
@@ -49,7 +49,7 @@ class StoredMoment(GivenMoment):
                 piece.begin,
                 piece.codec.name,
                 *piece.storage,
-                # the same tensors as the second moment's, of which a file holds one copy
+                # the second moment's tensors again; a file stores shared tensors once
                 *((beside.codec.name, *beside.storage) if piece.codec.relative else ()),
             )
             for piece, beside in moment.each_piece()
@@ -58,10 +58,10 @@ class StoredMoment(GivenMoment):
 
 
 def _rebuild(pieces: list[tuple], group_size: int, shape: tuple[int, ...]) -> GivenMoment:
-    """The moment of a pickled `StoredMoment`. Raises ValueError for anything that it would not write.
+    """The moment of a pickled `StoredMoment`. Raises ValueError for data that `StoredMoment` never writes.
 
-    Readers of data only, such as `torch.load(weights_only=True)`, call this function: what the file says is
-    not to be trusted.
+    Readers that accept data only, such as `torch.load(weights_only=True)`, call this function, so it checks
+    all contents of the file.
     """
     sizes = OPTIMIZER_GROUP_SIZES
     _expect(type(group_size) is int and group_size in sizes, f"one of the group sizes {sizes}", group_size)
@@ -92,19 +92,19 @@ def _rebuild(pieces: list[tuple], group_size: int, shape: tuple[int, ...]) -> Gi
     return moment
 
 
-# the name that stands in files, of earlier versions too
+# the module name in files, including those of earlier versions
 _rebuild.__module__ = "coat_ds.state"
-# Hugging Face's Trainer and torch.load's default read data only
+# Hugging Face's Trainer and torch.load by default read with weights_only=True
 torch.serialization.add_safe_globals([_rebuild])
 
 
 def _rebuild_stored(said: tuple, group_size: int, numel: int | None) -> Stored:
-    """One moment of a piece; of `numel` elements, or of any number."""
+    """One moment of a piece, of `numel` elements; None: of any number."""
     _expect(len(said) == 4, "a codec and three tensors", said)
     name, *tensors = said
     _expect(type(name) is str and name in CODECS, f"one of {', '.join(CODECS)}", name)
     codec, storage = CODECS[name], Storage(*tensors)
-    # the size of the codes is looked at once they are known to be a tensor
+    # read the size of the codes only after checking that they are a tensor
     _expect_vector("codes", storage.codes, codec.dtype, numel)
     groups = -(-storage.codes.numel() // group_size)
     _expect_vector("scale", storage.scale, torch.float32, groups if codec.has_scale else 0)
@@ -121,7 +121,7 @@ def _expect(holds: object, expected: str, found: object) -> None:
 def _expect_vector(name: str, t: Any, dtype: torch.dtype, numel: int | None) -> None:
     wanted = f"{name} as a contiguous vector of {dtype}" + ("" if numel is None else f" of {numel} elements")
     _expect(type(t) is torch.Tensor and t.layout == torch.strided and not t.is_meta, wanted, type(t))
-    # a tensor of stride 0 would need far more memory than its file has bytes
+    # a tensor of stride 0 would need far more memory than the bytes in its file
     found = f"{t.dtype}, shape {tuple(t.shape)}, stride {t.stride()}"
     _expect(t.dtype == dtype and t.dim() == 1 and t.is_contiguous(), wanted, found)
     _expect(numel is None or t.numel() == numel, wanted, found)

@@ -1,4 +1,4 @@
-"""Moments that are decoded one at a time, while `torch.save` writes them."""
+"""Decoding of moments one at a time, while `torch.save` writes them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,8 +12,8 @@ _streaming: ContextVar[bool] = ContextVar("coat_ds_streaming", default=False)
 
 @contextmanager
 def streaming() -> Iterator[None]:
-    """Within it `torch.save` decodes moments one at a time, each when it is written, and
-    `CoatAdamW.state_dict` leaves them to it. Only for its zip format, and in this thread.
+    """A context in which `CoatAdamW.state_dict` does not decode moments, and `torch.save` decodes each one
+    when it writes it. Only for torch's zip format, and in this thread.
     """
     token = _streaming.set(True)
     try:
@@ -27,16 +27,16 @@ def is_streaming() -> bool:
 
 
 class DecodedStorage(torch.UntypedStorage):
-    """The bytes of a moment's FP32 values, which exist once somebody asks for them on the CPU.
+    """The bytes of a moment's FP32 values, decoded by the call of `cpu`.
 
-    `torch.save` notes all storages first, then asks for those that are on another device and writes them, one
-    after the other.
+    `torch.save` first lists all storages. Then it calls `cpu` for storages on other devices and writes them,
+    one after the other.
     """
 
     _moment: Any
 
     def __new__(cls, moment: torch.Tensor):
-        # torch's types know no arguments of it
+        # torch's type stubs lack these arguments
         storage = super().__new__(cls, 4 * moment.numel(), device="meta")  # type: ignore[call-arg]
         storage._moment = moment
         return storage

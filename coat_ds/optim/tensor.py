@@ -13,15 +13,16 @@ class StoredTensor(torch.Tensor):
     """A tensor whose values are stored as codes: a `Moment`."""
 
     handlers: ClassVar[dict[Any, Callable]] = {}
-    """Operations that need not decode: called with the operation's arguments, or NotImplemented."""
-    # DeepSpeed's NVMe swapper must not take it for an FP32 buffer
+    """Functions for operations that need not decode, called with the operation's arguments. A function that
+    returns NotImplemented leaves the call to the decoded values."""
+    # DeepSpeed's NVMe swapper must not treat it as an FP32 buffer
     swappable = False
-    # torch's own way to have no such hook, which its types do not know
+    # torch's own way to disable this hook; torch's type stubs lack it
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
     def without_memory(cls, shape: tuple[int, ...], **how: Any) -> Self:
-        """For `__new__`. C++ that asks for its memory gets an error in place of a null pointer."""
+        """For `__new__`. C++ code that reads its data pointer gets an error instead of a null pointer."""
         made = torch.Tensor._make_wrapper_subclass(cls, shape, **how)
         torch._C._set_throw_on_mutable_data_ptr(made)
         return made
@@ -32,12 +33,12 @@ class StoredTensor(torch.Tensor):
 
     @property
     def data(self) -> torch.Tensor:
-        """Another view of what is stored."""
+        """Another view of the stored tensors."""
         return self.detach()
 
     @data.setter
     def data(self, x: torch.Tensor) -> None:
-        # torch would exchange the outer tensor and leave the storage behind
+        # torch would replace the outer tensor without its codes
         if x.device != self.device or x.shape != self.shape:
             raise ValueError(
                 f"cannot assign {tuple(x.shape)} on {x.device} to the .data of {self!r}. "
@@ -49,7 +50,7 @@ class StoredTensor(torch.Tensor):
         return self.decode().tolist()
 
     def numpy(self, *, force: bool = False):
-        """A copy of the values, which cannot be written: it would be in vain."""
+        """A read-only copy of the values: writes to it would not reach the codes."""
         array = self.decode().numpy(force=force)
         array.flags.writeable = False
         return array
@@ -80,12 +81,12 @@ class StoredTensor(torch.Tensor):
 
 
 def _is_view(func) -> bool:
-    """Whether what `func` returns shares the memory of its argument, which it does not write."""
+    """Whether the result of `func` shares the memory of its argument and `func` does not write to it."""
     return any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
 
 
 def _windows(func, x: Any, *args, **kwargs):
-    """The view `func` of a moment as a window, or a list of them. Raises NotImplementedError for others."""
+    """The view `func` of a moment as one or several windows. Raises NotImplementedError for other views."""
 
     def window(like: torch.Tensor):
         if func is aten.as_strided.default or not like.is_contiguous() or like.dtype != torch.float32:
@@ -101,10 +102,10 @@ def _windows(func, x: Any, *args, **kwargs):
 
 
 def _on_values(func, args, kwargs):
-    """`func` on the decoded values; what it wrote is encoded."""
+    """Runs `func` on the decoded values and encodes the tensors that it wrote."""
     leaves, spec = tree_flatten((args, kwargs))
     stored = [x for x in leaves if isinstance(x, StoredTensor)]
-    # arguments that may overlap are views of one tensor here too
+    # arguments that may overlap become views of one decoded tensor
     windows: dict[int, StoredTensor] = {}
     for x in stored:
         known = windows.get(id(x.pieces), x)
@@ -132,12 +133,12 @@ def _on_values(func, args, kwargs):
                 f"{func} changes the shape of {x!r} in place, which a state cannot. Use the op without the "
                 "underscore."
             )
-    # first moments last: they are encoded with the second ones that are stored then
+    # first moments last: they are encoded relative to the second moments stored by then
     for key in sorted(touched, key=lambda key: windows[key].is_relative):
         windows[key].encode_(flats[key], only_changed=True)
     return tree_map(lambda x: written.get(id(x), x), out)
 
 
 def differ(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Which elements of two FP32 tensors are not the same bits."""
+    """Which elements of two FP32 tensors differ in any bit."""
     return x.view(torch.int32) != y.view(torch.int32)

@@ -1,5 +1,5 @@
-"""How a DeepSpeed config is read: where its `"coat"` block is, and what its switches mean. Needs nothing but
-the standard library."""
+"""How a DeepSpeed config is read: where its `"coat"` block is, and what its switches mean. Imports only the
+standard library."""
 
 import re
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ BLOCK_KEYS = frozenset(
         "zero3_layer_units",
     )
 )
-# names of this project in which the key may have been lengthened
+# names of this project that a user may write in place of the key
 _OUR_NAMES = frozenset(("coat", "coats", "coatds", "coattrain", "coatconfig"))
 # other words one letter away from "coat", which another tool may use as a key
 _OTHER_WORDS = ("boat", "cat", "chat", "coal", "coast", "coax", "cont", "cost", "cot", "goat", "moat", "oat")
@@ -48,15 +48,16 @@ def asks_for_coat(config: Any) -> bool:
 
 
 def misplaced_block(config: Mapping[str, Any], within: str = "") -> str | None:
-    """The path of a block under another spelling, as "COAT" or "coats", or inside of a section; None without.
+    """The path of a block with another spelling, such as "COAT" or "coats", or inside a section; None if
+    there is no such block.
 
-    within: the path of `config` itself, with a dot behind it; empty for the whole config.
+    within: the path of `config` itself with a trailing dot; empty for the whole config.
     """
     for key, value in config.items():
         named = str(key).lower() == "coat"
         if (named and (within or key != "coat")) or (not within and not named and _is_mistyped(key, value)):
             return f"{within}{key}"
-        # what stands in the block itself is its own reader's to judge
+        # the contents of the block itself are checked by CoatConfig
         found = (
             misplaced_block(value, f"{within}{key}.") if isinstance(value, Mapping) and not named else None
         )
@@ -66,10 +67,11 @@ def misplaced_block(config: Mapping[str, Any], within: str = "") -> str | None:
 
 
 def _is_mistyped(key: Any, value: Any) -> bool:
-    """Whether "coat" is meant by another key at the top of a config: one of our names, as in "coat_ds" or
-    "fp8_coat", or "coat" with one letter more, less, other or swapped; and the value looks like a block.
+    """Whether a key at the top of a config is probably a mistyped "coat": one of our names, as in "coat_ds"
+    or "fp8_coat", or "coat" with one letter added, missing, replaced or swapped; and its value looks like a
+    block.
 
-    A name that begins with another character than a letter, as "_coat", is a comment.
+    A name that does not begin with a letter, such as "_coat", is a comment.
     """
     name = str(key).strip().lower()
     words = re.findall("[a-z]+", name)
@@ -85,16 +87,16 @@ def _is_mistyped(key: Any, value: Any) -> bool:
 
 
 def section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """A section of the config; empty if there is none, or something else in its place."""
+    """A section of the config; empty if there is none, or if its value is no mapping."""
     value = config.get(key)
     return value if isinstance(value, Mapping) else {}
 
 
 def flag(value: Any, auto: bool = False) -> bool:
-    """A switch of the JSON, read as by DeepSpeed: pydantic takes numbers and words, and "auto"
-    leaves the key out.
+    """A switch of the JSON, read as DeepSpeed does: pydantic accepts numbers and words, and "auto" is the
+    same as no key.
 
-    auto: what "auto" means. DeepSpeed's default is False; Hugging Face's Trainer fills in its own argument.
+    auto: the value of "auto". DeepSpeed's default is False; Hugging Face's Trainer fills in its own argument.
     """
     if value == "auto":
         return auto

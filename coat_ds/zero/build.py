@@ -1,4 +1,4 @@
-"""The optimizer that a DeepSpeed engine with the block is given."""
+"""The optimizer that is passed to a DeepSpeed engine with the block."""
 
 import functools
 import logging
@@ -18,16 +18,16 @@ from coat_kernels.codecs import get_codec
 
 
 def optimizer_for_engine(coat: CoatConfig, config: Mapping[str, Any], optimizer: Any, model: torch.nn.Module):
-    """What DeepSpeed is given as `optimizer`: the user's, converted, or a function that builds one."""
+    """The `optimizer` argument for DeepSpeed: the user's, converted, or a function that builds one."""
     # DeepSpeed picks its stage-0 wrapper by the optimizer's class
     cls = CoatAdamW if stage_of(config) else _fused_adam_class()
     names: dict[torch.Tensor, str] = {}
     rule = functools.partial(_keeps_fp32_by_name, coat.optimizer.keep_fp32, names)
 
     def take_names() -> None:
-        # DeepSpeed exchanges parameters before it has an optimizer built: AutoEP those of experts
+        # DeepSpeed replaces parameters before it builds an optimizer: AutoEP replaces those of experts
         names.update({p: name for name, p in model.named_parameters()})
-        # a stage of a pipeline does not see the names of others
+        # a pipeline stage does not have the parameters of other stages
         is_whole = getattr(model, "num_stages", 1) == 1
         for line in idle_patterns(coat.optimizer.keep_fp32, names.values()) if is_whole else ():
             say(line, logging.WARNING)
@@ -67,10 +67,10 @@ def optimizer_for_engine(coat: CoatConfig, config: Mapping[str, Any], optimizer:
 
 
 def parameter_groups(model_parameters: Iterable, config: OptimizerConfig) -> list[dict[str, Any]]:
-    """The same parameter groups with the options of `config`, which their own win over.
+    """The same parameter groups with the options of `config`; options of a group take precedence.
 
     Frozen parameters, which ZeRO ignores, are left out.
-    model_parameters: parameters or parameter groups, as `_listed` gives them.
+    model_parameters: parameters or parameter groups, as `_listed` returns them.
     """
     model_parameters = list(model_parameters)
     if not all(isinstance(item, dict) for item in model_parameters):
@@ -84,7 +84,7 @@ def parameter_groups(model_parameters: Iterable, config: OptimizerConfig) -> lis
 
 
 def _listed(model_parameters: Iterable) -> list:
-    """The same, with a list of each group's parameters: torch takes any iterable, or a tensor alone."""
+    """The same, with each group's parameters as a list: torch accepts any iterable, or a single tensor."""
 
     def as_list(params) -> list:
         return [params] if isinstance(params, torch.Tensor) else list(params)
@@ -96,14 +96,14 @@ def _listed(model_parameters: Iterable) -> list:
 
 
 def _tensor(item: torch.Tensor | tuple[str, torch.Tensor]) -> torch.Tensor:
-    """A parameter, which torch takes with a name in front of it too."""
+    """The parameter in an item: torch accepts parameters and (name, parameter) pairs."""
     return item[1] if isinstance(item, tuple) else item
 
 
 def _with_expert_groups(model_parameters: Iterable) -> list:
-    """The same, with parameter groups for the experts of DeepSpeed's MoE, which ZeRO asks for.
+    """The same, with the parameter groups that ZeRO requires for the experts of DeepSpeed's MoE.
 
-    Where DeepSpeed builds the optimizer, it makes them itself.
+    If DeepSpeed builds the optimizer, it makes these groups itself.
     """
     from deepspeed.moe.utils import configure_moe_param_groups, is_moe_param
 
@@ -135,9 +135,9 @@ def _layout(optimizer: CoatAdamW, names: Mapping[torch.Tensor, str]) -> str:
 
 @functools.cache
 def _fused_adam_class() -> type[CoatAdamW]:
-    """CoatAdamW as a subclass of DeepSpeed's FusedAdam; it uses nothing of it.
+    """CoatAdamW as a subclass of DeepSpeed's FusedAdam, without using any code of FusedAdam.
 
-    Stage 0 takes the wrapper that flattens parameters if the optimizer is a FusedAdam. The other wrapper
+    Stage 0 uses the wrapper that flattens parameters if the optimizer is a FusedAdam. The other wrapper
     computes a wrong gradient norm under tensor parallelism.
     """
     from deepspeed.ops.adam import FusedAdam
@@ -147,7 +147,7 @@ def _fused_adam_class() -> type[CoatAdamW]:
 
 
 def idle_options(found: CoatAdamW, wanted: OptimizerConfig) -> list[str]:
-    """A line for each key of the block that a CoatAdamW of the script's own has another value for."""
+    """A line for each key of the block whose value differs from the option of the script's own CoatAdamW."""
     usual = OptimizerConfig()
     asked = {name: getattr(wanted, name) for name in (*LAYOUT, "keep_fp32", "checkpoint_layout")}
     return [

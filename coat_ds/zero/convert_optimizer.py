@@ -1,4 +1,4 @@
-"""An Adam or AdamW that the user, or Hugging Face's Trainer, made, turned into a CoatAdamW in place."""
+"""In-place conversion of an Adam or AdamW, from the user or Hugging Face's Trainer, to a CoatAdamW."""
 
 import functools
 import weakref
@@ -12,7 +12,7 @@ from coat_ds.config import CoatConfigError, OptimizerConfig
 from coat_ds.optim.optimizer import CoatAdamW
 from coat_ds.optim.options import LAYOUT, STOCK_SWITCHES
 
-# by name, since DeepSpeed's need not be importable; exactly these, since a subclass may step otherwise
+# by name, since DeepSpeed's may not be importable; only these classes, since a subclass may step differently
 KINDS = {
     "torch.optim.adamw": ("AdamW",),
     "torch.optim.adam": ("Adam",),
@@ -26,7 +26,7 @@ WAY_OUT = (
 
 
 def check(optimizer: Any) -> None:
-    """Raises CoatConfigError for an optimizer argument whose steps CoatAdamW would not make."""
+    """Raises CoatConfigError for an optimizer argument whose update CoatAdamW does not compute."""
 
     def refuse(found: str):
         raise CoatConfigError(f"coat.optimizer.enabled: found {found} as the optimizer argument. {WAY_OUT}")
@@ -63,11 +63,11 @@ def convert_(
     cls: type[CoatAdamW] = CoatAdamW,
     **options: Any,
 ) -> CoatAdamW:
-    """Makes a `cls` of `optimizer`, the same object with the same parameter groups, and returns it.
+    """Converts `optimizer` to a `cls`, the same object with the same parameter groups, and returns it.
 
-    Schedulers and others that hold it keep working. Options of the parameter groups stay: learning rates,
-    betas, eps, weight decay, and what schedulers noted there. Those of `config` are added.
-    options: of the constructor, for the optimizer as a whole, such as `keep_fp32`.
+    Schedulers and other holders of the object keep working. Options of the parameter groups are kept:
+    learning rates, betas, eps, weight decay, and notes of schedulers. The options of `config` are added.
+    options: constructor arguments for the whole optimizer, such as `keep_fp32`.
     """
     check(optimizer)
     if isinstance(optimizer, CoatAdamW):
@@ -77,7 +77,7 @@ def convert_(
     made.defaults.update(
         {k: v for k, v in optimizer.defaults.items() if k in made.defaults and k not in STOCK_SWITCHES}
     )
-    # the same dict objects: DeepSpeed's optimizers share them with the one they were made from
+    # the same dict objects: DeepSpeed's wrappers share them with the optimizer that they wrap
     for group, own in zip(optimizer.param_groups, made.param_groups, strict=True):
         group.update(own)
     hooks = {name: value for name, value in vars(optimizer).items() if name.endswith("_hooks")}
@@ -90,7 +90,7 @@ def convert_(
 
 
 def _group(group: dict[str, Any], config: OptimizerConfig) -> dict[str, Any]:
-    """A CoatAdamW's parameter group of an Adam's, without frozen parameters, which ZeRO ignores."""
+    """An Adam's parameter group as a CoatAdamW's, without frozen parameters, which ZeRO ignores."""
     options = {name: getattr(config, name) for name in LAYOUT}
     options |= {name: value for name, value in group.items() if name not in STOCK_SWITCHES}
     trained = [p.requires_grad for p in group["params"]]
@@ -103,7 +103,7 @@ def _is_tracked(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _tracked(optimizer: CoatAdamW) -> Callable:
-    """`step` as torch's learning rate schedulers wrap it, to notice if they are stepped before it."""
+    """`step`, wrapped as torch's learning rate schedulers do to detect a scheduler step before it."""
     step, holder = type(optimizer).step, weakref.ref(optimizer)
 
     @functools.wraps(step)

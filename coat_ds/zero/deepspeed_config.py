@@ -1,4 +1,4 @@
-"""What a DeepSpeed config has to be beside the `"coat"` block, as far as the block relies on it."""
+"""The requirements of the `"coat"` block on the rest of a DeepSpeed config."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -21,9 +21,9 @@ from coat_kernels.device import capability, has_fp8_gemm
 
 EXAMPLE = '{"type": "AdamW", "params": {"lr": 1e-3}}'
 NUMBERS = ("lr", "eps", "weight_decay")
-# what DeepSpeed reads of the section; it passes over others
+# the keys of the section that DeepSpeed reads; it ignores other keys
 SECTION_KEYS = ("type", "params", "legacy_fusion")
-# what each key of "optimizer": {"params": ...} has to be to mean what CoatAdamW does; None: passed on
+# for each key of "optimizer": {"params": ...} the values that CoatAdamW supports; None: passed on
 OPTIMIZER_PARAMS: dict[str, tuple | None] = {
     "lr": None,
     "betas": None,
@@ -33,30 +33,30 @@ OPTIMIZER_PARAMS: dict[str, tuple | None] = {
     "amsgrad": (False,),
     "bias_correction": (True,),
     "set_grad_none": (True, False),
-    # how it is implemented: "torch_adam" says at most how much weights decay without "weight_decay"
+    # choices of implementation; "torch_adam" only changes the default of "weight_decay"
     "torch_adam": (True, False),
     "fused": (True, False),
     "foreach": (True, False),
 }
-# what DeepSpeed takes for it, a torch.dtype and its name too
+# DeepSpeed's spellings of FP16, including the name of the torch.dtype
 FP16_NAMES = ("float16", "fp16", "half")
 IMPLEMENTATIONS = ("adam_w_mode", "torch_adam", "fused", "foreach")
-# DeepSpeed's AdamW does not decay unless told to; torch's does, as CoatAdamW
+# DeepSpeed's AdamW does not decay by default; torch's and CoatAdamW do
 DEFAULT_WEIGHT_DECAY = 0.0
 
 
 def check(config: Mapping[str, Any], optimizer: Any) -> CoatConfig:
-    """What a DeepSpeed config asks of COAT; disabled if nothing. An engine without an optimizer, as of TRL's
-    reference models, has FP8 layers alone, and is not watched.
+    """The CoatConfig of a DeepSpeed config; disabled if there is no block. An engine without an optimizer,
+    such as one for TRL's reference model, has FP8 layers only, and is not watched.
 
     optimizer: the optimizer argument, or None.
-    Raises CoatConfigError for what cannot be honoured.
+    Raises CoatConfigError for an unsupported config.
     """
     coat = block_of(config)
     if names_ours(config) and not (coat.enabled and coat.optimizer.enabled):
         key = "coat.optimizer.enabled" if coat.enabled else "coat.enabled"
         raise CoatConfigError(
-            f'{key}: found False beside "optimizer": {{"type": "{OPTIMIZER_TYPE}"}}. Set it to true, '
+            f'{key}: found False with "optimizer": {{"type": "{OPTIMIZER_TYPE}"}}. Set it to true, '
             'or the type to "AdamW".'
         )
     if coat.enabled and optimizer is None and not has_optimizer(config):
@@ -78,47 +78,47 @@ def check(config: Mapping[str, Any], optimizer: Any) -> CoatConfig:
 
 
 def block_of(config: Mapping[str, Any]) -> CoatConfig:
-    """The block of a DeepSpeed config, which may be left out beside our optimizer's name; disabled if there
-    is none. Raises CoatConfigError for one that cannot be honoured, or stands where nobody looks for it."""
+    """The block of a DeepSpeed config, which may be left out if the optimizer's type is ours; disabled if
+    there is no block. Raises CoatConfigError for an unsupported or misplaced block."""
     check_place(config)
     implied = names_ours(config) and "coat" not in config
     return CoatConfig.from_dict({"enabled": True} if implied else config.get("coat"))
 
 
 def names_ours(config: Mapping[str, Any]) -> bool:
-    """Whether the optimizer is asked for by our name."""
+    """Whether the optimizer's type in the config is "CoatAdamW"."""
     return str(section(config, "optimizer").get("type")).lower() == OPTIMIZER_TYPE.lower()
 
 
 def check_place(config: Mapping[str, Any]) -> None:
-    """Raises CoatConfigError for a block where nobody looks for it."""
+    """Raises CoatConfigError for a misplaced or misspelled block, which would have no effect."""
     key = misplaced_block(config)
     if key is not None:
         raise CoatConfigError(
             f'{key}: found a block there, which would be ignored. Write "coat", in small letters, at the top '
-            'of the config, beside "optimizer", not in it.'
+            'of the config, next to "optimizer", not in it.'
         )
 
 
 def bf16_key(config: Mapping[str, Any]) -> str:
-    """The name of the section on BF16: today's, or DeepSpeed's old one where today's lacks."""
+    """The name of the section on BF16: the present one, or DeepSpeed's old one if only that exists."""
     return "bfloat16" if config.get("bf16") is None and "bfloat16" in config else "bf16"
 
 
 def stage_of(config: Mapping[str, Any]) -> int:
-    """The stage of ZeRO; `true` in place of the section is DeepSpeed's old way to ask for the first."""
+    """The stage of ZeRO; `true` in place of the section is DeepSpeed's old spelling of stage 1."""
     if config.get("zero_optimization") is True:
         return 1
     stage = section(config, "zero_optimization").get("stage", 0)
     try:
         return int(float(stage))
     except (TypeError, ValueError):
-        # "auto", for which DeepSpeed takes its default, or a value that DeepSpeed refuses
+        # "auto", which means DeepSpeed's default, or a value that DeepSpeed refuses
         return 0
 
 
 def offloads(config: Mapping[str, Any]) -> bool:
-    """Whether states are on the CPU, by the key of today or by DeepSpeed's old one."""
+    """Whether states are on the CPU, by the present key or by DeepSpeed's old one."""
     zero = section(config, "zero_optimization")
     return section(zero, "offload_optimizer").get("device") == "cpu" or flag(zero.get("cpu_offload"))
 
@@ -128,7 +128,7 @@ def _refuse(key: str, found: Any, why: str, way_out: str = "Drop the key"):
 
 
 def check_deepspeed_config(config: Mapping[str, Any]) -> None:
-    """Raises CoatConfigError where DeepSpeed would drive CoatAdamW in a way that is not known to be right."""
+    """Raises CoatConfigError if DeepSpeed would run CoatAdamW in a way that is not known to be correct."""
     _check_zero(section(config, "zero_optimization"))
     _check_precision(config)
     if section(config, "optimizer").get("legacy_fusion") and not stage_of(config):
@@ -188,7 +188,7 @@ def _check_precision(config: Mapping[str, Any]) -> None:
     if enabled(config, "amp"):
         _refuse("amp.enabled", True, "apex would cast CoatAdamW's states", 'Use "bf16": {"enabled": true}')
     autocast = section(config, "torch_autocast")
-    # no field of pydantic's: any word switches it on
+    # not a pydantic field: any non-empty string switches it on
     if autocast.get("enabled") and str(autocast.get("dtype")).removeprefix("torch.") in FP16_NAMES:
         _refuse(
             "torch_autocast.dtype",
@@ -199,12 +199,12 @@ def _check_precision(config: Mapping[str, Any]) -> None:
 
 
 def has_optimizer(config: Mapping[str, Any]) -> bool:
-    """Whether the config names an optimizer. DeepSpeed takes `{"type": null}` for none."""
+    """Whether the config names an optimizer. DeepSpeed reads `{"type": null}` as no optimizer."""
     return config.get("optimizer") not in (None, {"type": None})
 
 
 def optimizer_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The `"optimizer"` section. Raises CoatConfigError for one of another form than DeepSpeed's."""
+    """The `"optimizer"` section. Raises CoatConfigError if it does not have DeepSpeed's form."""
     found = config.get("optimizer")
     if not isinstance(found, Mapping):
         raise CoatConfigError(
@@ -286,11 +286,11 @@ def optimizer_options(config: Mapping[str, Any]) -> dict[str, Any]:
 def no_conversion(
     config: Mapping[str, Any], activations: ActivationsConfig, device: torch.device | None = None
 ) -> str | None:
-    """Why no model can be converted under this config on this device, or without one on any; None if one
-    can."""
+    """Why no model can be converted under this config on `device`, or on any device without one; None if
+    models can be converted."""
     if enabled(config, "fp16"):
         return "fp16.enabled is true, and converted layers compute in BF16 or FP32"
     if device is not None and device.type == "cuda" and not activations.emulate and not has_fp8_gemm(device):
         found = ".".join(map(str, capability(device)))
-        return f"this GPU has compute capability {found}, and FP8 products need 8.9"
+        return f"this GPU has compute capability {found}, and FP8 GEMMs need 8.9"
     return None

@@ -1,4 +1,4 @@
-"""What is done before and after a DeepSpeed engine with the `"coat"` block is built."""
+"""The work before and after a DeepSpeed engine with the `"coat"` block is built."""
 
 import functools
 import logging
@@ -36,7 +36,7 @@ DESTROY = Patch(
     "end of an engine",
     "deepspeed",
     "deepspeed.runtime.engine:DeepSpeedEngine.destroy",
-    "converted layers are given back",
+    "converted layers become stock layers again",
     parameters=(),
 )
 TESTED = Patch(
@@ -48,26 +48,26 @@ TESTED = Patch(
     used_by="DeepSpeedEngine",
 )
 
-# the units of the engine that was last prepared of a model, which alone gives the model's layers back
+# by model, the units of the last engine that was prepared; only that engine restores the model's layers
 _last: weakref.WeakKeyDictionary[torch.nn.Module, LayerUnits] = weakref.WeakKeyDictionary()
 
 
 class Prepared(NamedTuple):
-    """What `finish` needs of `prepare`."""
+    """The results of `prepare` that `finish` needs."""
 
     coat: CoatConfig
     model: torch.nn.Module | None
     """None if the block is disabled."""
     why: str
-    """Why linear layers that stay as they are do."""
+    """Why linear layers outside the converted ones were not converted."""
     units: LayerUnits
 
 
 def prepare(arguments: dict[str, Any]) -> Prepared:
-    """Before `DeepSpeedEngine` is built of `arguments`, by name: checks them, exchanges the optimizer, has
-    the layers do what the block says, and chooses those that are to be units of ZeRO-3.
+    """Runs before `DeepSpeedEngine` is built from `arguments`, a dict by name: checks them, replaces the
+    optimizer, configures the layers by the block, and chooses the layers that become units of ZeRO-3.
 
-    Raises CoatConfigError for what cannot be honoured.
+    Raises CoatConfigError for unsupported arguments.
     """
     config_class = arguments["config_class"]
     config, optimizer = config_class._param_dict, arguments.get("optimizer")
@@ -82,7 +82,7 @@ def prepare(arguments: dict[str, Any]) -> Prepared:
     if coat.enabled and coat.optimizer.enabled:
         TESTED.apply(lambda tested: lambda optimizer: isinstance(optimizer, CoatAdamW) or tested(optimizer))
         arguments["optimizer"] = optimizer_for_engine(coat, config, optimizer, arguments["model"])
-        # DeepSpeed would otherwise refuse any optimizer but its own where states are offloaded
+        # DeepSpeed would otherwise refuse all optimizers except its own when states are offloaded
         config_class.zero_force_ds_cpu_optimizer = False
     model = arguments["model"] if coat.enabled else None
     why = "" if model is None else _prepare_layers(model, coat, config)
@@ -95,13 +95,13 @@ def prepare(arguments: dict[str, Any]) -> Prepared:
 def _prepare_layers(model: torch.nn.Module, coat: CoatConfig, config: Mapping[str, Any]) -> str:
     from deepspeed.accelerator import get_accelerator
 
-    # of an earlier engine
+    # undo the changes of an earlier engine
     recompute.keep_inputs(model)
     if (units := _last.get(model)) is not None:
         units.undo()
     obstacle = no_conversion(config, coat.activations, torch.device(get_accelerator().current_device_name()))
     if enabled(config, bf16_key(config)) and any(p.dtype == torch.float16 for p in model.parameters()):
-        # as DeepSpeed does next; layers in FP16 cannot be converted
+        # DeepSpeed does this next; layers in FP16 cannot be converted
         model.bfloat16()
     why = prepare_layers(model, coat.activations, "activations" in config.get("coat", {}), obstacle)
     if coat.require:
@@ -115,7 +115,7 @@ def _prepare_layers(model: torch.nn.Module, coat: CoatConfig, config: Mapping[st
 
 
 def finish(engine, prepared: Prepared) -> None:
-    """After `engine` was built of what `prepare` left."""
+    """Runs after `engine` was built from the arguments that `prepare` changed."""
     from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
     coat, why, units = prepared.coat, prepared.why, prepared.units
@@ -134,7 +134,7 @@ def finish(engine, prepared: Prepared) -> None:
         read_both_layouts(engine.optimizer)
         guard_checkpoints(engine)
         inner = engine.basic_optimizer
-        # the script's own has said so far what it said in Python's log
+        # the script's own CoatAdamW has used Python's logging so far
         inner.log = say
         way_out = "Set bf16.bf16_master_weights_and_grads and bf16.bf16_optimizer_states, from ZeRO 1 on"
         if engine.zero_optimization_stage() == 1 and isinstance(engine.optimizer, BF16_Optimizer):
@@ -162,7 +162,7 @@ def finish(engine, prepared: Prepared) -> None:
 
 
 def _mark_gradients(model: torch.nn.Module, leave: bool) -> None:
-    """Tells layers, which ask before they are recorded as CUDA graphs, whether gradients `leave_early`."""
+    """Marks parameters whose gradients `leave_early`; layers read the mark before they record CUDA graphs."""
     for p in model.parameters():
         if leave:
             setattr(p, LEAVES, True)
@@ -171,7 +171,7 @@ def _mark_gradients(model: torch.nn.Module, leave: bool) -> None:
 
 
 def give_back(prepared: Prepared) -> None:
-    """Gives the model's layers back, unless a later engine has it. May be called again."""
+    """Restores the model's stock layers, unless a later engine has the model. May be called repeatedly."""
     prepared.units.undo()
     model = prepared.model
     if model is None or _last.get(model) is not prepared.units:

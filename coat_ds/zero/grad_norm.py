@@ -1,7 +1,7 @@
-"""The norm of ZeRO's gradients, and whether one is inf or NaN, by one operation over all of them.
+"""The norm of ZeRO's gradients, and whether any is inf or NaN, by one operation over all gradients.
 
-DeepSpeed reads one gradient after the other, in about ten launches each, and copies it to FP64: the GPU waits
-for the CPU, and moves ten times the bytes.
+DeepSpeed reads one gradient after the other, in about ten launches each, and copies it to FP64. So the GPU
+waits for the CPU and moves ten times the bytes.
 """
 
 import functools
@@ -35,22 +35,22 @@ OVERFLOW = Patch(
 
 
 def _norms(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
-    """L2 norms, summed in FP64 as DeepSpeed's are, so that only inf and NaN make one inf or NaN."""
+    """L2 norms, summed in FP64 as in DeepSpeed, so that a norm is inf or NaN only if a gradient is."""
     return torch._foreach_norm(gradients, 2, dtype=torch.float64)
 
 
 def batch_gradient_norms(wrapper) -> None:
-    """Has ZeRO 1, 2 or 3 read the gradients of a parameter group in one go for their norm; ZeRO 1 and 2 read
-    all of them once for that and for inf and NaN.
+    """Has ZeRO 1, 2 or 3 compute the norm of a parameter group's gradients by one operation. ZeRO 1 and 2
+    read all gradients once for both the norm and the check for inf and NaN.
 
-    wrapper: what DeepSpeed put around the optimizer. One without such methods is left alone, and so are
-    gradients on the CPU under offloading.
+    wrapper: DeepSpeed's wrapper of the optimizer. A wrapper without these methods is not changed, and neither
+    is the norm of gradients that are on the CPU with offloading.
     DeepSpeed still filters and reduces: its own method gets one vector of norms for each kind of parameter
-    in place of the gradients. The result differs by the order of sums in FP64.
+    in place of the gradients. The result differs only by the order of FP64 sums.
     """
     if not hasattr(wrapper, "get_grad_norm_direct"):
         return
-    # what the check has read of each gradient, for the norm: a step asks for one right after the other
+    # the norm of each gradient from the check: a step computes the total norm right after it
     known = WeakTensorKeyDictionary()
     if not hasattr(wrapper, "bit16_groups"):
         # ZeRO-3 checks its flat buffer
@@ -61,13 +61,13 @@ def batch_gradient_norms(wrapper) -> None:
 
 
 def _norm_by_kinds(ask: Callable, known: WeakTensorKeyDictionary) -> Callable:
-    """DeepSpeed's `ask` for a norm, given one vector of norms for each kind of parameter."""
+    """DeepSpeed's function `ask` for the norm, called with one vector of norms for each kind of parameter."""
     from deepspeed.runtime.constants import PIPE_REPLICATED
     from deepspeed.runtime.utils import is_model_parallel_parameter
 
     @functools.wraps(ask)
     def norm(gradients, params, norm_type=2):
-        # padding, which is zero, stands for no parameter
+        # padding, which is zero, belongs to no parameter
         gradients = [g for g in gradients if not getattr(g, "_zero_padding", False)]
         if norm_type != 2:
             return ask(gradients, params, norm_type)
@@ -79,7 +79,7 @@ def _norm_by_kinds(ask: Callable, known: WeakTensorKeyDictionary) -> Callable:
         for found, p in zip(norms, params, strict=False):
             kind = is_model_parallel_parameter(p), getattr(p, PIPE_REPLICATED, False)
             alike.setdefault(kind, (p, []))[1].append(found)
-        # a norm of norms; ZeRO-3 looks at the groups of all parameters
+        # a norm of norms; ZeRO-3 reads the process groups of all parameters
         return ask(
             [torch.stack(found) for _, found in alike.values()], [*(p for p, _ in alike.values()), *params]
         )
@@ -88,7 +88,7 @@ def _norm_by_kinds(ask: Callable, known: WeakTensorKeyDictionary) -> Callable:
 
 
 def _overflow_and_norms(wrapper, look: Callable, known: WeakTensorKeyDictionary) -> Callable:
-    """DeepSpeed's `look` for inf and NaN, by norms that it leaves in `known`."""
+    """DeepSpeed's check `look` for inf and NaN, computed from norms, which it stores in `known`."""
 
     @functools.wraps(look)
     def has_overflow() -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Gradients that ZeRO hands to the optimizer in 16 bits."""
+"""Gradients that ZeRO passes to the optimizer in 16 bits."""
 
 import functools
 from collections.abc import Callable
@@ -48,19 +48,19 @@ FLATTEN = Patch(
 
 
 def keep_gradients_narrow(wrapper) -> None:
-    """Has a DeepSpeed optimizer of ZeRO 1, 2 or 3 hand its gradients over as they are.
+    """Has a DeepSpeed optimizer of ZeRO 1, 2 or 3 pass its gradients on in 16 bits.
 
-    The step of ZeRO 1 and 2 first calls `_get_preflattened_grad_partition`. Here it returns the 16-bit
-    gradients, so that DeepSpeed makes no FP32 copy. DeepSpeed 0.18 has no such method and makes the copy.
-    DeepSpeed 0.19.8 can reduce gradients into a flat tensor, which that method returns as it is. Others keep
-    one tensor for each parameter, and the step copies them into a flat one.
+    The step of ZeRO 1 and 2 first calls `_get_preflattened_grad_partition`. The patched method returns the
+    16-bit gradients, so that DeepSpeed makes no FP32 copy. DeepSpeed 0.18 has no such method and makes the
+    copy. DeepSpeed 0.19.8 can reduce gradients into a flat tensor, which that method then returns. Other
+    versions keep one tensor for each parameter, and the step copies them into a flat tensor.
     """
     if hasattr(wrapper, "_prepare_fp32_grad_for_sub_group"):
         PREPARE.apply(lambda prepare: _narrow_sub_group(wrapper, prepare), on=wrapper)
         return
     if hasattr(wrapper, "_get_preflattened_grad_partition"):
         PARTITION.apply(lambda ask: _narrow_partition(wrapper, ask), on=wrapper)
-    # an offloaded optimizer's gradients leave the GPU one by one
+    # with an offloaded optimizer gradients leave the GPU one by one
     on_gpu = hasattr(wrapper, "_use_compact_grad_partition_buffer") and not wrapper.cpu_offload
     # DeepSpeed does so in FP32 itself
     if on_gpu and wrapper.contiguous_gradients and wrapper.gradient_accumulation_dtype == wrapper.dtype:
@@ -69,8 +69,8 @@ def keep_gradients_narrow(wrapper) -> None:
 
 
 def leave_early(wrapper) -> bool:
-    """Whether gradients leave their parameters during backward under a DeepSpeed optimizer that
-    `keep_gradients_narrow` has seen: those of ZeRO-2, for the flat tensor that the step reads, or the CPU."""
+    """Whether gradients leave their parameters during backward, after `keep_gradients_narrow` was called for
+    this wrapper. ZeRO-2's do, for the flat tensor that the step reads, or for the CPU."""
     ask = getattr(wrapper, "_use_compact_grad_partition_buffer", None)
     if ask is None or not wrapper.partition_gradients:
         return False
@@ -78,11 +78,11 @@ def leave_early(wrapper) -> bool:
 
 
 def _without_old_gradients(wrapper, begin: Callable) -> Callable:
-    """Separate tensors are written over by the next backward. A flat one would be added to."""
+    """Drops old gradients before a backward: it overwrites separate tensors, but would add to a flat one."""
 
     @functools.wraps(begin)
     def prologue() -> None:
-        # as of the backward before
+        # the boundary as of the backward before
         if wrapper.is_gradient_accumulation_boundary():
             for group in wrapper.averaged_gradients:
                 wrapper.averaged_gradients[group] = None
@@ -96,7 +96,7 @@ def _narrow_partition(wrapper, ask: Callable) -> Callable:
     def partition(group: int) -> torch.Tensor | None:
         flat = ask(group)
         if flat is None:
-            # with the padding of the last rank's
+            # includes the padding of the last rank's partition
             flat = wrapper.flatten(wrapper.averaged_gradients[group])
         return _as_wide_as(wrapper.single_partition_of_fp32_groups[group], flat)
 

@@ -1,4 +1,4 @@
-"""What DeepSpeed does with an optimizer's states beside stepping: checkpoints and offloading."""
+"""DeepSpeed's other uses of an optimizer's states: checkpoints and offloading."""
 
 import contextlib
 import functools
@@ -53,10 +53,10 @@ SAVE = Patch(
 
 
 def link_states(engine) -> None:
-    """Creates all states, and links them to the model's parameters where ZeRO does that.
+    """Creates all states, and links them to the model's parameters if ZeRO does that.
 
-    DeepSpeed links once, after the first parameter group's first step: states made later, and those of a
-    checkpoint, would never be found by `safe_get_full_optimizer_state`.
+    DeepSpeed links once, after the first step of the first parameter group. `safe_get_full_optimizer_state`
+    would never find states that are created later, or loaded from a checkpoint.
     """
     engine.basic_optimizer.init_states()
     if hasattr(engine.optimizer, "_lazy_init_hp_params_optimizer_state"):
@@ -65,7 +65,7 @@ def link_states(engine) -> None:
 
 
 def _unlink_states(engine) -> None:
-    """Drops the views of states that parameters have, so that a moment is gone when a loaded one comes."""
+    """Drops the parameters' views of states, so that a moment is freed before a loaded one replaces it."""
     for p in engine.module.parameters():
         if (mapping := getattr(p, "_hp_mapping", None)) is not None and mapping.optim_fragment:
             mapping.optim_fragment.clear()
@@ -82,7 +82,7 @@ def _loading(engine, load: Callable) -> Callable:
     def load_checkpoint(*args, **kwargs):
         optimizer = engine.basic_optimizer
         optimizer.take_arrivals()
-        # a universal checkpoint brings options of the parameter groups that it was saved with
+        # a universal checkpoint overwrites options of the parameter groups by its saved ones
         own = optimizer.layout_options()
         if universal := engine.load_universal_checkpoint():
             for group in optimizer.param_groups:
@@ -94,16 +94,16 @@ def _loading(engine, load: Callable) -> Callable:
                 result = load(*args, **kwargs)
             saved = [_named_by_checkpoint(group) for group in optimizer.param_groups]
         except BaseException:
-            # An interrupt, too, leaves the engine as a refused load does: as it was, and linked. Where a load
-            # broke off halfway, states may not be there to link. It is the load's own error that is raised.
+            # After an interrupt, as after a refused load, the engine is unchanged and linked. If a load
+            # failed halfway, states to link may be missing. The load's own error is raised.
             with contextlib.suppress(Exception):
                 link_states(engine)
             raise
         finally:
             optimizer.restore_layout_options(own)
         if hasattr(engine.optimizer, "_link_all_hp_params"):
-            # a universal load of 0.18 to 0.19.5 leaves parameters linked to copies of a moment instead of
-            # their masters, as tests with 0.18.9 see; one of 0.19.8 does not
+            # a universal load in DeepSpeed 0.18 to 0.19.5 leaves parameters linked to copies of a moment
+            # instead of their masters (tests with 0.18.9 check this); 0.19.8 does not
             engine.optimizer._link_all_hp_params()
         link_states(engine)
         arrived = optimizer.take_arrivals()
@@ -120,7 +120,7 @@ class _Own(str):
 
 
 def _named_by_checkpoint(group: dict[str, Any]) -> FormatNames:
-    """As `formats_of`, of a parameter group that was loaded in place."""
+    """`formats_of` for a parameter group that was loaded in place."""
     return formats_of({name: value for name, value in group.items() if not isinstance(value, _Own)})
 
 
@@ -141,9 +141,9 @@ def _saves_by_torch(engine) -> bool:
 
 
 def guard_offloading(engine) -> None:
-    """Lets `offload_states` and `reload_states` move the states as they are stored.
+    """Has `offload_states` and `reload_states` move the states as codes.
 
-    By itself DeepSpeed pins an FP32 tensor in place of a moment, and ZeRO-3 moves FusedAdam's states alone.
+    Otherwise DeepSpeed pins an FP32 tensor in place of a moment, and ZeRO-3 moves FusedAdam's states only.
     """
     wrapper = engine.optimizer
     if not hasattr(wrapper, "offload_states"):
@@ -182,7 +182,7 @@ def _reloading(engine, reload: Callable) -> Callable:
         moved = []
         if states in wrapper.offloaded_states:
             device = get_accelerator().current_device_name()
-            # a copy that is under way still reads what is in the CPU's memory; DeepSpeed waits for it
+            # keeps the CPU tensors alive while an asynchronous copy reads them; DeepSpeed waits for it
             moved = _move_states(engine.basic_optimizer, device, False, non_blocking)
         with _without_states(wrapper):
             reload(non_blocking=non_blocking)
@@ -194,7 +194,8 @@ def _reloading(engine, reload: Callable) -> Callable:
 
 @contextlib.contextmanager
 def _without_states(wrapper) -> Iterator[None]:
-    """Within it `wrapper` finds an optimizer of the kind that ZeRO-3 asks for, with nothing to be moved."""
+    """A context in which the optimizer of `wrapper` is an empty FusedAdam, the class that ZeRO-3 requires, so
+    that DeepSpeed moves no states."""
     from deepspeed.ops.adam import FusedAdam
 
     empty = FusedAdam.__new__(FusedAdam)
@@ -210,7 +211,7 @@ def _without_states(wrapper) -> Iterator[None]:
 def _move_states(
     optimizer: CoatAdamW, device: str, pin_memory: bool, non_blocking: bool
 ) -> list[torch.Tensor]:
-    """Puts all states on `device`, into pinned memory if they come from a GPU; returns what they were."""
+    """Puts all states on `device`, into pinned memory if they come from a GPU. Returns the old tensors."""
     moved = []
     for state in optimizer.state.values():
         first, second = (state.get(name) for name in MOMENTS)
@@ -219,7 +220,7 @@ def _move_states(
             if isinstance(value, torch.Tensor) and name != "step":
                 moved.append(value)
                 pinned = pin_memory and value.device.type != "cpu"
-                # by itself it would take a copy of the second moment along
+                # a relative moment in a pair would copy its second moment too
                 held = first.alone() if together and value is first else value
                 target = torch.empty_like(held, device=device, pin_memory=pinned)
                 state[name] = target.copy_(held, non_blocking=non_blocking)

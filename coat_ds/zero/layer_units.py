@@ -1,27 +1,26 @@
-"""Whole layers as ZeRO-3's units, in place of each of their modules.
+"""Whole layers as ZeRO-3's units, in place of their single modules.
 
 Stage 3 puts hooks and autograd nodes around every module. For the small modules of a layer these take more
 CPU time than the modules themselves. A unit has one pair of nodes: its weights are gathered when it begins
 and released when it ends, forward and backward.
 
-DeepSpeed's leaf modules are nearly that. We mark a layer as a leaf while the engine is built, which keeps
-hooks away from its parts. Then we remove the mark and register the layer's parameters as its own "external"
-ones, because a leaf has two faults:
+DeepSpeed's leaf modules are nearly such units. We mark a layer as a leaf while the engine is built, so that
+its parts get no hooks. Then we remove the mark and register the layer's parameters as its own "external"
+parameters, because a leaf has two faults:
 
 - DeepSpeed reduces all gradients of a leaf in one hook after its backward. If the layer ran forward twice, or
-  nothing needs the gradient of its input, they are not complete then. In a unit each gradient is reduced when
-  it is ready, as in other modules, and none is held until the layer ends.
-- DeepSpeed keeps parameters gathered that a following module owns. It does not see the parameters of a leaf's
-  parts. Embeddings would stay gathered until the step ends.
+  the gradient of its input is not needed, the gradients are not complete by then. In a unit each gradient is
+  reduced when it is ready, as in other modules, and is not held until the layer ends.
+- DeepSpeed keeps parameters gathered if a following module owns them. It does not see the parameters of a
+  leaf's parts. Embeddings would stay gathered until the step ends.
 
-DeepSpeed prefetches until `stage3_prefetch_bucket_size` elements are under way: by default a quarter of a
-large layer, and the GPU waits for the rest. Where the config does not set this size, we set it to a whole
-unit's.
+DeepSpeed prefetches up to `stage3_prefetch_bucket_size` elements: by default a quarter of a large layer, and
+the GPU waits for the rest. If the config does not set this size, we set it to the size of a whole unit.
 
-DeepSpeed's nodes see positional arguments only, and Megatron passes `hidden_states` by name. A unit makes it
-positional; otherwise nothing would be released in backward.
+DeepSpeed's nodes process positional arguments only, and Megatron passes `hidden_states` by name. A unit makes
+it positional; otherwise backward would release no weights.
 
-A layer says that it can be a unit by an attribute `zero3_unit`, False; it is True while the layer is a unit.
+An attribute `zero3_unit`, False, marks a layer that can be a unit; it is True while the layer is a unit.
 Converted layers of Hugging Face's models are units too.
 """
 
@@ -36,7 +35,7 @@ from coat_ds.layers.modules.replaced import replaced
 from coat_ds.patches import Patch
 
 INPUT = "hidden_states"
-# layers without that attribute, with the classes derived from them: Megatron's, and Hugging Face's
+# classes of layers without `zero3_unit`, Megatron's and Hugging Face's; subclasses count too
 OTHERS = (
     "megatron.core.transformer.transformer_layer.TransformerLayer",
     "megatron.core.ssm.mamba_layer.MambaLayer",
@@ -56,15 +55,15 @@ REGISTERS = Patch(
     "units of ZeRO-3",
     "deepspeed",
     "deepspeed.runtime.zero.parameter_offload:DeepSpeedZeRoOffload._register_deepspeed_module",
-    "units stay units where somebody puts hooks back, as TRL does behind each generation",
+    "units stay units when hooks are registered again, as TRL does after each generation",
     parameters=("module", "..."),
 )
 
 
 class LayerUnits:
-    """The layers of `model` that are to be units of ZeRO-3, and why others are not.
+    """The layers of `model` that become units of ZeRO-3, and why other layers do not.
 
-    wanted: the block's `zero3_layer_units`. zero: DeepSpeed's config of ZeRO; nothing is done below stage 3.
+    wanted: the block's `zero3_layer_units`. zero: DeepSpeed's config of ZeRO; no units below stage 3.
     """
 
     def __init__(self, model: torch.nn.Module | None, wanted: str | bool, zero):
@@ -101,7 +100,7 @@ class LayerUnits:
             self._zero.prefetch_bucket_size = max(self._zero.prefetch_bucket_size, largest)
 
     def complete(self, optimizer) -> None:
-        """After the engine with this `optimizer` was built: makes units of the chosen layers."""
+        """Makes the chosen layers units, after the engine with this `optimizer` was built."""
         from deepspeed.runtime.zero.partition_parameters import register_external_parameter
 
         for name, layer in list(self.chosen.items()):
@@ -111,19 +110,19 @@ class LayerUnits:
                 continue
             for p in layer.parameters():
                 register_external_parameter(layer, p)
-            # in front of DeepSpeed's own
+            # runs before DeepSpeed's own hooks
             hook = layer.register_forward_pre_hook(_input_first, prepend=True, with_kwargs=True)
             self._handles[layer] = hook
             layer.zero3_unit = True
         if self.chosen:
-            # an engine without an optimizer has it in the optimizer's place
+            # in an engine without an optimizer, the offload object is in the optimizer's place
             self._offload = getattr(optimizer, "parameter_offload", optimizer)
             REGISTERS.apply(self._hooks_around, on=self._offload)
 
     def _hooks_around(self, register: Callable) -> Callable:
         @functools.wraps(register)
         def register_around(module, *args, **kwargs):
-            # it calls itself for the modules inside
+            # DeepSpeed's method calls itself for the modules inside
             if module is not self._offload.module:
                 return register(module, *args, **kwargs)
             units = list(self._handles)
@@ -134,7 +133,7 @@ class LayerUnits:
         return register_around
 
     def undo(self) -> None:
-        """Takes back what was done to the layers. May be called again."""
+        """Undoes all changes to the layers. May be called repeatedly."""
         if self._offload is not None:
             REGISTERS.remove(on=self._offload)
             self._offload = None
@@ -148,7 +147,7 @@ class LayerUnits:
         self.chosen, self._handles = {}, {}
 
     def idle_key(self) -> str | None:
-        """A line if the key asks for something that ZeRO of this stage does not do."""
+        """A line if the key is true and ZeRO's stage does not gather weights."""
         if self.wanted is not True or self._zero.stage == 3:
             return None
         return (
@@ -157,7 +156,7 @@ class LayerUnits:
         )
 
     def summary(self) -> str | None:
-        """For the log; None if no layer could be a unit."""
+        """A text for the log; None if the model has no layers that could be units."""
         if not self.chosen and not self.reasons:
             return None
         text = f"ZeRO-3 gathers {len(self.chosen)} of {len(self.chosen) + len(self.reasons)} layers whole"
@@ -171,7 +170,7 @@ class LayerUnits:
 
 
 def _layers(model: torch.nn.Module, wanted: str | bool) -> dict[str, torch.nn.Module]:
-    """Layers with parameters, by name, none of them inside of another."""
+    """Layers with parameters, by name; no layer is inside another one."""
     found: dict[str, torch.nn.Module] = {}
     inside: set[torch.nn.Module] = set()
     for name, module in model.named_modules():
@@ -182,7 +181,7 @@ def _layers(model: torch.nn.Module, wanted: str | bool) -> dict[str, torch.nn.Mo
 
 
 def _numel(p: torch.nn.Parameter) -> int:
-    """Elements of a parameter, also of one that ZeRO-3 has partitioned while the model was built."""
+    """Elements of a parameter, even if ZeRO-3 has partitioned it while the model was built."""
     return getattr(p, "ds_numel", p.numel())
 
 
@@ -207,7 +206,8 @@ def _users(model: torch.nn.Module) -> dict[torch.nn.Parameter, list[torch.nn.Mod
 def _obstacle(
     layer: torch.nn.Module, users: dict[torch.nn.Parameter, list[torch.nn.Module]], trained: bool
 ) -> str | None:
-    """Why `layer` cannot be a unit. Frozen ones can where nothing is `trained`, as of a reference model."""
+    """Why `layer` cannot be a unit; None if it can. A frozen layer can if the model is not `trained` at all,
+    such as a reference model."""
     parts = set(layer.modules())
     for p in layer.parameters():
         if trained and not p.requires_grad:
@@ -238,7 +238,7 @@ def _as_leaves(units: Iterable[torch.nn.Module]) -> Iterator[None]:
 
 
 def _forget_leaves(units: Iterable[torch.nn.Module]) -> None:
-    """Takes the mark away by which DeepSpeed knows a leaf's parameters."""
+    """Removes DeepSpeed's mark on a leaf's parameters."""
     for unit in units:
         for p in unit.parameters():
             vars(p).pop("ds_z3_leaf_module", None)
@@ -246,7 +246,7 @@ def _forget_leaves(units: Iterable[torch.nn.Module]) -> None:
 
 @contextlib.contextmanager
 def _gradients_one_by_one(units) -> Iterator[None]:
-    """Has a ZeRO-3 optimizer that is built meanwhile reduce each gradient of `units` when it is there."""
+    """A context in which a ZeRO-3 optimizer is built; it reduces gradients of `units` one by one."""
 
     def make(create: Callable) -> Callable:
         @functools.wraps(create)

@@ -4,7 +4,7 @@ import logging
 
 
 def say(text: str, level: int = logging.INFO) -> None:
-    """To DeepSpeed's log, on rank 0, whenever warnings are shown there: its own level hides others' news."""
+    """Logs to DeepSpeed's log, on rank 0, if it shows warnings: DeepSpeed's default level would hide INFO."""
     from deepspeed.utils.logging import get_dist_msg, logger
 
     message = get_dist_msg(text, ranks=[0])

@@ -1,8 +1,8 @@
-"""What the block's `activations` make of the layers of a model.
+"""How the block's `activations` configure the layers of a model.
 
-Layers that are built for COAT, Megatron's, take other options by `take_activations(activations)`, have those
-of now as `activations`, and `told_by` says who chose them, None if nobody did. Models without such layers are
-converted (`coat_ds.layers`).
+Layers that are built for COAT (Megatron's) have their present options as `activations` and take others by
+`take_activations(activations)`. Their `told_by` names the source of the options, None if they are defaults.
+Models without such layers are converted (`coat_ds.layers`).
 """
 
 import weakref
@@ -16,21 +16,21 @@ from coat_ds.layers.conversion import conversion_of, holder_of
 from coat_ds.layers.convert import convert_again, convert_silently, unconvert
 from coat_ds.layers.parallel.autotp import is_autotp
 
-# models that an engine has converted, and not the user
+# models that were converted by an engine and not by the user
 _of_engines: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def prepare_layers(
     model: nn.Module, activations: ActivationsConfig, said: bool, obstacle: str | None = None
 ) -> str:
-    """Has the layers of `model` do what the block says, in place. Returns why linear layers that stay do.
+    """Configures the layers of `model` by the block, in place. Returns why unconverted linear layers stay.
 
     said: whether the block has a key `activations`. Without it, layers that were built or converted for COAT
-        before keep their options; others are converted all the same.
-    obstacle: why the DeepSpeed config keeps a model from being converted.
-    Raises CoatConfigError for layers that somebody else told otherwise, if the block switches off layers that
-    the script asked for, and for what cannot be converted; RuntimeError if somebody has put something else in
-    the place of what an earlier engine converted.
+        before keep their options; other layers are converted all the same.
+    obstacle: why the DeepSpeed config prevents a conversion; None if it does not.
+    Raises CoatConfigError for layers with other options from another source, if the block switches off layers
+    that the script built in FP8, and for a model that cannot be converted. Raises RuntimeError if the layers
+    that an earlier engine converted were replaced since.
     """
     built = [(name, m) for name, m in model.named_modules() if hasattr(m, "take_activations")]
     if built:
@@ -38,7 +38,7 @@ def prepare_layers(
         return "the model's own"
     holder = holder_of(model)
     if holder in _of_engines:
-        # of another block, perhaps
+        # perhaps by an engine with another block
         unconvert(holder)
         _of_engines.discard(holder)
         holder = None
@@ -60,7 +60,7 @@ def prepare_layers(
             f'coat.activations.enabled: the model cannot be converted: {error} Or set "activations" to false.'
         ) from error
     if not conversion_of(model).found["linear"]:
-        # of Megatron's own layers, say, norms alone
+        # for example only the norms of Megatron's own layers
         unconvert(model)
         return "of a kind that is not converted"
     _of_engines.add(model)
@@ -68,19 +68,19 @@ def prepare_layers(
 
 
 def take_exchanged(model: nn.Module) -> None:
-    """Converts what AutoTP has put in the place of linear layers that an engine has converted."""
+    """Converts AutoTP's layers if they have replaced linear layers that an engine has converted."""
     if model in _of_engines and any(map(is_autotp, model.modules())):
         convert_again(model)
 
 
 def check_adapters(model: nn.Module, tensor_parallel: Mapping[str, Any]) -> None:
-    """Raises CoatConfigError where AutoTP would put linear layers in the place of PEFT's, without adapters.
+    """Raises CoatConfigError if AutoTP would replace PEFT's layers by linear layers without adapters.
 
     tensor_parallel: that section of the DeepSpeed config.
     """
     size = tensor_parallel.get("autotp_size", 0)
     adapted = [name for name, module in model.named_modules() if "base_layer" in module._modules]
-    # whose patterns may leave out layers with adapters
+    # the patterns of partition_config may leave out layers with adapters
     if size > 1 and adapted and "partition_config" not in tensor_parallel:
         raise CoatConfigError(
             f"tensor_parallel.autotp_size: found {size}, but the model has adapters of PEFT ({adapted[0]} "
@@ -90,9 +90,9 @@ def check_adapters(model: nn.Module, tensor_parallel: Mapping[str, Any]) -> None
 
 
 def undo(model: nn.Module) -> None:
-    """Gives back the layers of a model that an engine has converted.
+    """Restores the stock layers of a model that an engine has converted.
 
-    Raises RuntimeError if somebody has put something else in their place since.
+    Raises RuntimeError if the converted layers were replaced since.
     """
     if model in _of_engines:
         unconvert(model)
@@ -100,7 +100,7 @@ def undo(model: nn.Module) -> None:
 
 
 def _tell(built: list[tuple[str, nn.Module]], activations: ActivationsConfig, said: bool) -> None:
-    """Has layers that were built for COAT do what the block says."""
+    """Configures layers that were built for COAT by the block."""
     if not activations.enabled:
         raise CoatConfigError(
             "coat.activations.enabled: found False, but the model was built of layers that compute in FP8 "
@@ -115,13 +115,13 @@ def _tell(built: list[tuple[str, nn.Module]], activations: ActivationsConfig, sa
                 f"coat.activations.{key}: found {wanted!r}, but {name} was built with {found!r}, as "
                 f"{module.told_by} says. Make them equal, or drop one of the two."
             )
-    # what a module holds is asked by those around it
+    # inner modules first: outer modules read their options
     for _, module in reversed(others):
         module.take_activations(activations)
 
 
 def _check_converted(found: ActivationsConfig, wanted: ActivationsConfig, said: bool) -> None:
-    """Raises CoatConfigError if the script has converted its model otherwise than the block says."""
+    """Raises CoatConfigError if the script has converted its model with other options than the block's."""
     if said and found != wanted:
         key, has, says = difference(found, wanted)
         raise CoatConfigError(

@@ -1,13 +1,13 @@
-"""ZeRO-3's hooks of layers that are no units (`layer_units`): notes on tensors survive, and modules without
-weights are passed by.
+"""ZeRO-3's hooks on layers that are no units (`layer_units`): they keep notes on tensors, and skip modules
+without weights.
 
 Stage 3 passes the inputs and outputs of every module through autograd nodes, which gather its weights for
-backward and release them again. A node returns another tensor object, without the notes of
-`coat_kernels.autograd.origin`. Without the note a linear layer behind a norm would save its input once more.
-We copy the notes behind each node. And every module pays the CPU time of its nodes, though only modules with
-weights have something to gather: the others get none.
+backward and release them afterwards. A node returns another tensor object, without the notes of
+`coat_kernels.autograd.origin`. Without the note a linear layer after a norm would save its input a second
+time. We copy the notes after each node. Nodes also cost CPU time in every module, but only modules with
+weights have anything to gather: we drop the nodes of the others.
 
-Units have no nodes between their modules. Layers with frozen parameters need this, and all layers if
+Units have no nodes between their modules. Layers with frozen parameters need this patch, and all layers if
 `zero3_layer_units` is false.
 """
 
@@ -19,7 +19,7 @@ import torch
 from coat_ds.patches import Patch
 from coat_kernels.autograd.origin import share_notes
 
-# where DeepSpeed's hooks look up the functions of a module
+# the attributes in which DeepSpeed's hooks find the nodes of a module
 NODES = tuple(
     Patch(
         "ZeRO-3's nodes",
@@ -33,13 +33,13 @@ NODES = tuple(
 
 
 class _Node:
-    """A node of DeepSpeed's that copies the notes of tensors of `module`. With `only_weights` it does nothing
-    where the module has no weights to gather.
+    """A node of DeepSpeed that copies the notes on tensors of `module`. With `only_weights` it does nothing
+    if the module has no weights to gather.
     """
 
     def __init__(self, module: torch.nn.Module, function: type[torch.autograd.Function], only_weights: bool):
         self.module, self.function, self.only_weights = module, function, only_weights
-        # torch asks for the signature in each call, and computes it each time unless it is stored
+        # torch reads the signature in each call, and computes it each time unless it is stored
         function.forward.__signature__ = inspect.signature(function.forward)
 
     def apply(self, x: torch.Tensor) -> torch.Tensor:
@@ -48,13 +48,13 @@ class _Node:
         if self.only_weights and not _has_weights(self.module):
             return x
         y = self.function.apply(x)
-        # weights change behind autograd's back
+        # autograd does not see all changes of weights, so weights share no notes
         return y if isinstance(x, torch.nn.Parameter) else share_notes(x, y)
 
 
 def _has_weights(module: torch.nn.Module) -> bool:
-    """Whether DeepSpeed gathers anything for this very module: weights of its own, of others that it has been
-    found to use, or those of all its parts."""
+    """Whether DeepSpeed gathers weights for this module: its own, "external" ones that it uses, or, for a
+    leaf, those of all its parts."""
     own = vars(module)
     return bool(own["_parameters"] or own.get("_external_params") or own.get("_z3_leaf"))
 
@@ -62,7 +62,7 @@ def _has_weights(module: torch.nn.Module) -> bool:
 def lighten_module_hooks(model: torch.nn.Module) -> None:
     """Patches the nodes of ZeRO-3's hooks of `model`, if there are any.
 
-    Where a parameter is frozen every module keeps its nodes: DeepSpeed releases frozen weights that a
+    If any parameter is frozen, every module keeps its nodes: DeepSpeed releases the frozen weights that a
     recomputed forward has gathered after the backward of any module, with or without weights.
     """
     only_weights = all(p.requires_grad for p in model.parameters())

@@ -1,4 +1,4 @@
-"""DeepSpeed gives flat tensors to the optimizer: which parts of which parameters each holds."""
+"""The flat tensors that DeepSpeed passes to the optimizer, and the parts of parameters in each of them."""
 
 import functools
 from collections.abc import Iterator
@@ -10,10 +10,10 @@ from coat_ds.optim.optimizer import CoatAdamW
 
 
 def link_partitions(wrapper, optimizer: CoatAdamW) -> None:
-    """Tells `optimizer` what each flat tensor of `wrapper` is composed of, and creates its states.
+    """Passes the fragments of each flat tensor of `wrapper` to `optimizer`, and creates its states.
 
-    wrapper: what DeepSpeed put around the optimizer: ZeRO 1, 2 or 3, BF16_Optimizer, stage 0's
-    FP16_Optimizer, or anything that hands over the parameters as they are.
+    wrapper: DeepSpeed's wrapper of the optimizer: ZeRO 1, 2 or 3, BF16_Optimizer, stage 0's FP16_Optimizer,
+    or any other wrapper that passes the parameters on unchanged.
     """
     for group_index, flat, placed in partitions(wrapper, len(optimizer.param_groups)):
         group = optimizer.param_groups[group_index]
@@ -27,7 +27,7 @@ Placed = tuple[torch.Tensor, int, int, int]
 
 
 def partitions(wrapper, groups: int) -> Iterator[tuple[int, torch.Tensor, Iterator[Placed]]]:
-    """Parameter group, flat tensor, and (parameter, start in the flat tensor, numel, offset in itself)."""
+    """Parameter group, flat tensor, and (parameter, start in the flat tensor, numel, offset in parameter)."""
     if hasattr(wrapper, "fp32_partitioned_groups_flat"):
         flats, params = wrapper.fp32_partitioned_groups_flat, wrapper.fp16_groups
         indices, place = [wrapper.sub_group_to_group_id[i] for i in range(len(flats))], _in_stage3
@@ -47,8 +47,8 @@ def partitions(wrapper, groups: int) -> Iterator[tuple[int, torch.Tensor, Iterat
 
 
 def _in_shares(wrapper, index: int) -> Iterator[Placed]:
-    """Where ZeRO 1 and 2 put gradients. With `round_robin_gradients` parameters lie in another order than in
-    their group, and what is noted on them (`_hp_mapping`) does not always follow.
+    """The places where ZeRO 1 and 2 put gradients. With `round_robin_gradients` the order of parameters
+    differs from their group's, and DeepSpeed's notes on them (`_hp_mapping`) are not always right.
     """
     rank = torch.distributed.get_rank(wrapper.real_dp_process_group[index])
     starts, offsets = (
@@ -56,13 +56,13 @@ def _in_shares(wrapper, index: int) -> Iterator[Placed]:
     )
     for p in wrapper.params_in_partition[index]:
         number = wrapper.get_param_id(p)
-        # DeepSpeed 0.18 has them as float
+        # these are floats in DeepSpeed 0.18
         start, offset, size = map(int, (starts[number], offsets[number], wrapper.partition_size[index]))
         yield p, start, min(p.numel() - offset, size - start), offset
 
 
 def _in_fragments(params: list[torch.Tensor]) -> Iterator[Placed]:
-    """As BF16_Optimizer notes it on the parameters."""
+    """The places that BF16_Optimizer notes on the parameters."""
     for p in params:
         if p._hp_mapping:
             held = p._hp_mapping.hp_fragment_address

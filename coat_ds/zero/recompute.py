@@ -1,15 +1,15 @@
-"""FP8 inputs of what DeepSpeed recomputes, beside what torch does (`coat_kernels.autograd.checkpointing`).
+"""FP8 inputs of regions that DeepSpeed recomputes. For torch's see `coat_kernels.autograd.checkpointing`.
 
-`deepspeed.checkpointing.checkpoint` keeps the inputs of a region in an attribute of its autograd context.
-Autograd's hooks do not see them there. It looks up the class that does so, `CheckpointFunction`, in its
-module. A patch puts a subclass there. It does what DeepSpeed's class does, unless a module with the block
+`deepspeed.checkpointing.checkpoint` keeps the inputs of a region in an attribute of its autograd context,
+which autograd's hooks do not see. It looks up its autograd function, `CheckpointFunction`, in its module. A
+patch puts a subclass there. The subclass does what DeepSpeed's class does, unless a module with the block
 runs forward in the same thread. Then it marks the inputs `no_checkpointing`, so that DeepSpeed neither
 partitions nor offloads them, and keeps codes in their place:
 
-- under `partition_activations` the codes of this rank's share alone; gathering them is half of the traffic
-- under `cpu_checkpointing` the codes in CPU memory, copied on the stream that computes
+- with `partition_activations` the codes of this rank's share only; their all-gather has half the traffic
+- with `cpu_checkpointing` the codes in CPU memory, copied on the compute stream
 
-`non_reentrant_checkpoint` keeps inputs in a closure that nobody else reaches. It is left as it is.
+`non_reentrant_checkpoint` keeps inputs in a closure that no other code can reach. It is unchanged.
 """
 
 import contextlib
@@ -89,10 +89,10 @@ def compressed(group_size: int) -> Iterator[None]:
 
 
 def compress_inputs(module: torch.nn.Module, group_size: int) -> None:
-    """Has every forward pass of `module` run in `compressed`."""
+    """Runs every forward pass of `module` in `compressed`."""
     forward = module.forward
-    # not hooks, of which torch runs none after a KeyboardInterrupt; and no closure, since a copy of the
-    # module has to call its own forward
+    # not hooks, because torch runs none after a KeyboardInterrupt; and no closure, because a copy of the
+    # module must call its own forward
     module.forward = functools.update_wrapper(functools.partial(_in_compressed, forward, group_size), forward)
 
 
@@ -102,7 +102,7 @@ def keep_inputs(module: torch.nn.Module) -> None:
     if isinstance(forward, functools.partial) and forward.func is _in_compressed:
         del module.forward
         if module.forward != forward.args[0]:
-            # that of a converted layer, say
+            # for example the forward of a converted layer
             module.forward = forward.args[0]
 
 
@@ -144,21 +144,21 @@ def _shares(deepspeed: ModuleType) -> int:
 
 
 def _is_kept(deepspeed: ModuleType, x: Any) -> bool:
-    """Whether `x` is kept in FP8; DeepSpeed refuses tensors that do not divide among the ranks."""
+    """Whether `x` is kept in FP8; DeepSpeed refuses tensors that are not divisible by the number of ranks."""
     return is_activation(x) and not hasattr(x, "no_checkpointing") and x.numel() % _shares(deepspeed) == 0
 
 
 def _stand_in(deepspeed: ModuleType, x: torch.Tensor, group_size: int) -> torch.Tensor:
-    """An empty tensor that DeepSpeed fills in backward with what `saved_data.to(device)` gives."""
+    """An empty tensor that DeepSpeed fills in backward with the result of `saved_data.to(device)`."""
     empty = torch.empty(0, dtype=x.dtype, device=x.device, requires_grad=True)
     empty.saved_data = _Kept(deepspeed, x, group_size)
-    # whole when it is filled: not to be gathered again
+    # it is filled with the whole tensor: DeepSpeed must not all-gather it
     empty.no_checkpointing = True
     return empty
 
 
 class _Kept:
-    """An input as codes: this rank's share if activations are partitioned; in CPU memory if asked for."""
+    """An input as codes: this rank's share if activations are partitioned; in CPU memory if configured."""
 
     def __init__(self, deepspeed: ModuleType, x: torch.Tensor, group_size: int):
         self.shape, self.group, self.shares = x.shape, deepspeed.mp_group, _shares(deepspeed)
@@ -172,7 +172,7 @@ class _Kept:
             self.packed = self.packed.with_codes(*map(_on_cpu, (self.packed.codes, self.packed.exponent)))
 
     def to(self, device: torch.device) -> torch.Tensor:
-        """The input again, on `device`; a collective call if activations are partitioned."""
+        """The decoded input on `device`; a collective call if activations are partitioned."""
         codes, exponent = (t.to(device, non_blocking=True) for t in (self.packed.codes, self.packed.exponent))
         if self.shares == 1:
             return self.packed.with_codes(codes, exponent).unpack()
@@ -192,6 +192,6 @@ class _Kept:
 
 
 def _on_cpu(t: torch.Tensor) -> torch.Tensor:
-    # on the compute stream, as the copy back will be: nobody has to wait
+    # on the compute stream, as is the copy back: no synchronization is needed
     copy = torch.empty(t.shape, dtype=t.dtype, pin_memory=t.is_cuda)
     return copy.copy_(t, non_blocking=True)

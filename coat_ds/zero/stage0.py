@@ -1,8 +1,8 @@
-"""Checkpoints of ZeRO stage 0 in 16 bits, of either of DeepSpeed's two wrappers.
+"""Checkpoints of ZeRO stage 0 in 16 bits, from both of DeepSpeed's wrappers.
 
-DeepSpeed puts FP16_Optimizer around FusedAdam, with one flat master a parameter group, and
-FP16_UnfusedOptimizer around other optimizers, with a master for each parameter. Neither reads what the other
-wrote. Engines with COAT, whose optimizer is a FusedAdam to DeepSpeed, read both and write FP16_Optimizer's.
+DeepSpeed wraps FusedAdam in FP16_Optimizer, with one flat master per parameter group, and other optimizers in
+FP16_UnfusedOptimizer, with one master per parameter. Neither wrapper reads the other's checkpoints. Engines
+with COAT, whose optimizer is a FusedAdam to DeepSpeed, read both layouts and write FP16_Optimizer's.
 """
 
 import functools
@@ -24,7 +24,7 @@ LOAD = Patch(
 
 
 def read_both_layouts(wrapper) -> None:
-    """Has stage 0's `wrapper` load both layouts; other wrappers are left as they are."""
+    """Has stage 0's `wrapper` load both layouts; other wrappers are unchanged."""
     if not hasattr(wrapper, FLAT):
         return
 
@@ -32,7 +32,7 @@ def read_both_layouts(wrapper) -> None:
         @functools.wraps(load)
         def load_state_dict(packed: dict[str, Any] | None, *args, **kwargs):
             if packed is None:
-                # ZeRO's stand in files of their own, which stage 0 does not read
+                # ZeRO writes states into separate files, which stage 0 does not read
                 raise ValueError(
                     "load_checkpoint: found no optimizer states of stage 0 in the checkpoint. Go on at the "
                     "ZeRO stage that wrote it, or load the weights alone with load_optimizer_states=False."
@@ -47,10 +47,10 @@ def read_both_layouts(wrapper) -> None:
 
 
 def put_together(packed: dict[str, Any], params: Sequence[list[torch.Tensor]]) -> dict[str, Any]:
-    """FP16_UnfusedOptimizer's state dict as FP16_Optimizer's.
+    """FP16_UnfusedOptimizer's state dict in the layout of FP16_Optimizer.
 
     params: the model's parameters, by group.
-    Raises ValueError if they are not those of the state dict.
+    Raises ValueError if they do not match the state dict.
     """
     saved, states, groups = packed[STATES], {}, []
     if len(saved["param_groups"]) != len(params):
@@ -77,13 +77,14 @@ def put_together(packed: dict[str, Any], params: Sequence[list[torch.Tensor]]) -
         groups.append({**group, "params": [number]})
     flats = [torch.cat([m.detach().reshape(-1) for m in masters]) for masters in packed[APART]]
     rest = {key: value for key, value in packed.items() if key != APART}
-    # that COAT wrote it stays known
+    # keep the mark that COAT wrote it
     wrote = {"coat": saved["coat"]} if "coat" in saved else {}
     return {**rest, STATES: {"state": states, "param_groups": groups, **wrote}, FLAT: flats}
 
 
 def _joined(values: list[Any], params: list[torch.Tensor]) -> Any:
-    """The flat tensor of parts, None where a parameter had no gradient yet; of step counts the largest."""
+    """The parts as one flat tensor; for step counts the largest. A part is None, and counts as zeros, if its
+    parameter had no gradient yet."""
     known = [value for value in values if value is not None]
     if not isinstance(known[0], torch.Tensor) or not known[0].dim():
         return max(known, key=int)

@@ -1,4 +1,4 @@
-"""What COAT does in an engine: `engine.coat`. The log shows it."""
+"""What COAT does in an engine: `engine.coat`, which is also logged."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,26 +15,26 @@ from coat_ds.zero.layer_units import LayerUnits
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """What an engine has of COAT. `str()` of it is the line that rank 0 logs."""
+    """What COAT does in one engine. Its `str()` is the line that rank 0 logs."""
 
     config: CoatConfig
     """The block."""
 
     layers: Layers
-    """How many layers of this rank's model compute in FP8 and keep 8 bits, which do not, and why."""
+    """How many layers of this rank's model compute in FP8 and save 8 bits, and why others do not."""
 
     units: LayerUnits
     """The layers that ZeRO-3 gathers whole."""
 
     optimizer: torch.optim.Optimizer | None
-    """The CoatAdamW inside of DeepSpeed's wrappers; None if the block leaves the optimizer to DeepSpeed."""
+    """The CoatAdamW inside DeepSpeed's wrapper; None if `coat.optimizer` is disabled."""
 
     watch: Watch | None
-    """What measures it; None where nothing does."""
+    """The Watch that takes readings; None if the engine is not watched."""
 
     @property
     def states(self) -> dict[str, Any] | None:
-        """`state_bytes` of the optimizer as it is now; None if the block leaves it to DeepSpeed."""
+        """`state_bytes` of the optimizer now; None if `coat.optimizer` is disabled."""
         return None if self.optimizer is None else state_bytes(self.optimizer)
 
     def __str__(self) -> str:
@@ -49,9 +49,9 @@ class Status:
 
 
 def idle_layers(coat: CoatConfig, layers: Layers) -> str | None:
-    """A line if the block is to have linear layers compute in FP8, and none does; None if all is well.
+    """A warning if the block enables FP8 linear layers and no linear layer computes in FP8; otherwise None.
 
-    Raises CoatConfigError in its place if the block says `"require": true`.
+    With `"require": true` in the block it raises CoatConfigError instead.
     """
     made, linears = layers.count("linear")
     if made or not (linears or coat.require) or not coat.activations.enabled:

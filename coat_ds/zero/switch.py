@@ -1,18 +1,18 @@
-"""How an unmodified script comes to honour the `"coat"` block.
+"""How the `"coat"` block takes effect in an unmodified script.
 
-Every DeepSpeed engine, the pipeline's and the hybrid one too, is built by `DeepSpeedEngine.__init__`.
-`install` exchanges that one method, so that it works wherever and whenever a script got
-`deepspeed.initialize` from. The new method looks for the block; without one it calls the original and
-nothing else.
+Every DeepSpeed engine, including the pipeline and hybrid engines, is built by `DeepSpeedEngine.__init__`.
+`install` replaces that one method, so that it works however a script imported `deepspeed.initialize`. The new
+method looks for the block. Without a block it only calls the original.
 
 `pip install` makes `coat_autoload` an entry point of `torch.backends`, a group that torch loads at the end of
-its own import, and that calls `register`. It puts a finder in front of `sys.meta_path`, which waits for
-`deepspeed.runtime.engine` and goes away. So a Python that does not import torch runs none of this, and one
-that does imports this file, `block` and `patches`, which need nothing but the standard library: 2 ms in all,
-of torch's own 1.2 s. The rest of `coat_ds` is imported when an engine with a block is built.
+its own import. The entry point calls `register`, which puts a finder first in `sys.meta_path`. The finder
+removes itself when `deepspeed.runtime.engine` is imported. So a process that does not import torch runs none
+of this code. A process that does imports this file, `block` and `patches`, which need only the standard
+library and take 2 ms, compared to 1.2 s for torch. The rest of `coat_ds` is imported when an engine with a
+block is built.
 
-`COAT_DISABLE=1` in the environment keeps `register` from doing anything but saying that a block is ignored,
-`TORCH_DEVICE_BACKEND_AUTOLOAD=0`, torch's own switch, from being called; `install` ignores both.
+With `COAT_DISABLE=1` in the environment `register` only logs that a block is ignored. With
+`TORCH_DEVICE_BACKEND_AUTOLOAD=0`, torch's own switch, `register` is not called. `install` ignores both.
 """
 
 import contextlib
@@ -48,10 +48,10 @@ _log = logging.getLogger("coat_ds")
 
 
 def install() -> None:
-    """Has every DeepSpeed engine that is built from now on honour the `"coat"` block. May be called again.
+    """Has every DeepSpeed engine that is built from now on honour the `"coat"` block. Calls may be repeated.
 
-    If DeepSpeed is not imported yet, this happens when it is.
-    Raises RuntimeError if the installed DeepSpeed is not one that this was written for.
+    If DeepSpeed is not imported yet, this takes effect at its import.
+    Raises RuntimeError if the installed DeepSpeed is not supported.
     """
     if ENGINE_MODULE in sys.modules:
         ENGINE.apply(_honouring)
@@ -60,9 +60,9 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Undoes `install`; engines that exist stay as they are. Does nothing if it is not installed.
+    """Undoes `install`; existing engines are unchanged. Does nothing if it is not installed.
 
-    Raises RuntimeError if somebody else has exchanged the same method since.
+    Raises RuntimeError if other code has replaced the same method since.
     """
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
     ENGINE.remove()
@@ -74,7 +74,7 @@ def is_installed() -> bool:
 
 
 def register() -> None:
-    """What `coat_autoload` calls at the end of torch's import."""
+    """Called by `coat_autoload` at the end of torch's import."""
     disabled = os.environ.get(DISABLE) == "1"
     patch, make = (DISABLED, _saying_so) if disabled else (ENGINE, _honouring)
     if ENGINE_MODULE in sys.modules:
@@ -109,7 +109,7 @@ def _honouring(original: Callable) -> Callable:
 
 
 def _check_version() -> None:
-    """Raises PatchError for a DeepSpeed that is not supported, before anything private of it is imported."""
+    """Raises PatchError for an unsupported DeepSpeed, before any of its private modules is imported."""
     found = getattr(sys.modules["deepspeed"], "__version__", None)
     if found is not None and not DEEPSPEED.includes(found := found.strip()):
         raise PatchError(
@@ -119,7 +119,7 @@ def _check_version() -> None:
 
 
 def _saying_so(original: Callable) -> Callable:
-    """The constructor of an engine that says that its block is ignored, and does nothing else."""
+    """The constructor of an engine that only logs that its block is ignored."""
 
     @functools.wraps(original)
     def __init__(self, *args, **kwargs):
@@ -139,7 +139,7 @@ def _wait(patch: Patch, make: Callable[[Callable], Callable]) -> None:
 
 
 class _Finder:
-    """Waits for `ENGINE_MODULE` to be imported and applies a patch then."""
+    """An import finder that applies a patch when `ENGINE_MODULE` is imported."""
 
     def __init__(self, patch: Patch, make: Callable[[Callable], Callable]):
         self._patch, self._make = patch, make
@@ -159,7 +159,7 @@ class _Finder:
             if self not in sys.meta_path:
                 return
             sys.meta_path.remove(self)
-            # a DeepSpeed that is not as expected is an error where there is a block, not here
+            # an unsupported DeepSpeed raises an error when an engine with a block is built, not here
             if hasattr(module, "DeepSpeedEngine"):
                 self._patch.apply(self._make, checked=False)
 

@@ -1,4 +1,4 @@
-"""Converted linear layers beneath adapters that nobody calls."""
+"""Converted base layers of adapters that no forward calls."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -14,11 +14,11 @@ NAMED = 3
 
 
 def report_uncalled(model: nn.Module, say: Callable[[str], None]) -> None:
-    """Has `say` told, after the first forward pass of `model` with gradients, which converted linear layers
-    beneath adapters it did not call, if there are any.
+    """Calls `say`, after the first forward pass of `model` with gradients, with the converted base layers of
+    adapters that the pass did not call, if there are any.
 
-    Kernels for adapters, as Axolotl's, are put into the layers around them and multiply by their weights
-    themselves. Layers without adapters are not looked at: fused blocks do the work of those.
+    Kernels for adapters, such as Axolotl's, replace the forward of outer layers and multiply by the base
+    weights themselves. Layers without adapters are not checked, because fused blocks do not call them either.
     """
     beneath = {
         name: module

@@ -21,7 +21,7 @@ FLATTEN = Patch(
 
 
 class _MomentsOnCpu(dict):
-    """What an optimizer holds of a parameter; moments that are put into it go to the CPU."""
+    """The state of a parameter; moments that are put into it are moved to the CPU."""
 
     def __setitem__(self, name: str, value: Any) -> None:
         super().__setitem__(name, value.cpu() if name in MOMENTS else value)
@@ -29,11 +29,10 @@ class _MomentsOnCpu(dict):
 
 @contextlib.contextmanager
 def moments_wait_on_cpu(optimizer: CoatAdamW) -> Iterator[None]:
-    """Within it moments that DeepSpeed loads stay on the CPU: in FP32 they take four times the memory of what
-    they are stored as, which the device need not have. `CoatAdamW.init_states` encodes them, wherever they
-    are, in parts.
+    """A context in which moments that DeepSpeed loads stay on the CPU: in FP32 they take four times the
+    memory of their codes, which the device may not have. `CoatAdamW.init_states` then encodes them in parts.
 
-    ZeRO 1 and 2 put together a flat tensor like the partition, ZeRO 3 one for each of its parts.
+    ZeRO 1 and 2 assemble one flat tensor like the partition, ZeRO 3 one for each of its parts.
     """
     for p, state in optimizer.state.items():
         optimizer.state[p] = _MomentsOnCpu(state)
@@ -48,7 +47,7 @@ def moments_wait_on_cpu(optimizer: CoatAdamW) -> Iterator[None]:
 def _on_cpu(flatten: Callable) -> Callable:
     @functools.wraps(flatten)
     def map_to_flat_opt_states(flat_hp_tensor, lp_tensors, optim_state, opt_keys):
-        # shape and type are asked for
+        # DeepSpeed reads only shape and dtype
         like = torch.empty((), dtype=flat_hp_tensor.dtype).expand(flat_hp_tensor.shape)
         flatten(like, lp_tensors, {like: optim_state[flat_hp_tensor]}, opt_keys)
 

@@ -1,5 +1,5 @@
-"""`coat_ds.watch` in a DeepSpeed engine: when a step is over, what its flat tensors hold, its monitors, and
-what its checkpoints remember."""
+"""`coat_ds.watch` in a DeepSpeed engine: the end of a step, the contents of flat tensors, the engine's
+monitors, and the fallback's state in checkpoints."""
 
 import functools
 import json
@@ -31,7 +31,7 @@ SAVE = Patch(
     "watch",
     "deepspeed",
     f"{_ENGINE}.save_checkpoint",
-    "what has fallen back is kept beside the states",
+    "what has fallen back is saved with the states",
     parameters=("save_dir", "tag", "..."),
 )
 LOAD = Patch(
@@ -45,10 +45,10 @@ FILE = f"{KEY}.json"
 
 
 def watch_engine(engine, config: WatchConfig, with_optimizer: bool) -> Watch | None:
-    """Watches `engine`, which has its layers and its optimizer by now. None where nothing is to be measured:
-    "every" is 0, or a pipeline engine runs steps of its own.
+    """Watches `engine`, whose layers and optimizer are complete. Returns None if nothing is measured: "every"
+    is 0, or the engine is a pipeline engine, which has its own steps.
 
-    Raises CoatConfigError where a pipeline engine cannot do what `config` asks for.
+    Raises CoatConfigError if `config` has keys that a pipeline engine does not support.
     """
     if not config.every:
         return None
@@ -123,7 +123,7 @@ def _saving(engine, watch: Watch, save: Callable) -> Callable:
             if any(state.values()):
                 path.write_text(json.dumps(state, indent=2) + "\n")
             else:
-                # of an earlier checkpoint of this name
+                # the file of an earlier checkpoint of this name
                 path.unlink(missing_ok=True)
         return result
 
@@ -134,7 +134,7 @@ def _loading(engine, watch: Watch, load: Callable) -> Callable:
     @functools.wraps(load)
     def load_checkpoint(load_dir, tag=None, *args, **kwargs):
         remembered = _remembered(load_dir, tag, engine.load_universal_checkpoint(), watch.config.act)
-        # DeepSpeed goes on with what it has where it finds no checkpoint
+        # without a checkpoint DeepSpeed continues unchanged
         if remembered is not None:
             watch.resume(remembered)
         return load(load_dir, tag, *args, **kwargs)
@@ -143,10 +143,10 @@ def _loading(engine, watch: Watch, load: Callable) -> Callable:
 
 
 def _remembered(folder: str, tag: str | None, universal: bool, act: str) -> dict[str, list[str]] | None:
-    """What had fallen back in the run that wrote a checkpoint, on all ranks what the first one finds: others
-    may have folders of their own. Nothing of a checkpoint that says nothing, None without a checkpoint.
+    """What had fallen back in the run that wrote a checkpoint. Rank 0 reads it for all ranks, which may have
+    other folders. Empty for a checkpoint without the file, None without a checkpoint.
 
-    Raises ValueError, on all ranks, for a file that is not what was written.
+    Raises ValueError, on all ranks, for a file with other contents than expected.
     """
     found: list = [None]
     if dist.get_rank() == 0:
@@ -161,9 +161,9 @@ def _remembered(folder: str, tag: str | None, universal: bool, act: str) -> dict
 
 
 def _read(checkpoint: Path, should_say: bool) -> dict[str, list[str]] | str | None:
-    """What a checkpoint remembers, or what is wrong with it; None if there is none.
+    """The fallback's state in a checkpoint, or an error message; None if there is no checkpoint.
 
-    should_say: whether a line says that there is nothing: DeepSpeed's conversion leaves the file out.
+    should_say: whether to log a missing file: DeepSpeed's conversion does not copy it.
     """
     path = checkpoint / FILE
     if not checkpoint.is_dir():

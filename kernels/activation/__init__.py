@@ -1,6 +1,6 @@
-"""Activations, plain and gated, that keep their input in 8 bits.
+"""Activations, plain and gated, that save their input in 8 bits.
 
-reference.py says what is computed, kernels.py computes it on a GPU, op.py is what layers call.
+reference.py specifies the ops, kernels.py computes them on a GPU, op.py is what layers call.
 """
 
 from coat_kernels.activation.kernels import (

@@ -17,27 +17,28 @@ from coat_kernels.tensorwise.scale import NO_SCALES, Scales, scale_and_tiles, te
 from coat_kernels.tensorwise.transpose import empty_columns, store_words
 from coat_kernels.tiles import finite_abs, load_tile, store_tile, stored_max, tile_mask
 
-# rows and columns of a program's tile, and its warps
+# rows, columns and warps of a program's tile
 FORWARD_ROWS, FORWARD_COLUMNS, FORWARD_WARPS = 8, 256, 4
 BACKWARD_ROWS, BACKWARD_COLUMNS, BACKWARD_WARPS = 4, 256, 4
-# the same of a program of backward that writes column-major codes too; rows are a multiple of 16
+# the same for a backward program that also writes column-major codes; rows are a multiple of 16
 OPERANDS_ROWS, OPERANDS_COLUMNS, OPERANDS_WARPS = 32, 128, 4
-# the same of a program that writes column-major codes only
+# the same for a program that writes column-major codes only
 COLUMNS_M, COLUMNS_N, COLUMNS_WARPS = 32, 256, 4
-# rows whose columns one program of backward sums, where sums are asked for
+# rows that one backward program adds to its column sums, if column sums are requested
 SUMMED_ROWS = 128
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
 def sigmoid(b_x):
-    # the exponential may overflow to infinity, of which the reciprocal is zero
+    # the exponential may overflow to infinity; the reciprocal of infinity is zero
     return fast_reciprocal(1.0 + fast_exp2(b_x * -LOG2_E))
 
 
 @triton.jit
 def value_and_slope(b_x, KIND: tl.constexpr):
-    """`value_and_slope_reference`; a kernel that uses one of them does not compute the other."""
+    """`value_and_slope_reference`. A kernel that uses only one of the two results does not compute the
+    other."""
     if KIND == "silu":
         b_s = sigmoid(b_x)
         b_value = b_x * b_s
@@ -76,7 +77,7 @@ def activation_forward_kernel(p_x, p_y, p_rows, p_codes, p_exponent, p_maxima,
                               KIND: tl.constexpr, PARTS: tl.constexpr,
                               E5M2: tl.constexpr, ROOTS: tl.constexpr, EVEN: tl.constexpr,
                               ROWS: tl.constexpr, COLUMNS: tl.constexpr, G: tl.constexpr):  # fmt: skip
-    """Writes y itself, or its row-major FP8 codes; also what is saved and maxima where asked for."""
+    """Writes y, or its row-major FP8 codes; also the saved input and the maxima, if requested."""
     DTYPE: tl.constexpr = p_x.dtype.element_ty
     scale, todo = scale_and_tiles(p_predicted, p_used, p_found, found, p_largest, p_true, tiles, E5M2)
     across = tl.cdiv(f, COLUMNS)
@@ -97,7 +98,7 @@ def activation_forward_kernel(p_x, p_y, p_rows, p_codes, p_exponent, p_maxima,
         else:
             store_tile(p_rows, o_y, to_tensor_codes(round_to(b_y, DTYPE), scale, E5M2), m_x, not EVEN)
         if p_maxima is not None:
-            # a(0) is 0: masked elements do not count
+            # a(0) is 0: masked elements do not change the maximum
             tl.store(p_maxima + tile, stored_max(b_y, DTYPE))
         if p_codes is not None:
             store_group_tile(b_x, p_codes, p_exponent, o_row, column, rows, f, PARTS * f, PARTS * groups,
@@ -110,7 +111,7 @@ def activation_forward_kernel(p_x, p_y, p_rows, p_codes, p_exponent, p_maxima,
 @triton.jit
 def load_parts(p_codes, p_exponent, o_row, column, rows, f, groups, PARTS: tl.constexpr,
                COLUMNS: tl.constexpr, ROOTS: tl.constexpr, G: tl.constexpr, EVEN: tl.constexpr):  # fmt: skip
-    """The saved gate and up; the same tile twice where nothing is gated."""
+    """The saved gate and up; without a gate, the same tile twice."""
     b_x = load_group_tile(p_codes, p_exponent, o_row, column, rows, f, PARTS * f, PARTS * groups,
                           COLUMNS, ROOTS, G, EVEN)  # fmt: skip
     if PARTS == 2:
@@ -129,9 +130,9 @@ def activation_backward_kernel(p_grad_y, p_codes, p_exponent, p_grad_x, p_rows, 
                                KIND: tl.constexpr, PARTS: tl.constexpr, E5M2: tl.constexpr,
                                ROOTS: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr,
                                COLUMNS: tl.constexpr, G: tl.constexpr):  # fmt: skip
-    """Writes the gradient itself, or its row-major and column-major FP8 codes as asked for. Each program sums
-    columns over its rows: the number of programs is then a multiple of `across`, so that each stays in its
-    columns."""
+    """Writes the gradient, or its row-major and column-major FP8 codes, as requested. Each program sums
+    columns over its rows. For column sums, the number of programs is a multiple of `across`, so each program
+    stays in its columns."""
     DTYPE: tl.constexpr = p_grad_y.dtype.element_ty
     # columns are transposed in words of four rows
     TURNS: tl.constexpr = 1 if p_columns is None else 4
@@ -190,7 +191,7 @@ def activation_backward_kernel(p_grad_y, p_codes, p_exponent, p_grad_x, p_rows, 
 @triton.jit
 def store_rows(b_x, p_x, p_rows, o_x, m_x, scale, DTYPE: tl.constexpr, E5M2: tl.constexpr,
                EVEN: tl.constexpr):  # fmt: skip
-    """Stores an FP32 tile as it is or as row-major codes, as asked for. Returns the codes as int32."""
+    """Stores an FP32 tile unquantized or as row-major codes, as requested. Returns the codes as int32."""
     b_rounded = round_to(b_x, DTYPE)
     if p_x is not None:
         store_tile(p_x, o_x, cast(b_x, DTYPE), m_x, not EVEN)
@@ -219,14 +220,14 @@ def activation_columns_kernel(p_codes, p_exponent, p_largest, p_columns, p_scale
         b_y, _ = value_and_slope(b_x, KIND)
         if PARTS == 2:
             b_y *= b_up
-        # a(0) is 0: so are the rows past the end
+        # a(0) is 0: rows past the end are 0, too
         b_words |= to_tensor_words(b_y, scale, E5M2) << (8 * i)
     o_f = (column + tl.arange(0, N)).to(tl.int64)
     store_words(p_columns, b_words, o_word, o_f, f, padded_rows, EVEN)
 
 
 def empty_kept(rows: int, f: int, gated: bool, group_size: int, fmt: str, device: torch.device) -> Grouped:
-    """Uninitialised storage for one or two parts, each of which has groups of its own."""
+    """Uninitialised storage for one or two parts; each part has its own groups."""
     parts = 1 + gated
     return Grouped(
         torch.empty(rows, parts * f, dtype=GROUP_FORMATS[fmt].dtype, device=device),
@@ -236,13 +237,13 @@ def empty_kept(rows: int, f: int, gated: bool, group_size: int, fmt: str, device
 
 @functools.lru_cache(maxsize=1024)
 def _tiles(rows: int, f: int, m: int, n: int, group_size: int) -> tuple[int, int, int]:
-    """The number of m x n tiles in [rows, f], of those side by side, and of groups side by side."""
+    """The number of m x n tiles in [rows, f], of tiles per row of tiles, and of groups per row."""
     across = cdiv(f, n)
     return cdiv(rows, m) * across, across, cdiv(f, group_size)
 
 
 def activation_forward_triton(x, kind: str, gated: bool, group_size: int, keep: str | None):
-    """`activation_forward_reference` in one pass over x; one maximum for each tile."""
+    """`activation_forward_reference` in one pass over x, with one maximum per tile."""
     rows, f = x.shape[0], x.shape[1] // (1 + gated)
     y = torch.empty(rows, f, dtype=x.dtype, device=x.device)
     q = empty_kept(rows, f, gated, group_size, keep, x.device) if keep else None
@@ -291,7 +292,7 @@ def launch_forward(
 
 
 def activation_backward_triton(grad_y, q: Grouped, kind: str, gated: bool, group_size: int):
-    """`activation_backward_reference` in one pass; one maximum for each tile."""
+    """`activation_backward_reference` in one pass, with one maximum per tile."""
     grad_x = torch.empty(q.codes.shape, dtype=grad_y.dtype, device=grad_y.device)
     return grad_x, launch_backward(grad_y, q, kind, gated, group_size, grad_x=grad_x)
 

@@ -1,7 +1,7 @@
-"""The activations as operations of autograd.
+"""The activations as autograd functions.
 
-The output carries its origin, so that the projection behind it saves nothing, and its maxima, so that nobody
-reads it for its scale. The gradient carries its maxima too.
+The output carries its origin and its maxima. With the origin, the next projection saves nothing. With the
+maxima, quantizing needs no extra read to find the scale. The gradient carries its maxima, too.
 """
 
 import functools
@@ -127,10 +127,10 @@ class _Activation(torch.autograd.Function):
 def activation_operands(
     x: torch.Tensor, options: tuple[str, bool, int], keep: str, scale: PredictedScale
 ) -> tuple[Quantized, torch.Tensor, Grouped]:
-    """The activation's output as row-major FP8 codes only, quantized now: (operands, the amax, the saved
-    input).
+    """Returns the activation's output as row-major FP8 codes only, quantized at once: (operands, the amax,
+    the saved input).
 
-    x [rows, f or 2 f], contiguous.
+    x: [rows, f or 2 f], contiguous.
     options: kind, gated, group_size.
     """
     rows, f = x.shape[0], x.shape[1] // (1 + options[1])
@@ -148,10 +148,10 @@ def activation_operands(
 def activation_backward_operands(
     grad_y: torch.Tensor, q: Grouped, options: tuple[str, bool, int], scale: PredictedScale, sums: bool
 ) -> Quantized:
-    """The gradient of the activation's input as row-major and column-major FP8 codes only, and its column
-    `sums`.
+    """Returns the gradient of the activation's input as row-major and column-major FP8 codes only, with its
+    column sums if `sums`.
 
-    grad_y [rows, f], contiguous.
+    grad_y: [rows, f], contiguous.
     q: the saved input.
     options: kind, gated, group_size.
     """
@@ -174,16 +174,16 @@ def activation(
     group_size: int = 16,
     saved_format: str = DEFAULT_FORMAT,
 ) -> torch.Tensor:
-    """a(x) of `x` [..., f], or if `gated` a(gate) * up of `x` [..., 2 f], gate before up.
+    """a(x) of `x` [..., f]; if `gated`, a(gate) * up of `x` [..., 2 f], where gate comes before up.
 
     Args:
         x: BF16 or FP32. Saved for backward in groups of `group_size`.
-        kind: a, one of `KINDS`.
+        kind: the function a, one of `KINDS`.
         group_size: 16, 32, 64 or 128.
         saved_format: one of `coat_kernels.groups.GROUP_FORMATS`.
 
-    Returns [..., f] in x's dtype, carrying its maxima and, where x has a gradient, its origin. Raises
-    ValueError for an unknown kind, and if gate and up are not of equal size.
+    Returns [..., f] in x's dtype, with its maxima and, if x requires a gradient, its origin. Raises
+    ValueError for an unknown kind, and if gate and up differ in size.
     """
     if kind not in KINDS:
         raise ValueError(f"activation: expected one of {', '.join(KINDS)}; found {kind!r}")

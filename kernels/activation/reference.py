@@ -1,8 +1,8 @@
 """Activations, plain and gated (Shazeer, arXiv 2002.05202, section 2), that save their input in 8 bits, in 1
 x G groups.
 
-y = a(x), or a(gate) * up of x = gate | up. Neither a(gate) nor y is saved: backward recomputes them. a is one
-of
+y = a(x), or a(gate) * up where x = gate | up. Neither a(gate) nor y is saved: backward recomputes them. a is
+one of
 
 - silu: x s(x), s(x) = 1 / (1 + exp(-x)); gated it is SwiGLU;
 - gelu: x (1 + erf(x / sqrt(2))) / 2; gated it is GEGLU;
@@ -22,12 +22,12 @@ from coat_kernels.tensorwise.scale import row_maxima
 
 KINDS = ("silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "squared_relu")
 SQRT_HALF = tl.constexpr(0.7071067811865476)
-# the density of a normal distribution at 0
+# the density of the standard normal distribution at 0
 NORMAL = tl.constexpr(0.3989422804014327)
 TWO_SQRT_2_OVER_PI = tl.constexpr(1.5957691216057308)
 CUBE = tl.constexpr(0.044715)
 QUICK = tl.constexpr(1.702)
-# beyond it tanh(u) is +-1 in FP32, and the cube would overflow
+# for larger magnitudes tanh(u) is +-1 in FP32, and the cube would overflow
 FLAT = tl.constexpr(16.0)
 
 
@@ -63,8 +63,8 @@ def _dequantize(q: Grouped, gated: bool, group_size: int) -> list[torch.Tensor]:
 
 
 def activation_forward_reference(x, kind: str, gated: bool, group_size: int, keep: str | None):
-    """x [rows, f or 2 f] -> (y [rows, f] in x's dtype, maxima of y, x kept in the format called `keep`,
-    groups of gate before groups of up; None where that is None)."""
+    """x [rows, f or 2 f] -> (y [rows, f] in x's dtype, maxima of y, x in the saved format `keep`; None if
+    `keep` is None). The groups of gate come before the groups of up."""
     parts = _parts(x, gated)
     y, _ = value_and_slope_reference(parts[0].float(), kind)
     if gated:

@@ -1,7 +1,8 @@
 """AdamW over stored moments, in one pass.
 
-reference.py says what is computed. On a GPU kernel.py reads tensors in the chunks of chunks.py; on the CPU
-cpu.py compiles the step. step.py is what optimizers call. storing.py measures what storing did to a step.
+reference.py specifies the step. On a GPU, kernel.py updates tensors in the chunks that chunks.py computes; on
+the CPU, cpu.py compiles the step. step.py is what optimizers call. storing.py measures the error that storing
+adds to a step.
 """
 
 from coat_kernels.adamw.cpu import COMPILED, compiled_step

@@ -1,4 +1,4 @@
-"""Cuts tensors into chunks, which the kernel finds in a table on the device."""
+"""Cuts tensors into chunks and lists the chunks in a table on the device, which the kernel reads."""
 
 import functools
 from collections.abc import Sequence
@@ -9,8 +9,8 @@ import torch
 from coat_kernels.adamw.kernel import COLUMNS, POINTERS, ROWS
 from coat_kernels.adamw.options import AdamWOptions
 
-# Tensors are cut into chunks of so many tiles, powers of two, with one launch for each size. The larger the
-# chunk, the longer multiprocessors find its row of the table in their caches.
+# Tiles per chunk, powers of two; each size has its own launch. The larger the chunk, the longer its row of
+# the table stays in the caches of the multiprocessors.
 CHUNKS = (2**14, 2**11, 2**8, 2**5)
 
 
@@ -22,11 +22,11 @@ def chunk_table(
     group_size: int,
     tiles: int,
 ) -> np.ndarray:
-    """Cuts `numels` elements of each tensor, from `first` on, into chunks of `tiles` tiles.
+    """Cuts `numels` elements of each tensor, starting at element `first`, into chunks of `tiles` tiles.
 
-    Returns int64 [chunks, COLUMNS]. A row holds the tensor's `pointers` (parameter, gradient, both storages
-    and the extra tensor, [tensors, POINTERS]) moved to the chunk's start by `group_bytes` [POINTERS] a group,
-    the elements that remain from there, and the tensor's index.
+    Returns int64 [chunks, COLUMNS]. A row holds `pointers` of the tensor (parameter, gradient, both storages
+    and the extra tensor, [tensors, POINTERS]), advanced to the chunk's start by `group_bytes` [POINTERS]
+    bytes per group; the number of elements from there to the tensor's end; and the tensor's index.
     """
     chunk = tiles * ROWS * group_size
     chunks = -(-numels // chunk)
@@ -52,8 +52,8 @@ def launches(
     group_size: int,
     device: torch.device,
 ) -> tuple[list[tuple[torch.Tensor, int]], torch.cuda.Event | None]:
-    """The tables, on the device, of the chunks of each size, largest first, each with the tiles of a chunk;
-    and the event of their upload.
+    """Returns the tables on the device, largest chunks first, each with its tiles per chunk, and the event of
+    their upload.
 
     Cached for tensors that keep their addresses: later steps upload nothing, and CUDA graphs can hold the
     tables.
@@ -64,7 +64,7 @@ def launches(
             "with gradients that stay in place: zero_grad(set_to_none=False)."
         )
     table = np.frombuffer(pointers, dtype=np.int64).reshape(-1, POINTERS)
-    # scales and exponents have one element a group, the others one for each of its elements
+    # scales and exponents have one entry per group, the other tensors one per element
     elements = np.where(np.isin(np.arange(POINTERS), (3, 4, 6, 7)), 1, group_size)
     group_bytes = elements * np.array(element_bytes, dtype=np.int64)
     remaining = np.array(numels, dtype=np.int64)
@@ -72,8 +72,7 @@ def launches(
     tile = ROWS * group_size
     out = []
     for tiles in (*CHUNKS, 1):
-        # the smallest chunks take all full tiles that are left; then single tiles take the ends of the
-        # tensors
+        # the smallest chunks cover all remaining full tiles; single tiles then cover the ends of the tensors
         unit = {CHUNKS[-1]: tile, 1: 1}.get(tiles, tiles * tile)
         part = remaining // unit * unit
         chunks = chunk_table(table, group_bytes, done, part, group_size, tiles)
@@ -86,10 +85,10 @@ def launches(
 def arrived(
     tables: list[tuple[torch.Tensor, int]], uploaded: torch.cuda.Event | None, device: torch.device
 ) -> list[tuple[torch.Tensor, int]]:
-    """The tables of `launches`, for the current stream to read once they have arrived."""
+    """The tables of `launches`. The current stream waits for their upload before it reads them."""
     if uploaded is not None and not torch.cuda.is_current_stream_capturing():
         stream = torch.cuda.current_stream(device)
-        # another stream may have uploaded them, and may free them first
+        # another stream may have uploaded them, and must not free them too early
         stream.wait_event(uploaded)
         for table, _ in tables:
             table.record_stream(stream)
@@ -99,7 +98,7 @@ def arrived(
 def corrections_of(
     steps: Sequence[float] | torch.Tensor, options: AdamWOptions, device: torch.device
 ) -> torch.Tensor:
-    """1 / (1 - beta1^t), 1 / sqrt(1 - beta2^t) and t of each tensor, FP32 [tensors, CORRECTIONS]."""
+    """FP32 [tensors, CORRECTIONS]: for each tensor 1 / (1 - beta1^t), 1 / sqrt(1 - beta2^t) and t."""
     if isinstance(steps, torch.Tensor):
         t, beta1, beta2 = steps.double(), options.beta1, options.beta2
         return torch.stack((1 / (1 - beta1**t), (1 - beta2**t).rsqrt(), t), dim=1).float()

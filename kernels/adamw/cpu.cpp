@@ -1,6 +1,6 @@
-// One AdamW step over moments stored by fp8_expanded, or by ratio8 and log8, on CPUs; see reference.py
-// and ../codecs/ for what it computes. Plain C++ without library headers: it compiles in a second. Every inner loop runs
-// over one group and vectorizes; groups are shared among threads.
+// One AdamW step on CPUs, over moments stored by fp8_expanded, or by ratio8 and log8. reference.py and
+// ../codecs/ specify it. Plain C++ without library headers compiles in a second. Every inner loop runs over
+// one group and vectorizes; threads share the groups.
 
 #include <algorithm>
 #include <cmath>
@@ -18,7 +18,7 @@ inline To as(From x) {
     return y;
 }
 
-// of positive, normal x; the series of atanh, cut at 1e-9
+// log2 of a positive, normal x; the series of atanh, cut at 1e-9
 inline float log2_of(float x) {
     int32_t bits = as<int32_t>(x);
     int32_t power = (bits - 0x3f3504f3) >> 23;
@@ -56,7 +56,7 @@ struct Format {
 
     float log2_max = std::log2(max);
     float span = 16.0f * std::log2(max * (max / 2.0f));  // log2(max^2 / 2), in sixteenths
-    float log2_of_code[128];  // of |code| / max; of zero so low that any power of it is zero
+    float log2_of_code[128];  // log2(|code| / max); for zero, so low that any power of it is zero
 
     Format() {
         for (int code = 0; code < 128; code++) {
@@ -74,7 +74,7 @@ const Format<E5M2> FORMAT;
 template <bool E5M2>
 inline void decode(const uint8_t* codes, float scale, int exponent, float* x, int n) {
     const auto& f = FORMAT<E5M2>;
-    // a quarter of the logarithm: the factor itself may be as small as 2^-250
+    // a quarter of the logarithm, because the factor itself may be as small as 2^-250
     float quarter = 4.0f / static_cast<float>(exponent);
 #pragma omp simd
     for (int i = 0; i < n; i++) {
@@ -84,13 +84,13 @@ inline void decode(const uint8_t* codes, float scale, int exponent, float* x, in
     }
 }
 
-// the FP32 logarithm, or that of 2^-120 for anything smaller
+// the FP32 logarithm; the logarithm of 2^-120 for smaller x
 inline float floored_log2(float x) { return log2_of(std::max(x, 0x1p-120f)); }
 
 template <bool E5M2>
 inline void encode(const float* x, uint8_t* codes, float* scale, uint8_t* exponent, int n) {
     const auto& f = FORMAT<E5M2>;
-    // magnitudes order as their bit patterns do
+    // magnitudes have the order of their bit patterns
     int32_t largest = 0, smallest = 0x7fffffff;
 #pragma omp simd reduction(max : largest) reduction(min : smallest)
     for (int i = 0; i < n; i++) {
@@ -118,7 +118,7 @@ inline void encode(const float* x, uint8_t* codes, float* scale, uint8_t* expone
         int32_t of_y = as<int32_t>(y);
         int32_t normal = ((of_y + half + ((of_y >> f.shift) & 1)) >> f.shift) - rebias;
         int32_t subnormal = as<int32_t>(y * (1.0f / f.tiny) + 8388608.0f) & 0xff;
-        // masks, since a compiler that finds branches here does not vectorize
+        // masks, because compilers do not vectorize this loop with branches
         int32_t is_small = -(y < f.smallest_normal), is_zero = -(magnitude == 0);
         int32_t is_odd = -(magnitude >= 0x7f800000);
         int32_t code = (is_small & subnormal) | (~is_small & normal);
@@ -127,7 +127,7 @@ inline void encode(const float* x, uint8_t* codes, float* scale, uint8_t* expone
     }
 }
 
-// of a group
+// the storage of one group
 template <class Code>
 struct Stored {
     Code* codes;
@@ -136,9 +136,9 @@ struct Stored {
 };
 
 struct Step {
-    // rates are 1 - beta, which FP32 would make of FP32 with few digits
+    // rates are 1 - beta; computed in FP32 from beta they would lose digits
     float lr, rate1, beta2, rate2, eps, weight_decay, correction1, root_correction2, grad_scale;
-    uint32_t turns;  // the dither of the step, and what it changes by from element to element of a group
+    uint32_t turns;  // the dither of the step; `lanes` is its increment per element of a group
     uint32_t lanes;
     int dither;
 };
@@ -147,7 +147,7 @@ inline float dither_of(uint32_t turns) {
     return static_cast<float>(static_cast<int32_t>(turns)) * ((1.0f - 0x1p-23f) * 0x1p-32f);
 }
 
-// both moments each by itself
+// fp8_expanded: each moment is stored independently of the other
 template <bool M_E5M2, bool V_E5M2>
 struct Expanded {
     using Code = uint8_t;
@@ -161,11 +161,11 @@ struct Expanded {
     }
 };
 
-// log8, and ratio8 beside it
+// log8 for the second moment, ratio8 for the first
 struct Ratio {
     using Code = int8_t;
 
-    // of what is stored, as Stored.roots in codecs/codec.py
+    // roots of the stored values, as Stored.roots in codecs/codec.py
     static void roots(Stored<uint8_t> v, float* r, int n) {
         const bool is_live = *v.scale > 0.0f;
         const float half_step = is_live ? static_cast<float>(*v.exponent) * (1.0f / 512.0f) : 0.0f;
@@ -191,7 +191,7 @@ struct Ratio {
     }
 
     static void store_second(const float* y, Stored<uint8_t> v, int n, const Step& s) {
-        // as integers, what is negative lies below zero, and what is not finite above all that is
+        // as integers, negative values are below zero, and non-finite values above all finite ones
         int32_t largest = 0, smallest = 0x7fffffff;
 #pragma omp simd reduction(max : largest) reduction(min : smallest)
         for (int i = 0; i < n; i++) {
@@ -284,8 +284,8 @@ void run(float* param, const float* grad, void* m_codes, float* m_scale, uint8_t
 
 }  // namespace
 
-// formats: 0 to 3 for fp8_expanded, of which 1 makes the first and 2 the second moment E5M2; 4 for ratio8 and
-// log8
+// formats: 0 to 3 for fp8_expanded; bit 0 is set if the first moment is E5M2, bit 1 if the second is. 4 for
+// ratio8 and log8
 extern "C" void adamw_step(float* param, const float* grad, void* m_codes, float* m_scale,
                            uint8_t* m_exponent, uint8_t* v_codes, float* v_scale, uint8_t* v_exponent,
                            int64_t numel, int64_t group, int formats, const Step* step, int threads) {

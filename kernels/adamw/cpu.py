@@ -1,7 +1,7 @@
-"""The AdamW step for tensors on the CPU, where DeepSpeed offloads states to.
+"""The AdamW step for tensors on the CPU, to which DeepSpeed offloads optimizer states.
 
-It is C++ that is compiled when it is first needed, as DeepSpeed's own CPU optimizers are. Without a compiler,
-steps run in PyTorch, in pieces that stay in the cache.
+The step is C++ code, compiled at first use like DeepSpeed's own CPU optimizers. Without a compiler, steps run
+in PyTorch, in pieces that fit into the cache.
 """
 
 import ctypes
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 SOURCE = Path(__file__).with_suffix(".cpp")
 FLAGS = ["-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math"]
 CPU_INFO = Path("/proc/cpuinfo")
-# pairs of formats; the C++ knows them by their position
+# pairs of formats; their positions are the numbers in the C++ code
 _EXPANDED = ("fp8_expanded", "fp8_expanded_e5m2")
 COMPILED = (*((m, v) for v in _EXPANDED for m in _EXPANDED), ("ratio8", "log8"))
 
@@ -45,8 +45,8 @@ class Step(ctypes.Structure):
 
 
 def build_name() -> str:
-    """The library's name in torch's cache, which machines may share. It depends on the CPU, since the code is
-    compiled for its instructions."""
+    """The library's name in torch's cache, which several machines may share. The name depends on the CPU,
+    because the code is compiled for the CPU's instructions."""
     kinds = ("model name", "flags", "Features", "CPU implementer", "CPU part")
     lines = CPU_INFO.read_text().splitlines() if CPU_INFO.exists() else [platform.processor()]
     kind = sorted({line for line in lines if line.split("\t")[0].strip() in kinds}) or lines
@@ -56,7 +56,7 @@ def build_name() -> str:
 
 @functools.cache
 def compiled_step() -> Callable | None:
-    """The C function, or None where nothing compiles it, which is logged once."""
+    """The C function; None if it cannot be compiled, which is logged once."""
     from torch.utils.cpp_extension import load
 
     try:
@@ -78,10 +78,10 @@ def compiled_step() -> Callable | None:
 
 
 def compiled_can(param: torch.Tensor, grad: torch.Tensor, options: AdamWOptions) -> bool:
-    """Whether the compiled step knows these types and options."""
+    """Whether the compiled step supports these types and options."""
     fp32 = param.dtype == grad.dtype == torch.float32 and param.device.type == "cpu"
     formats = options.exp_avg_codec.name, options.exp_avg_sq_codec.name
-    # of the compiled pairs only ratio8 with log8 is dithered by default
+    # the compiled step cannot dither the expanded formats
     return fp32 and formats in COMPILED and not (options.dither and formats[1] in _EXPANDED)
 
 
@@ -95,7 +95,7 @@ def adamw_compiled(
     options: AdamWOptions,
     grad_scale: torch.Tensor | None = None,
 ) -> None:
-    """One step for one contiguous FP32 tensor with an FP32 gradient, on torch's number of threads."""
+    """Updates one contiguous FP32 tensor with an FP32 gradient, on torch's number of threads."""
     scale = (1.0 if grad_scale is None else float(grad_scale)) * (-1 if options.maximize else 1)
     beta1, beta2 = options.beta1, options.beta2
     rates = options.lr, 1 - beta1, beta2, 1 - beta2, options.eps, options.weight_decay

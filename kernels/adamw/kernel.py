@@ -1,6 +1,5 @@
-"""AdamW in one pass: the kernel reads gradient, parameter and codes once and writes parameter and codes once,
-so that no FP32 moment exists in memory.
-"""
+"""AdamW in one pass: the kernel reads gradient, parameter and codes once and writes parameter and codes once.
+FP32 moments never exist in memory."""
 
 import triton
 import triton.language as tl
@@ -11,10 +10,10 @@ from coat_kernels.fast_math import fast_reciprocal, fast_sqrt
 from coat_kernels.fp8 import cast, widen
 from coat_kernels.tiles import load_tile, store_tile
 
-# A program takes one tile of ROWS groups. With two warps for four rows of 128 the kernel runs at the speed of
-# a copy on an H200; every loop over tiles was slower (benchmarks/LOG.md).
+# A program processes one tile of ROWS groups. With two warps for four rows of 128 elements, the kernel runs
+# at the speed of a copy on an H200. Every variant that looped over tiles was slower (benchmarks/LOG.md).
 ROWS, WARPS = 4, 2
-# columns of the table: pointers, elements that remain, the tensor's index
+# columns of the table: pointers, number of remaining elements, the tensor's index
 POINTERS, COLUMNS = 9, tl.constexpr(11)
 # columns of a row of corrections (`corrections_of`)
 CORRECTIONS = tl.constexpr(3)
@@ -28,7 +27,7 @@ def load_pointer(p_chunk, COLUMN: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl
 
 @triton.jit
 def bf16_of_bits(b_bits):
-    """The upper halves of FP32 bit patterns, shifted down, as BF16."""
+    """The upper 16 bits of FP32 bit patterns, already shifted down, as BF16."""
     return b_bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
 
 
@@ -52,39 +51,39 @@ def split_tile(b_master):
 
 @triton.jit
 def hash_tile(b_x):
-    """A 32-bit hash, right in its upper half."""
+    """A 32-bit hash; only its upper half is correct."""
     b_x = (b_x ^ (b_x >> 16)) * 0x7FEB352D
-    # the last step of the hash changes the lower half alone, which is not used
+    # the hash's last step would change only the lower half, which is unused
     return (b_x ^ (b_x >> 15)) * 0x846CA68B
 
 
 @triton.jit(do_not_specialize=["log2_tiles", "seed"])
 def adamw_kernel(
-    # where the tensors are, and what differs between them: see `chunks.py`
+    # addresses of the tensors, and values that differ between tensors: see `chunks.py`
     p_table, p_corrections,
-    # on the device, each may be None
+    # FP32 [1] on the device; each may be None
     p_lr, p_grad_scale, p_found_inf,
-    # tiles of a chunk, and the seed of stochastic rounding
+    # tiles per chunk, and the seed of stochastic rounding
     log2_tiles, seed,
     # hyper-parameters; rate1 and rate2 are 1 - beta
     lr, weight_decay, rate1, rate2, eps,
     # types of the parameter, the gradient and the codes of both moments
     PARAM: tl.constexpr, GRAD: tl.constexpr, M_CODES: tl.constexpr, V_CODES: tl.constexpr,
-    # the codec of exp_avg: its tile functions, and what it stores of a group
+    # codec of exp_avg: its tile functions, and whether it stores a scale and an exponent per group
     M_FROM: tl.constexpr, M_STATISTICS: tl.constexpr, M_TO: tl.constexpr,
     M_SCALE: tl.constexpr, M_EXPONENT: tl.constexpr, M_E5M2: tl.constexpr,
-    # the same of exp_avg_sq
+    # the same for exp_avg_sq
     V_FROM: tl.constexpr, V_STATISTICS: tl.constexpr, V_TO: tl.constexpr,
     V_SCALE: tl.constexpr, V_EXPONENT: tl.constexpr, V_E5M2: tl.constexpr,
-    # of an exp_avg that is stored relative to the root of exp_avg_sq
+    # for an exp_avg that is stored relative to the root of exp_avg_sq
     V_ROOTS: tl.constexpr, V_LOG_ROOTS: tl.constexpr, M_RATIO: tl.constexpr, RELATIVE: tl.constexpr,
-    # EXTRA: "remainder", "weight" or "none", what the table's last pointer is
+    # EXTRA: "remainder", "weight" or "none", the kind of the table's last pointer
     EXTRA: tl.constexpr, STOCHASTIC: tl.constexpr, DITHER: tl.constexpr, MAXIMIZE: tl.constexpr,
     # ALIGNED: tensors begin at multiples of 16 bytes; MASKED: the last tile of a tensor; WHOLE: full chunks
     ALIGNED: tl.constexpr, MASKED: tl.constexpr, WHOLE: tl.constexpr,
     ROWS: tl.constexpr, G: tl.constexpr,
 ):  # fmt: skip
-    # one row of the table holds all that a program needs: dependent look-ups cost time
+    # one row of the table holds everything that a program needs, because dependent look-ups cost time
     pid = tl.program_id(0)
     i_tile = pid & ((1 << log2_tiles) - 1)
     p_chunk = p_table + (pid >> log2_tiles) * COLUMNS
@@ -100,12 +99,12 @@ def adamw_kernel(
     i_tensor = tl.load(p_chunk + 10)
     if not WHOLE and i_tile * (ROWS * G) >= n:
         return
-    # nested: without a pointer there must be no load to compile
+    # nested: if the pointer is None, the load must not be compiled
     if p_found_inf is not None:  # noqa: SIM102
         if tl.load(p_found_inf) != 0.0:
             return
 
-    # within a chunk offsets fit 32 bits: the table's pointers hold the rest
+    # offsets within a chunk fit into 32 bits; the table's pointers hold the rest of the address
     o_row = i_tile * ROWS + tl.arange(0, ROWS)
     o_x = o_row[:, None] * G + tl.arange(0, G)[None, :]
     m_x, m_row = o_x < n, o_row * G < n
@@ -119,9 +118,9 @@ def adamw_kernel(
     b_v_codes = load_tile(p_v, o_x, m_x, MASKED)
     correction = tl.load(p_corrections + CORRECTIONS * i_tensor)
     inverse_root = tl.load(p_corrections + CORRECTIONS * i_tensor + 1)
-    # The barrier protects nothing. It keeps the assembler from moving the wide loads down to their first use,
-    # where they would be waited for. Scales are loaded behind it: nothing is decoded without them, so that no
-    # arithmetic, which would wait for codes, can be moved in front of the other loads either.
+    # The barrier protects nothing. Without it the assembler moves the wide loads down to their first use,
+    # where the program would stall for them. Scales are loaded after the barrier. Decoding needs the scales,
+    # so the assembler cannot move arithmetic, which stalls for the codes, ahead of the other loads either.
     tl.debug_barrier()
     b_m_scale, b_m_exponent = load_metadata(
         p_m_scale, p_m_exponent, o_row, m_row, M_SCALE, M_EXPONENT, MASKED
@@ -140,8 +139,8 @@ def adamw_kernel(
         b_lane = tl.arange(0, G).to(tl.uint32) * LANE_KEY + turns.to(tl.uint32)
         b_dither = (b_lane.to(tl.int32, bitcast=True).to(tl.float32) * DITHER_UNIT)[None, :]
     if p_grad_scale is not None:
-        # rounded here: the compiler would put a plain product into a sum below, and that in some tiles only,
-        # and leave another one out, so that an element's bits would depend on its place
+        # Rounded here by an explicit fma. The compiler would fuse a plain multiplication into one of the sums
+        # below, and only in some tiles, so the bits of an element would depend on its position.
         b_g = tl.fma(b_g, tl.load(p_grad_scale), 0.0)
     if MAXIMIZE:
         b_g = -b_g
@@ -152,8 +151,8 @@ def adamw_kernel(
     b_m += rate1 * (b_g - b_m)
     b_v += rate2 * (b_g * b_g - b_v)
     b_update = b_m * fast_reciprocal(fast_sqrt(b_v) * inverse_root + eps)
-    # decay first, so that FP32 keeps a decay that 1 - lr * weight_decay would round away; infinity minus
-    # infinity would be NaN
+    # decay first: FP32 keeps a decay that 1 - lr * weight_decay would round away. Infinity is skipped,
+    # because infinity minus infinity would be NaN.
     b_p -= tl.where(tl.abs(b_p) < float("inf"), (lr * weight_decay) * b_p, 0.0)
     b_p -= step_size * b_update
     if EXTRA == "remainder":

@@ -1,15 +1,15 @@
 """AdamW (Loshchilov & Hutter, arXiv 1711.05101, algorithm 2) over stored moments, in plain PyTorch.
 
-The update uses the fresh FP32 moments; only what is stored is rounded. The same pass scales the gradient,
-writes a BF16 copy of the weight, and updates BF16 parameters exactly (with a remainder of 16 bits that makes
-an FP32 master) or with stochastic rounding.
+The update uses the fresh FP32 moments; only the stored values are rounded. The same pass scales the gradient,
+writes a BF16 copy of the weight, and updates BF16 parameters either exactly (a 16-bit remainder completes
+them to an FP32 master) or with stochastic rounding.
 
-With beta2 near 1 a second moment decays by less than half a code in a step. Rounded to nearest it would decay
-with the largest of its group alone, so it is rounded with a dither that steps through all thresholds
-("dither").
+With beta2 near 1, one step reduces a second moment by less than half a code. With rounding to nearest, it
+would decay only as fast as the largest value of its group. It is therefore rounded with a dither that steps
+through all thresholds.
 
-A relative code (`codecs/ratio.py`) is decoded and encoded with the root of the second moment stored beside
-it: decoded with the old one, encoded with the new one.
+A relative code (`codecs/ratio.py`) is decoded and encoded with the root of the stored second moment: decoded
+with the old root, encoded with the new one.
 """
 
 import torch
@@ -18,23 +18,24 @@ import triton.language as tl
 from coat_kernels.adamw.options import AdamWOptions
 from coat_kernels.codecs.codec import Storage, Stored, encode_reference
 
-# dither: 2^32 times the fractional parts of the golden ratio and of the plastic number's inverse, whose
+# dither: 2^32 times the fractional parts of the golden ratio and of the plastic number's inverse; their
 # multiples fill an interval most evenly
 STEP_KEY, LANE_KEY = tl.constexpr(0x9E3779B1), tl.constexpr(0xC13FA9A9)
-# spreads the bits of gradients over the noise of stochastic rounding
+# mixes the bits of the gradient into the noise of stochastic rounding
 GRAD_KEY = tl.constexpr(0x85EBCA6B)
 # scales an int32 to (-1/2, 1/2)
 DITHER_UNIT = tl.constexpr((1 - 2**-23) * 2.0**-32)
 
 
 def split_master(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """An FP32 master as a BF16 weight and the int16 remainder that makes it exact again.
+    """Splits an FP32 master into a BF16 weight and the int16 remainder that restores the master exactly.
 
-    The weight is the nearest BF16 (halves away from zero); its bits, shifted, plus the signed remainder are
-    the master's. Where the weight is infinite, so is the master from now on; NaN stays NaN, of any payload.
+    The weight is the nearest BF16 (halves away from zero). The bits of the master are the bits of the weight,
+    shifted, plus the signed remainder. If the weight is infinite, the restored master is infinite, too. NaN
+    stays NaN, with any payload.
     """
     bits = master.contiguous().view(torch.int32)
-    # rounding would carry a NaN into its sign, and truncation may leave an infinity
+    # for NaN, rounding could carry into the sign and truncation could leave an infinity
     weight = torch.where(master.isnan(), (bits >> 16) | 0x40, (bits + 0x8000) >> 16)
     remainder = torch.where((weight & 0x7FFF) >= 0x7F80, 0, bits)
     return weight.to(torch.int16).view(torch.bfloat16), remainder.to(torch.int16)
@@ -43,10 +44,11 @@ def split_master(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def join_master(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
     """The FP32 master of a BF16 weight and its remainder.
 
-    Exact for every pair that `split_master` gives. Somebody may have edited the weight since. In pairs that
-    `split_master` cannot give, zeros with a negative remainder and non-finite weights, the weight alone
-    counts. So for all 2^32 pairs the master rounds to the visible weight. An edited weight that could have
-    this remainder cannot be told from an unedited one, and keeps it: at most half a BF16 step.
+    Exact for every pair that `split_master` returns. Other code may have changed the weight since.
+    `split_master` never returns a zero with a negative remainder, nor a nonzero remainder with a non-finite
+    weight; for such pairs the master equals the weight. So for all 2^32 pairs the master rounds to the
+    visible weight. If the changed weight is compatible with the old remainder, the change cannot be detected
+    and the remainder is kept: the error is at most half a BF16 step.
     """
     upper, lower = weight.view(torch.int16).int(), remainder.int()
     magnitude = upper & 0x7FFF
@@ -58,11 +60,11 @@ def noise_reference(x: torch.Tensor, grad: torch.Tensor, seed: int, step: int) -
     """Noise for the stochastic rounding of each element of `x`: int32 in [0, 2^16), the upper half of a
     32-bit integer hash (Wellons, lowbias32).
 
-    x, grad: FP32, a parameter after the update and the gradient of the update.
+    x, grad: FP32, the updated parameter and the gradient of the update.
 
-    The hash depends on the bits of both, the seed and the step, and on nothing else. So replicas of a weight
-    are rounded alike, however each rank's list of parameters is ordered, cut or sharded. The price: within
-    one step, elements that are equal in both are rounded the same way.
+    The hash depends only on the bits of x and grad, the seed and the step. So replicas of a weight round
+    alike, however each rank orders, cuts or shards its parameters. The price: within one step, elements with
+    equal x and equal grad round the same way.
     """
     key = seed + step * STEP_KEY.value
     x, grad = x.view(torch.int32).long(), grad.view(torch.int32).long()
@@ -73,18 +75,20 @@ def noise_reference(x: torch.Tensor, grad: torch.Tensor, seed: int, step: int) -
 
 
 def dither_reference(step: int, numel: int, group_size: int, device: torch.device | str) -> torch.Tensor:
-    """What is added, in steps of codes, to each element before it is rounded: FP32 [numel] in (-1/2, 1/2).
+    """The offset that is added to each element before rounding, in steps of codes: FP32 [numel], between
+    -1/2 and 1/2.
 
-    It depends on the step and on the element's place in its group, so codes do not depend on where tensors
-    are cut. From step to step it advances by the golden ratio, which fills the interval more evenly than
-    random numbers: after few steps an element is right on average.
+    It depends on the step and on the element's position in its group, so codes do not depend on where tensors
+    are cut. In each step it advances by the golden ratio, which fills the interval more evenly than random
+    numbers: the average of an element is right after a few steps.
     """
     lane = torch.arange(numel, dtype=torch.int64, device=device) % group_size
     return (step * STEP_KEY.value + lane * LANE_KEY.value).int().float() * DITHER_UNIT.value
 
 
 def round_stochastically(x: torch.Tensor, grad: torch.Tensor, seed: int, step: int) -> torch.Tensor:
-    """FP32 as BF16: away from zero with the probability of what truncation would drop; NaN stays NaN."""
+    """FP32 to BF16: rounds away from zero with a probability equal to the fraction that truncation drops; NaN
+    stays NaN."""
     bits = (x.view(torch.int32) + noise_reference(x, grad, seed, step)) >> 16
     return torch.where(x.isnan(), torch.nan, bits.to(torch.int16).view(torch.bfloat16))
 
@@ -101,7 +105,7 @@ def adamw_reference(
     *,
     grad_scale: torch.Tensor | None = None,
 ) -> None:
-    """One step for one tensor in plain PyTorch, operation by operation as `torch.optim.AdamW` does it."""
+    """One step for one tensor in plain PyTorch, in the same order of operations as `torch.optim.AdamW`."""
     m_codec, v_codec, group_size = options.exp_avg_codec, options.exp_avg_sq_codec, options.group_size
     lr, beta1, beta2 = options.lr, options.beta1, options.beta2
     correction1, root_correction2 = options.bias_corrections(step)

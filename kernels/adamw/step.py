@@ -17,7 +17,7 @@ from coat_kernels.codecs.codec import Storage
 from coat_kernels.device import uses_kernels
 from coat_kernels.prepared import FUSED
 
-# elements of a piece of PyTorch's step, whole groups, whose dozen temporaries stay in the cache
+# elements per piece of PyTorch's step, whole groups; a piece's dozen temporaries fit into the cache
 PIECE = 2**16
 TRITON_DTYPES = {
     torch.float32: tl.float32,
@@ -29,7 +29,7 @@ TRITON_DTYPES = {
 
 
 def constants_of(options: AdamWOptions, extra: str) -> dict[str, object]:
-    """The kernel's constants that are the same in all launches of a step. extra: "remainder", "weight" or
+    """The kernel's constants that are equal in all launches of a step. extra: "remainder", "weight" or
     "none"."""
     m, v = options.exp_avg_codec, options.exp_avg_sq_codec
     return {
@@ -75,8 +75,8 @@ def adamw_triton(
 ) -> None:
     """`adamw_` on CUDA, or in the interpreter.
 
-    At most five launches, however many tensors there are: one for each size of chunks, and one, the only one
-    with masks, for the last tile of each tensor.
+    At most five launches for any number of tensors: one for each chunk size, and one for the last tile of
+    each tensor. Only the last one uses masks.
     """
     device, lr = params[0].device, options.lr
     extra = remainders or weights or params
@@ -136,14 +136,16 @@ def adamw_(
     Args:
         params: FP32 or BF16, contiguous, of one type and one device.
         grads: FP32, BF16 or FP16, contiguous, of one type.
-        steps: counts from 1, of each tensor, as numbers or as one FP32 tensor on the device.
-        remainders: int16, for BF16 parameters: the 16 bits that make each of them an exact FP32 master.
-        weights: BF16, for FP32 parameters: copies to be written too.
-        grad_scale: FP32 tensor of one element on the device, by which gradients are multiplied.
-        found_inf: the same; unless it holds zero, nothing is changed.
-        compiled: on the CPU, step in C++ where it can (`cpu.py`), equal but for FP32 rounding.
+        steps: the step count of each tensor, from 1, as numbers or as one FP32 tensor on the device.
+        remainders: int16, for BF16 parameters: 16 bits that complete each parameter to an exact FP32 master.
+        weights: BF16 copies to write as well, for FP32 parameters.
+        grad_scale: FP32 [1] on the device; gradients are multiplied by it.
+        found_inf: FP32 [1] on the device; unless it is zero, nothing changes.
+        compiled: on the CPU, use the C++ step where it applies (`cpu.py`); its results differ only by FP32
+            rounding.
 
-    CUDA tensors take the kernel and never wait for the device, others the reference, in pieces.
+    CUDA tensors use the kernel and never synchronize with the device. Other tensors use the reference, in
+    pieces.
     """
     if params and uses_kernels(params[0], fp8=False):
         lists = (params, grads, exp_avgs, exp_avg_sqs, steps, options, remainders, weights)
@@ -164,7 +166,8 @@ def adamw_(
 
 
 def _in_pieces(param, grad, m, v, step, options: AdamWOptions, remainder, weight, grad_scale) -> None:
-    """`adamw_reference` on one piece of the tensor after another: its temporaries stay in the cache."""
+    """`adamw_reference` on one piece of the tensor after another: the temporaries of a piece fit into the
+    cache."""
     group_size = options.group_size
 
     def cut(x, a, b):

@@ -1,16 +1,16 @@
-"""What storing does to the moments of a step: errors of the update and of second moments, summed over groups.
+"""The error that storing adds to a step: errors of the update and of second moments, summed per group.
 
-Of groups that were copied before a step, with their gradients, and again behind it. m and v are the fresh
-moments of the step in FP32, as `adamw_reference` computes them, v0 is the second moment that was stored
-before, and m' and v' are what is stored after. With u = m / (sqrt(v) / sqrt(1 - beta2^t) + eps), and u' the
-same of m' and v', the sums of a group are
+The input are groups copied before a step, their gradients, and the same groups copied after the step. m and v
+are the fresh FP32 moments of the step, as `adamw_reference` computes them. v0 is the second moment stored
+before the step; m' and v' are the moments stored after it. With u = m / (sqrt(v) / sqrt(1 - beta2^t) + eps),
+and u' the same expression in m' and v', the sums of a group are
 
-- of (u' - u)^2, and of u^2, where u is finite;
-- of ln(v0 / v), and of ln(v0 / v'), over elements that were to shrink (v is below v0) and that are above zero
-  before and after. Where second moments are rounded up or down in turn, ln v' is the mean over `DITHERS`
-  thresholds: a step has but one for each element, which says little;
-- of elements with v > 0 that are stored as zero, or as the lowest code at more than twice v;
-- of elements with v > 0.
+- the sums of (u' - u)^2 and of u^2, where u is finite;
+- the sums of ln(v0 / v) and of ln(v0 / v'), over elements that should shrink (v < v0) and are above zero
+  before and after. With dither, ln v' is the mean over `DITHERS` thresholds, because a step has only one
+  threshold per element, which is too small a sample;
+- the number of elements with v > 0 that are stored as zero, or as the lowest code at more than 2 v;
+- the number of elements with v > 0.
 """
 
 import functools
@@ -37,18 +37,19 @@ from coat_kernels.tiles import load_tile
 
 SUMS = 6
 DITHERS = 64
-# elements that the reference takes at once: it makes `DITHERS` copies of each, which should fit into a cache
+# elements that the reference processes at a time; it makes `DITHERS` copies of each, which should fit into a
+# cache
 AT_ONCE = 2**13
 
 
 class Moments(NamedTuple):
-    """What is stored of some groups of both moments."""
+    """The stored codes, scales and exponents of some groups of both moments."""
 
     exp_avg: Storage
     exp_avg_sq: Storage
 
     def groups(self, first: int, last: int, size: int) -> "Moments":
-        """A view of those groups."""
+        """A view of the groups from `first` to `last`, exclusive; `size` elements each."""
         return Moments(*(storage.groups(first, last, size) for storage in self))
 
     def decode(self, options: AdamWOptions) -> tuple[torch.Tensor, torch.Tensor]:
@@ -64,10 +65,10 @@ def storing_sums(
 ) -> torch.Tensor:
     """The sums of each group, FP64 [groups, SUMS].
 
-    before, after: what was stored before the step and behind it.
-    grad: FP32 [groups, group size], as the step took it, scaled.
-    step: FP64 [groups], the steps that each group's tensor has taken, with this one.
-    options: of the step; its rates of learning and of decay do not count.
+    before, after: the stored moments before and after the step.
+    grad: FP32 [groups, group size], the gradient that the step used, scaled.
+    step: FP64 [groups], the step count of each group's tensor, including this step.
+    options: of the step; lr and weight_decay are not used.
     """
     if uses_kernels(grad, fp8=False):
         return storing_sums_triton(before, after, grad, step, options)
@@ -117,7 +118,7 @@ def storing_sums_reference(
 
 
 def _roots(step: torch.Tensor, beta2: float) -> torch.Tensor:
-    """What the roots of second moments are divided by, FP32."""
+    """The bias-correction divisors of the roots of second moments, FP32."""
     return (1 - beta2**step).sqrt().float()
 
 
@@ -127,14 +128,14 @@ def _bits(codes: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def _thresholds(group_size: int, device: torch.device) -> torch.Tensor:
-    """The dither of a group, evenly spread for each element: FP32 [DITHERS, group size] in (-1/2, 1/2)."""
+    """The dithers of a group, evenly spread for each element: FP32 [DITHERS, group size] in (-1/2, 1/2)."""
     lanes, shifts = (torch.arange(n, dtype=torch.float32, device=device) for n in (group_size, DITHERS))
     lanes, shifts = lanes * 0.618034, shifts[:, None] / DITHERS
     return ((lanes + shifts) % 1 - 0.5) * (1 - 2**-20)
 
 
 def _mean_log(codec: Codec, x: torch.Tensor) -> torch.Tensor:
-    """The mean logarithm of what `x` [groups, group size] may be stored as."""
+    """The mean logarithm of the values that `x` [groups, group size] may be stored as."""
     dither = _thresholds(x.shape[1], x.device)[:, None].expand(-1, *x.shape)
     repeated = x.expand(DITHERS, *x.shape).reshape(-1)
     storage = encode_reference(codec, repeated, x.shape[1], dither=dither.reshape(-1))
@@ -164,7 +165,7 @@ def store_sum(p_sums, o_row, m_row, b_x, COLUMN: tl.constexpr, SUMS: tl.constexp
 @triton.jit
 def storing_kernel(
     p_grad, p_root, p_thresholds, p_sums,
-    # what was stored before the step and behind it
+    # the stored moments before and after the step
     p_old_m, p_old_m_scale, p_old_m_exponent, p_old_v, p_old_v_scale, p_old_v_exponent,
     p_m, p_m_scale, p_m_exponent, p_v, p_v_scale, p_v_exponent, p_v_bits,
     groups, rate1, beta2, rate2, eps,

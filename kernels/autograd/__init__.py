@@ -1,5 +1,5 @@
-"""What autograd functions share: notes on tensors, recomputed regions, refused derivatives.
+"""Shared parts of autograd functions: notes on tensors, recomputed regions, refused derivatives.
 
-It may import `groups` and nothing else of this package. Start at origin.py: what the producer of a tensor
-notes on it.
+The folder may import `groups` and nothing else of this package. Start at origin.py: the notes that the
+producer of a tensor leaves on it.
 """

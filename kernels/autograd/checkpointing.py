@@ -1,20 +1,20 @@
 """Activations that autograd saves, in FP8: half the bytes of BF16, a quarter of FP32's.
 
 Activation checkpointing saves the inputs of a region and recomputes the region in backward.
-`compressed_checkpoints` has `torch.utils.checkpoint` save them as FP8 codes with one scale for each group of
-G elements. The forward pass does not change. Backward recomputes from inputs that are off by at most 2^-4 of
-themselves (E4M3 has 3 mantissa bits), or by 2^-17 of the group's amax where they are below 2^-13 of it.
-Inputs that E4M3 holds exactly give the same gradients bit for bit. Routers of experts choose what they
-chose in the forward pass (`choices.py`).
+`compressed_checkpoints` has `torch.utils.checkpoint` save them as FP8 codes with one scale per group of G
+elements. The forward pass does not change. Backward recomputes from inputs with an error of at most 2^-4 of
+their value (E4M3 has 3 mantissa bits), or of 2^-17 of the group's amax for inputs below 2^-13 of the amax.
+Inputs that E4M3 represents exactly give bit-identical gradients. The recompute repeats the choices of routers
+in the forward pass (`router_choices.py`).
 
-Inputs are packed by `torch.autograd.graph.saved_tensors_hooks`, set only while the inputs are saved: around a
-whole forward the hooks would also pack what the loss saves, which FP8 is too coarse for. Under such hooks
-autograd does not notice that a tensor was changed in place before backward, so the hooks compare versions
+Inputs are packed by `torch.autograd.graph.saved_tensors_hooks`, set only while the inputs are saved. Set
+during a whole forward, the hooks would also pack what the loss saves, for which FP8 is too coarse. Under such
+hooks autograd does not detect in-place changes of a tensor before backward, so the hooks compare versions
 themselves.
 
 `coat_ds.checkpointing` patches the two functions by which `torch.utils.checkpoint` saves inputs, once, when
-the first context opens, so it does not matter where a model imported `checkpoint` from. The patch looks up
-the context that is open in its own thread, and without one does what torch does. Regions inside
+the first context opens, so it does not matter from where a model imported `checkpoint`. The patch looks up
+the context that is open in its own thread; without one it behaves as torch does. Regions inside
 `torch.compile` save their inputs unchanged.
 """
 
@@ -38,24 +38,25 @@ from coat_kernels.groups.reference import Grouped
 
 GROUP_SIZES = (16, 32, 64, 128)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# smaller tensors would save less than the bookkeeping of their codes takes
+# below this size the bookkeeping of codes needs more memory than FP8 saves
 MIN_NUMEL = 4096
-# elements in a row of the kernels' tiles
+# elements per row of the kernels' tiles
 ROW = 1024
 
 # group size of the `compressed_checkpoints` that is open in this thread or task
 open_group_size: ContextVar[int | None] = ContextVar("open_group_size", default=None)
-# the inputs of a region inside a region are recomputed by the outer one, not saved
+# inputs of a region inside another region are recomputed by the outer region, not saved
 in_region: ContextVar[bool] = ContextVar("in_region", default=False)
 
 
 def compressing() -> int | None:
-    """The group size for the inputs of a region that starts here; None if they are saved unchanged."""
+    """The group size for the inputs of a region that starts now; None if they are saved unchanged."""
     return None if in_region.get() else open_group_size.get()
 
 
 class Packed:
-    """A dense tensor as FP8 E4M3 codes and exponents, of `group_size` consecutive elements in memory each.
+    """A dense tensor as FP8 E4M3 codes and exponents, in groups of `group_size` elements, consecutive in
+    memory.
 
     codes: FP8 [rows, columns], padded with zeros to whole groups
     exponent: uint8 [rows, columns / group_size]
@@ -64,9 +65,10 @@ class Packed:
     __slots__ = ("codes", "exponent", "group_size", "shape", "stride", "dtype", "__weakref__")
 
     def __init__(self, x: torch.Tensor, group_size: int):
-        """Packs `x` (FP32, BF16 or FP16, any shape); one that is not dense in memory is unpacked contiguous.
+        """Packs `x` (FP32, BF16 or FP16, any shape). If `x` is not dense in memory, `unpack` returns a
+        contiguous tensor.
 
-        Inf is kept as NaN, which E4M3 has.
+        Inf becomes NaN, because E4M3 has no Inf.
         """
         dense = torch.empty_like(x, device="meta").stride() == x.stride()
         x = x.detach() if dense else x.detach().contiguous()
@@ -75,13 +77,14 @@ class Packed:
         flat = x.as_strided((x.numel(),), (1,))
         if padding := -flat.numel() % group_size:
             flat = torch.nn.functional.pad(flat, (0, padding))
-        # rows of a power of two of elements, of whole groups, that divides the tensor
+        # rows of whole groups; the row length is a power of two that divides the number of elements
         rows = flat.view(-1, math.gcd(flat.numel(), ROW))
         self.codes, self.exponent = quantize_groups(rows, group_size, "e4m3")
         _alive.add(self)
 
     def with_codes(self, codes: torch.Tensor, exponent: torch.Tensor) -> Self:
-        """One of the same shape, strides and dtype with other codes, which may be on another device."""
+        """A packed tensor of the same shape, strides and dtype with other codes, which may be on another
+        device."""
         other = copy.copy(self)
         other.codes, other.exponent = codes, exponent
         _alive.add(other)
@@ -93,11 +96,11 @@ class Packed:
 
     @property
     def plain_nbytes(self) -> int:
-        """Bytes of the tensor itself."""
+        """Bytes of the unpacked tensor."""
         return self.shape.numel() * self.dtype.itemsize
 
     def unpack(self) -> torch.Tensor:
-        """The tensor again: shape, strides and dtype of the one that was packed."""
+        """The decoded tensor, with the shape, strides and dtype of the packed one."""
         x = dequantize_groups(Grouped(self.codes, self.exponent), self.group_size, self.dtype)
         return x.as_strided(self.shape, self.stride)
 
@@ -111,14 +114,14 @@ def alive_packed() -> list[Packed]:
 
 
 def packed_bytes() -> tuple[int, int]:
-    """Bytes of all packed tensors that are alive in this process, and of the tensors that they stand for."""
+    """Bytes of all packed tensors that are alive in this process, and of the tensors that they replace."""
     alive = alive_packed()
     return sum(p.nbytes for p in alive), sum(p.plain_nbytes for p in alive)
 
 
 def is_activation(x: Any) -> bool:
     """Whether `x` is a floating-point activation of at least `MIN_NUMEL` elements that autograd computed, so
-    that only the graph keeps it alive. A parameter, a view of one, a mask, a table or an input is none."""
+    only the graph keeps it alive. Parameters, their views, masks, tables and inputs are not activations."""
     return (
         type(x) is torch.Tensor
         and x.dtype in DTYPES
@@ -126,28 +129,29 @@ def is_activation(x: Any) -> bool:
         and x.numel() >= MIN_NUMEL
         and x.requires_grad
         and not x.is_leaf
-        # what a reentrant region returns may be a view of a leaf without gradients, made inside
+        # the output of a reentrant region may be a view of a leaf without gradients, created inside the
+        # region
         and (x._base is None or not (x._base.is_leaf and x._base.requires_grad))
     )
 
 
 def packed(x: torch.Tensor, group_size: int) -> Packed:
-    """`x` packed. It is packed once, even if several regions save the same tensor, as decoder layers do with
+    """`x`, packed. It is packed once, even if several regions save the same tensor, as decoder layers do with
     an encoder's output."""
     reference = noted(x, "packed")
     found = reference and reference()
     if found is None or found.group_size != group_size:
         found = Packed(x, group_size)
-    # of other notes what is unpacked has none, and a region must read the same of both
+    # the unpacked tensor has no other notes, and the region must find the same notes in both passes
     forget_notes(x)
     note(x, "packed", weakref.ref(found))
     return found
 
 
 def saved_in_fp8(group_size: int) -> saved_tensors_hooks:
-    """A context in which autograd saves activations (`is_activation`) packed, and the rest unchanged.
+    """A context in which autograd saves activations (`is_activation`) packed, and other tensors unchanged.
 
-    Backward raises RuntimeError, as without it, if one of them has been changed in place since.
+    Backward raises RuntimeError if one of them has changed in place since, as it does without this context.
     """
 
     def pack(x: torch.Tensor) -> tuple[torch.Tensor | Packed, torch.Tensor, int]:
@@ -156,7 +160,7 @@ def saved_in_fp8(group_size: int) -> saved_tensors_hooks:
         if x.is_leaf:
             return x, x, x._version
         forget_notes(x)
-        # a non-leaf tensor that is kept by its own node would never be freed
+        # a non-leaf tensor that its own node holds would never be freed
         kept = x.detach()
         return kept, kept, x._version
 
@@ -174,7 +178,7 @@ def saved_in_fp8(group_size: int) -> saved_tensors_hooks:
 
 
 def _version_counter(x: torch.Tensor) -> torch.Tensor:
-    """A tensor without memory that shares the version counter of `x`, and keeps only that alive."""
+    """A tensor without memory that shares the version counter of `x` and keeps only the counter alive."""
     counter = x.detach()
     counter.data = x.new_empty(0)
     return counter
@@ -190,8 +194,8 @@ def _inside() -> Iterator[None]:
 
 
 def region(function: Callable, choices: Choices | None = None) -> Callable:
-    """`function`, the content of a recomputed region, marked so that regions inside it know that they are
-    inside. Routers choose what they chose in the first run, or else in the first of `choices`."""
+    """`function`, the body of a recomputed region, marked so that regions inside it detect that they are
+    nested. Routers repeat the choices of the first run, or of the first run of `choices`."""
     choices = Choices() if choices is None else choices
 
     def run(*args, **kwargs):
@@ -205,9 +209,9 @@ def region(function: Callable, choices: Choices | None = None) -> Callable:
 def packing_function(
     cls: type[torch.autograd.Function], group_size: int | None = None
 ) -> type[torch.autograd.Function]:
-    """A subclass of the checkpoint function `cls` whose `save_for_backward` packs, in groups of `group_size`,
-    or else as the open `compressed_checkpoints` says. The first argument of `cls` is the region, which runs
-    without gradients, so that only its inputs are saved."""
+    """A subclass of the checkpoint function `cls` whose `save_for_backward` packs, in groups of `group_size`;
+    by default in the group size of the open `compressed_checkpoints`. The first argument of `cls` is the
+    region. It runs without gradients, so only its inputs are saved."""
 
     def apply(_, function, *args):
         size = compressing() if group_size is None or in_region.get() else group_size
@@ -220,8 +224,8 @@ def packing_function(
 
 
 def packing_generator(generator: Callable) -> Callable:
-    """The generator by which torch's checkpoint runs a region that is not reentrant. Its inputs are packed
-    where a `compressed_checkpoints` is open."""
+    """The generator by which torch's checkpoint runs a non-reentrant region. Its inputs are packed if a
+    `compressed_checkpoints` is open."""
 
     @functools.wraps(generator)
     def packing(function, *args, **kwargs):
@@ -229,9 +233,10 @@ def packing_generator(generator: Callable) -> Callable:
         if size is None:
             return (yield from generator(function, *args, **kwargs))
         choices = Choices()
-        # inputs are saved at the start; what the region saves goes to torch's own hooks, on top of these
+        # inputs are saved at the start; tensors that the region saves go to torch's own hooks, on top of
+        # these
         with saved_in_fp8(size), _inside(), choices:
-            # runs the region's forward itself
+            # the generator runs the region's forward itself
             return (yield from generator(region(function, choices), *args, **kwargs))
 
     return packing

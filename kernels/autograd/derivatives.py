@@ -1,4 +1,4 @@
-"""Derivatives that operations on 8-bit copies do not have, refused before a wrong number exists."""
+"""Refuses derivatives that operations on 8-bit copies do not have, before a wrong number is computed."""
 
 import functools
 from collections.abc import Callable
@@ -20,9 +20,10 @@ _FORWARD = (
 def once_differentiable(backward: Callable) -> Callable:
     """Makes an `autograd.Function`'s `backward` raise RuntimeError under create_graph=True.
 
-    torch's decorator of that name returns gradients that raise when they are differentiated. Such a node is
-    reached only through the incoming gradient. What is saved here in 8 bits has no edge to what forward read,
-    so a second derivative would be zero or None wherever the incoming gradient is a constant.
+    torch's decorator of the same name returns gradients that raise when they are differentiated. Autograd
+    reaches such a node only through the incoming gradient. The tensors saved here in 8 bits have no edge to
+    forward's inputs. So a second derivative would be zero or None wherever the incoming gradient is a
+    constant.
     """
 
     @functools.wraps(backward)
@@ -35,7 +36,7 @@ def once_differentiable(backward: Callable) -> Callable:
 
 
 def refuse_forward_mode(*tensors: torch.Tensor | None) -> None:
-    """Raises RuntimeError if a tensor has a tangent, which a kernel would drop."""
+    """Raises RuntimeError if a tensor has a forward-mode tangent, which a kernel would drop."""
     if forward_ad._current_level < 0:
         return
     for t in tensors:

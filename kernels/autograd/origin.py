@@ -1,16 +1,16 @@
-"""What a tensor's producer knows about it, noted on the tensor object for whoever reads it.
+"""Facts about a tensor, noted on the tensor object by its producer for its readers.
 
-- An `Origin` says how to recompute the tensor. A norm saves its input for its own backward; the linear layer
-  behind it would save the norm's output as well. With the origin it saves nothing.
-- Maxima: the amax of each part of a tensor, found by its producer while writing it. Whoever quantizes the
-  tensor need not read it for its scale.
+- An `Origin` defines how to recompute the tensor. A norm saves its input for its own backward. The next
+  linear layer would save the norm's output as well. With the origin it saves nothing.
+- Maxima: the amax of each part of a tensor, found by its producer while writing it. With maxima, quantizing
+  the tensor needs no extra read for the scale.
 - A stand-in: the norm's pass-through of x. The residual add reads it, so both gradients of x meet in the
   norm's backward.
 
-An operation between producer and reader loses all notes. An in-place operation, or new memory behind the same
-object, makes them void. A lost note costs memory or time; the result is the same. Nothing is noted while a
-model is compiled, nor on inference tensors, which do not count changes. A write into a plain tensor through
-`.data` cannot be seen: where a user's hook might do that, call `forget_notes`.
+An operation between producer and reader loses all notes. An in-place operation, or new memory for the same
+tensor object, makes them void. A lost note costs memory or time; the result is the same. Nothing is noted
+while a model is compiled, nor on inference tensors, which have no version counter. A write into a plain
+tensor through `.data` is not detected: where a user's hook might do that, call `forget_notes`.
 """
 
 import weakref
@@ -24,9 +24,9 @@ import torch
 class Origin(NamedTuple):
     """How to recompute a tensor [m, n].
 
-    `columns(*tensors, largest, fmt)` gives it, up to the rounding of what was saved, as column-major
-    `Quantized` codes with the scale of the amax `largest`; larger values saturate.
-    watched: other tensors that it is computed from, which users may change, and their versions.
+    `columns(*tensors, largest, fmt)` returns the tensor as column-major `Quantized` codes with the scale of
+    the amax `largest`; larger values saturate. It is exact up to the rounding of the saved tensors.
+    watched: other tensors that the result depends on, which users may change, and their versions.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -35,24 +35,24 @@ class Origin(NamedTuple):
 
 
 class _Notes(dict):
-    """By name: a note, and the `_state` of the tensor when it was made. `of_leaf`: whether one of the tensors
-    that share these notes is a leaf."""
+    """From name to a note and the `_state` of the tensor when the note was made. `of_leaf`: whether one of
+    the tensors that share these notes is a leaf."""
 
     of_leaf = False
 
     def __reduce__(self):
-        # saved and copied tensors carry no notes; every reader of checkpoints knows this class
+        # saved and copied tensors carry no notes; every reader of checkpoints can load an OrderedDict
         return OrderedDict, ()
 
 
 def _state(x: torch.Tensor) -> tuple[int, int]:
-    """What changes when the values of `x` change."""
+    """A value that changes when the values of `x` change."""
     # subclasses, such as DTensor, may have no memory of their own
     return x._version, x.data_ptr() if type(x) is torch.Tensor else 0
 
 
 def note(x: torch.Tensor, name: str, value: Any) -> torch.Tensor:
-    """Notes `value` on `x` and returns `x`. `noted` gives the value as long as this tensor object keeps its
+    """Notes `value` on `x` and returns `x`. `noted` returns the value as long as this tensor object keeps its
     memory and version."""
     if not torch.compiler.is_compiling() and not x.is_inference():
         _notes(x)[name] = value, _state(x)
@@ -60,7 +60,7 @@ def note(x: torch.Tensor, name: str, value: Any) -> torch.Tensor:
 
 
 def noted(x: torch.Tensor, name: str) -> Any:
-    """What was noted on `x` under this name, None if nothing was or `x` has changed since."""
+    """The value noted on `x` under this name; None if there is none or `x` has changed since."""
     if torch.compiler.is_compiling():
         return None
     notes = x.__dict__.get("coat_notes")
@@ -71,7 +71,7 @@ def noted(x: torch.Tensor, name: str) -> Any:
 
 
 def forget_notes(x: torch.Tensor) -> None:
-    """Removes what is noted on `x`."""
+    """Removes all notes from `x`."""
     x.__dict__.pop("coat_notes", None)
 
 
@@ -83,7 +83,7 @@ def _notes(x: torch.Tensor) -> _Notes:
 
 
 def share_notes(x: torch.Tensor, alias: torch.Tensor) -> torch.Tensor:
-    """Makes `alias`, another tensor object of the same memory and version counter, share the notes of `x`.
+    """Makes `alias`, another tensor object with the same memory and version counter, share the notes of `x`.
     The gradients of the two must be equal.
 
     A stand-in on a leaf is held weakly (`with_stand_in`).
@@ -94,7 +94,8 @@ def share_notes(x: torch.Tensor, alias: torch.Tensor) -> torch.Tensor:
 
 
 def whole_of(x: torch.Tensor) -> torch.Tensor | None:
-    """What `x` is a view of, if it is all of that in the same order; `x` if it is no view; else None."""
+    """The base of the view `x`, if `x` covers all of it in the same order; `x` itself if it is no view;
+    else None."""
     base = x._base
     if base is None:
         return x
@@ -108,9 +109,8 @@ def with_origin(x: torch.Tensor, origin: Origin) -> torch.Tensor:
 
 
 def origin_of(x: torch.Tensor) -> Origin | None:
-    """The origin noted on this very tensor object, if there is one and the tensor, and what it is made from,
-    are still the same.
-    """
+    """The origin noted on this very tensor object; None if there is none, or if the tensor or the tensors it
+    is recomputed from have changed since."""
     origin = noted(x, "origin")
     if origin is not None:
         for t, version in origin.watched:
@@ -120,20 +120,21 @@ def origin_of(x: torch.Tensor) -> Origin | None:
 
 
 def with_maxima(x: torch.Tensor, maxima: torch.Tensor) -> torch.Tensor:
-    """`x` itself; `maxima`, FP32, are the amax of each of its parts."""
+    """Notes `maxima` on `x` and returns `x`. maxima: FP32, the amax of each part of `x`."""
     return note(x, "maxima", maxima)
 
 
 def maxima_of(x: torch.Tensor) -> torch.Tensor | None:
-    """The maxima noted on this very tensor object, if there are any and the tensor is still the same."""
+    """The maxima noted on this very tensor object; None if there are none or the tensor has changed since."""
     return noted(x, "maxima")
 
 
 def with_stand_in(x: torch.Tensor, stand_in: torch.Tensor, holder: torch.Tensor) -> torch.Tensor:
-    """`x` itself. Whoever reads `stand_in` in its place reads the same values.
+    """Notes `stand_in` on `x` and returns `x`. `stand_in` holds the same values and can be read in place of
+    `x`.
 
     On a leaf the note lives only as long as `holder`, another tensor of the graph. The graph ends in the
-    leaf, so the two would otherwise keep each other alive for ever if nobody took the stand-in.
+    leaf, so otherwise an unused stand-in and the leaf would keep each other alive forever.
     """
     if not ((x.is_leaf and x.requires_grad) or _notes(x).of_leaf):
         return note(x, "stand_in", stand_in)
@@ -142,7 +143,7 @@ def with_stand_in(x: torch.Tensor, stand_in: torch.Tensor, holder: torch.Tensor)
 
 
 def take_stand_in(x: torch.Tensor) -> torch.Tensor:
-    """What to read in place of `x`. It is given once: the next caller gets `x`."""
+    """The tensor to read in place of `x`. The stand-in is returned once: the next call returns `x`."""
     stand_in = noted(x, "stand_in")
     if stand_in is None:
         return x

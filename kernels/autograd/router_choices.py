@@ -1,8 +1,8 @@
-"""What a router of experts chose in a region, chosen again where the region is recomputed.
+"""Makes the router of an MoE layer repeat its choices when a region is recomputed.
 
-Backward recomputes a region from inputs that `compressed_checkpoints` has rounded. A router whose best
-experts are nearly equal would send a token to others than in the forward pass. Experts would get gradients
-of tokens that they have not seen, and tensors would have other shapes.
+Backward recomputes a region from inputs that `compressed_checkpoints` has rounded. If two experts score
+nearly the same, the router could send a token to another expert than in the forward pass. Experts would then
+get gradients of tokens that they have not seen, and tensors would have other shapes.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,11 +16,12 @@ _ARGMAX = (torch.argmax, torch.Tensor.argmax)
 
 
 class Choices(TorchFunctionMode):
-    """A context for one region: entered for the first time it keeps the indices that `torch.topk` and
-    `torch.argmax` find, 8 bytes each. From then on they find these, and `topk` the values that are there now.
+    """A context for one region. The first time it is entered, it keeps the indices that `torch.topk` and
+    `torch.argmax` return, 8 bytes each. From then on both return these indices, and `topk` returns the
+    current values at these indices.
 
-    Fused routers (Transformer Engine's) and compiled ones choose anew, and so does who passes `out`, which
-    carries no gradient. So does a region inside the region where it is recomputed by itself.
+    It does not cover fused routers (Transformer Engine's), compiled routers, and calls with `out`, which have
+    no gradient. Nor does it cover an inner region that is recomputed separately.
     """
 
     def __init__(self) -> None:
@@ -39,10 +40,10 @@ class Choices(TorchFunctionMode):
         chooses = func in _TOPK or func in _ARGMAX
         if not chooses or "out" in kwargs or torch.compiler.is_compiling():
             return func(*args, **kwargs)
-        # the same operations in both passes, since checkpointing compares and counts what they save
+        # the same operations in both passes, because checkpointing compares and counts saved tensors
         with torch.no_grad():
             found = func(*args, **kwargs)
-            # a copy, since whoever gets it may change it in place
+            # a copy, because the caller may change it in place
             indices = self._chosen(found if func in _ARGMAX else found.indices).clone()
         if func in _ARGMAX:
             return indices
@@ -63,5 +64,5 @@ def _gathered(
     largest: bool = True,
     sorted: bool = True,
 ) -> torch.Tensor:
-    """What `torch.topk(input, k, dim)` would give if it found `indices`."""
+    """The result of `torch.topk(input, k, dim)` if it had found `indices`."""
     return input.gather(dim, indices)

@@ -4,14 +4,13 @@
     attention_block   the same and attention, recomputed in backward: it saves the norm's input alone
     mlp_block         output projection, residual addition, norm, fc1, activation, fc2, residual addition
 
-Each is a flat sequence of launches, forward and backward. What passes between two launches is a local
-variable. Activations that only an FP8 GEMM reads exist as FP8 codes alone. Saved for backward are the norms'
-inputs, the activation's input and what attention saves of its output, each once and in 8 bits. The rest is
-recomputed.
+Each is a flat sequence of launches, forward and backward. Local variables pass results from one launch to the
+next. Activations that only an FP8 GEMM reads exist only as FP8 codes. Backward saves the norms' inputs, the
+activation's input and what attention saves of its output, each once and in 8 bits. The rest is recomputed.
 
-The arithmetic is that of the same operations one by one (`norm`, `linear`, `rope`, `activation`), to the bit.
-The blocks need every parameter to be trained. Whatever else they lack, such as dropout between the
-operations, takes those single operations.
+The results are bit-identical to those of the separate operations (`norm`, `linear`, `rope`, `activation`).
+The blocks need every parameter to be trained. Layers with features that the blocks lack, such as dropout
+between the operations, use the separate operations.
 """
 
 from coat_kernels.blocks.mlp import mlp_block

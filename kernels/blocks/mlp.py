@@ -1,5 +1,5 @@
-"""Behind attention: output projection, residual addition, norm, fc1, activation, fc2 and residual addition in
-one autograd function."""
+"""The layer after attention in one autograd function: output projection, residual addition, norm, fc1,
+activation, fc2 and residual addition."""
 
 import torch
 
@@ -33,8 +33,8 @@ def _summed(z: torch.Tensor, linear: LinearOptions) -> torch.Tensor:
 
 
 def _go_together(weights: tuple[torch.Tensor, ...], linears: tuple[LinearOptions, ...]) -> bool:
-    """Whether one launch may quantize all the weights: each is a single tensor of which nothing is cached,
-    and they have one format and one dtype."""
+    """Whether one launch may quantize all the weights: each is a single tensor without a cached copy, and all
+    have one format and one dtype."""
     for weight, linear in zip(weights, linears, strict=True):
         if (
             type(linear.cache) is not WeightCache
@@ -54,8 +54,8 @@ def _by_rows(
     linears: tuple[LinearOptions, ...],
     trains: bool,
 ) -> list[tuple[Quantized, torch.Tensor]]:
-    """The row-major `weights`, and `o`, the input of the first GEMM, row-major and if asked for column-major;
-    each with its amax. They share one launch where they can."""
+    """The row-major `weights`, and `o`, the input of the first GEMM, row-major and, if `columns`, also
+    column-major; each with its amax. They share one launch if possible."""
     fmt, scale = linears[0].formats.forward, linears[0].x_scale
     together = _go_together(weights, linears)
     joins = together and not columns and type(o) is torch.Tensor and o.dtype == weights[0].dtype
@@ -77,7 +77,7 @@ def _by_rows(
 def _by_columns(
     weights: tuple[torch.Tensor, ...], largest: tuple[torch.Tensor, ...], linears: tuple[LinearOptions, ...]
 ) -> list[Quantized]:
-    """The column-major `weights`, with the amaxes that `_by_rows` found."""
+    """The column-major `weights`, with the amaxes found by `_by_rows`."""
     if _go_together(weights, linears):
         xs = [weight.contiguous() for weight in weights]
         return columns_together(xs, largest, linears[0].formats.forward)
@@ -99,12 +99,12 @@ class _MlpBlock(torch.autograd.Function):
         (rows_proj, largest_proj), (rows_fc1, largest_fc1), (rows_fc2, largest_fc2), (operands, largest_o) = (
             _by_rows(o, origin is None, (w_proj, w_fc1, w_fc2), (proj, fc1, fc2), trains)
         )
-        # the GEMM adds the bias, unless the outputs of several ranks are summed first
+        # the GEMM adds the bias, unless the outputs of several ranks must be summed first
         bias, late_bias = (b_proj, None) if proj.parallel is None else (None, b_proj)
         z = _summed(multiply(operands.rows, operands.scale, rows_proj, bias, dtype, proj), proj)
         del rows_proj
 
-        # the norm's kernel computes the sum, so that no other pass reads it
+        # the norm's kernel computes the sum, so no other pass reads it
         x = torch.empty_like(by_rows)
         y, largest_y, kept_x, rstd = norm_operands(
             x,
@@ -132,8 +132,8 @@ class _MlpBlock(torch.autograd.Function):
         if origin is None:
             ctx.columns_of_o, kept_o = None, (operands.columns, operands.scale)
         else:
-            # the origin's tensors are saved, so that autograd frees them after backward; the node does not
-            # hold them
+            # The origin's tensors are saved, so autograd frees them after backward. Only the function is kept
+            # on the node.
             ctx.columns_of_o, kept_o = origin.columns, (*origin.tensors, largest_o)
         ctx.save_for_backward(
             w_proj, b_proj, norm_weight, norm_bias, w_fc1, b_fc1, w_fc2, b_fc2,
@@ -151,7 +151,7 @@ class _MlpBlock(torch.autograd.Function):
         proj, norm, fc1, activation, fc2 = ctx.options
         dtype, tokens, arithmetic = grad.dtype, kept_x[0].shape[0], activation.arithmetic
 
-        # operands are in lists, so that the GEMMs can free parts of them on the way
+        # operands are in lists, so the GEMMs can free parts of them as soon as they are used
         weights = [fc2.cache.columns(w_fc2, largest_fc2, fc2.formats.forward)]
         operands = [quantized_grad(grad, fc2, sums=b_fc2 is not None and fc2.parallel is None)]
         grad_b_fc2 = _bias_grad(b_fc2, operands[0].sums, grad)
@@ -166,7 +166,7 @@ class _MlpBlock(torch.autograd.Function):
             )
         ]
         del grad_p
-        # not with fc2's: memory is at its peak until here
+        # not quantized with fc2's weight: memory peaks before this line
         weights = _by_columns((w_proj, w_fc1), (largest_proj, largest_fc1), (proj, fc1))
         grad_b_fc1 = None if b_fc1 is None else operands[0].sums.to(b_fc1.dtype)
         columns = norm_columns.eager(
@@ -202,8 +202,8 @@ class _MlpBlock(torch.autograd.Function):
 def _bias_grad(
     bias: torch.Tensor | None, sums: torch.Tensor | None, grad: torch.Tensor
 ) -> torch.Tensor | None:
-    """The gradient of a row-parallel layer's bias, from the column sums of the output's gradient where those
-    exist."""
+    """The gradient of a row-parallel layer's bias; from the column sums of the output's gradient if there are
+    any."""
     if bias is None:
         return None
     return grad.sum_to_size(bias.shape) if sums is None else sums.to(bias.dtype)
@@ -228,22 +228,22 @@ def mlp_block(
     activation: ActivationOptions,
     fc2: LinearOptions,
 ) -> torch.Tensor:
-    """The layer from attention's output on: x = residual + proj(o); x + fc2(a(fc1(norm(x)))).
+    """The layer from attention's output on: x = residual + proj(o); returns x + fc2(a(fc1(norm(x)))).
 
     Args:
         o: [s, b, n], attention's output; of the whole sequence under sequence parallelism.
-        residual: [s, b, h], of the dtype of o.
-        w_proj, w_fc1, w_fc2: [h, n], [f or 2 f, h], [h, f]: this rank's parts; biases as long as the first
-            dimension, or None. Where several ranks hold parts, biases of proj and fc2 are added behind the
-            sum over the ranks.
-        origin: how to recompute o; without it o is kept column-major in FP8.
-        proj, fc1, fc2: with both scales given.
+        residual: [s, b, h], in the dtype of o.
+        w_proj, w_fc1, w_fc2: [h, n], [f or 2 f, h], [h, f]: this rank's parts. Biases have the length of the
+            first dimension, or are None. If several ranks hold parts, the biases of proj and fc2 are added
+            after the sum over the ranks.
+        origin: how to recompute o; without it o is saved column-major in FP8.
+        proj, fc1, fc2: options with both scales given.
 
     Returns [s, b, h] in the residual's dtype.
     """
     if o.is_cuda:
         require_fp8(o.device, proj.formats.emulate)
-    # a copy that is kept is for training alone
+    # a cached copy is for training only
     trains = proj.cache.keep == fc1.cache.keep == fc2.cache.keep == "none" or torch.is_grad_enabled()
     return _MlpBlock.apply(
         o, residual, w_proj, b_proj, norm_weight, norm_bias, w_fc1, b_fc1, w_fc2, b_fc2,

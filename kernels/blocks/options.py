@@ -1,4 +1,4 @@
-"""How the parts of a fused block compute."""
+"""The options of a fused block's parts."""
 
 import functools
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class NormOptions:
-    """How a norm computes; fields as the arguments of `rms_norm`."""
+    """How a norm computes; fields are the arguments of `rms_norm`."""
 
     eps: float
     layer_norm: bool
@@ -21,7 +21,7 @@ class NormOptions:
 
 @dataclass(frozen=True, slots=True)
 class ActivationOptions:
-    """How an activation computes; fields as the arguments of `activation`."""
+    """How an activation computes; fields are the arguments of `activation`."""
 
     kind: str
     gated: bool
@@ -33,6 +33,6 @@ class ActivationOptions:
         return self.kind, self.gated, self.group_size
 
 
-# cached, since layers ask for the same object in each forward
+# cached, because layers create the same options in each forward
 norm_options = functools.lru_cache(NormOptions)
 activation_options = functools.lru_cache(ActivationOptions)

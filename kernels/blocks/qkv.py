@@ -1,5 +1,5 @@
-"""In front of attention: norm, qkv projection and rotary positions in one autograd function, with or without
-attention."""
+"""The layer before attention in one autograd function: norm, qkv projection and rotary positions, with or
+without attention."""
 
 from collections.abc import Callable
 
@@ -17,8 +17,8 @@ from coat_kernels.tensorwise.transpose import transpose_codes
 
 
 def _norm_backward(grad_y, grad_residual, kept, weight, bias, norm: NormOptions, needs_x: bool):
-    """The gradients of x, with its maxima noted, of the weight, and of the bias or None, from the gradients
-    of y [rows, h] and of the residual [s, b, h]."""
+    """The gradients of x, with its maxima noted, of the weight, and of the bias or None. Inputs: the
+    gradients of y [rows, h] and of the residual [s, b, h]."""
     residual = grad_residual.reshape(grad_y.shape).contiguous()
     codes, exponent, rstd = kept
     options = norm.layer_norm, norm.zero_centered, norm.group_size
@@ -31,7 +31,7 @@ def _norm_backward(grad_y, grad_residual, kept, weight, bias, norm: NormOptions,
 
 
 def _qkv_forward(x, norm_weight, norm_bias, weight, bias, cos, sin, trains, norm, linear, *heads):
-    """(q, k, v), and what is saved for backward."""
+    """(q, k, v), and the tensors saved for backward."""
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     y, largest_y, kept, rstd = norm_operands(
         rows, norm_weight, norm_bias, norm.arithmetic, norm.saved_format, linear.x_scale, linear.input_group
@@ -43,7 +43,7 @@ def _qkv_forward(x, norm_weight, norm_bias, weight, bias, cos, sin, trains, norm
 
 
 def _normed_again(saved, norm: NormOptions, linear: LinearOptions) -> tuple[torch.Tensor, torch.Tensor]:
-    """The norm's output in front of `linear`, recomputed column-major, and its scale."""
+    """The norm's output, which is the input of `linear`, recomputed column-major, and its scale."""
     norm_weight, norm_bias, *_, codes, exponent, rstd, largest_y, _ = saved
     return norm_columns.eager(
         codes, exponent, rstd, norm_weight, norm_bias, largest_y, norm.zero_centered, norm.group_size,
@@ -65,7 +65,7 @@ def _qkv_backward(dq, dk, dv, grad_residual, columns, saved, norm, linear, apart
     """The gradients of x, of both parameters of the norm, of weight and of bias. `columns`: the norm's output
     and its scale, from `_normed_again`."""
     norm_weight, norm_bias, weight, bias, cos, sin, *kept, _, largest_w = saved
-    # in a list, so that the GEMMs can free parts of it on the way
+    # in a list, so the GEMMs can free parts of it as soon as they are used
     grad = [rotate_qkv_backward_operands(dq, dk, dv, cos, sin, linear.grad_scale, bias is not None, apart)]
     grad_bias = None if bias is None else grad[0].sums.to(bias.dtype)
     columns = gathered_columns(*columns, kept[0].shape[0], linear)
@@ -114,8 +114,8 @@ class _AttentionBlock(torch.autograd.Function):
         qkv = _qkv_again(*columns, saved, ctx.batch, grad_o.dtype, linear, *heads)
         with torch.enable_grad():
             qkv = tuple(t.requires_grad_() for t in qkv)
-            # leaves of their own: a hook on a parameter would run here and again behind this, and a
-            # parameter that comes twice would have all of its gradient twice
+            # Separate leaves. With the original parameters, a parameter's hook would run here and again after
+            # this function, and a parameter that appears twice would get its full gradient twice.
             beside = [t.detach().requires_grad_() if t.requires_grad else t for t in beside]
             trained = [t for t in beside if t.requires_grad]
             o = ctx.attend(*qkv, *beside)
@@ -142,23 +142,24 @@ def qkv_block(
     d: int,
     apart: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries, keys and values of `x`, and `x` itself, to be read in its place by the residual addition.
+    """Returns queries, keys and values of `x`, and `x` itself, which the residual addition must read in place
+    of its input.
 
     Args:
         x: [s, b, h], BF16 or FP32, with a gradient.
-        norm_weight, norm_bias: [h]; the bias is None for RMSNorm and may be for LayerNorm.
+        norm_weight, norm_bias: [h]; the bias is None for RMSNorm and may be None for LayerNorm.
         weight, bias: of the fused projection, [groups * (m + 2) * d, h] and [groups * (m + 2) * d] or None.
-        cos, sin: as of `rotate_qkv`.
-        linear: with both scales given.
-        groups, d: key-value groups on this rank, and channels of a head.
+        cos, sin: as in `rotate_qkv`.
+        linear: options with both scales given.
+        groups, d: number of key-value groups on this rank, and of channels per head.
         apart: in the projection's output all queries come first, then all keys, then all values.
 
     Returns q [s, b, groups * m, d], k and v [s, b, groups, d], under sequence parallelism of the whole
-    sequence. What reads the returned x has its gradient added inside the norm's backward.
+    sequence. The gradient of the returned x is added inside the norm's backward.
     """
     if x.is_cuda:
         require_fp8(x.device, linear.formats.emulate)
-    # a copy that is kept is for training alone
+    # a cached copy is for training only
     trains = linear.cache.keep == "none" or torch.is_grad_enabled()
     options = trains, norm, linear, groups, d, apart
     return _QkvBlock.apply(x, norm_weight, norm_bias, weight, bias, cos, sin, options)
@@ -181,13 +182,14 @@ def attention_block(
     attend: Callable[..., torch.Tensor],
     beside: tuple[torch.Tensor, ...] = (),
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`qkv_block` and attention in one, which saves nothing of queries, keys, values and attention's output.
+    """`qkv_block` and attention in one function. It saves no queries, keys, values and attention output.
 
-    Backward recomputes queries, keys and values from what is saved of x, by one more GEMM, and runs attention
-    again. attend(q, k, v, *beside) is attention; it must give the same result each time, so no dropout.
-    `beside` are saved: constants that it reads, such as a mask, and parameters of its own.
+    Backward recomputes queries, keys and values from the saved x, by one more GEMM, and runs attention again.
+    attend(q, k, v, *beside) is attention. It must return the same result each time, so it cannot have
+    dropout. `beside` are saved tensors: constants that attention reads, such as a mask, and parameters of its
+    own.
 
-    Returns attention's output, and x for the residual addition to read in its place.
+    Returns attention's output, and x, which the residual addition must read in place of its input.
     """
     if x.is_cuda:
         require_fp8(x.device, linear.formats.emulate)

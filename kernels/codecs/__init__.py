@@ -11,8 +11,8 @@ SIGNED_CODECS: dict[str, Codec] = {name: codec for name, codec in CODECS.items()
 
 
 def first_codec(name: str, second: Codec) -> Codec:
-    """The codec called `name` of a first moment that stands beside `second`. "auto" is "ratio8" where that
-    may stand there, and "fp8_expanded" elsewhere. Raises ValueError for an unknown one."""
+    """The codec called `name` for a first moment whose second moment is stored by `second`. "auto" is
+    "ratio8" if `second` allows it, else "fp8_expanded". Raises ValueError for an unknown name."""
     if name == "auto":
         name = "ratio8" if CODECS["ratio8"].stands_beside(second) else "fp8_expanded"
     return get_codec(name)

@@ -1,7 +1,7 @@
 """Plain FP8: each group is scaled so that its amax becomes the format's largest magnitude. For comparison.
 
-A value below the format's range relative to its group becomes zero; a second moment stored so can let its
-first moment blow up. Dynamic range expansion is the remedy.
+A value below the format's range relative to its group becomes zero. If a second moment becomes zero, the
+update can blow up. Dynamic range expansion avoids this.
 """
 
 import torch

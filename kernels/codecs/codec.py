@@ -1,7 +1,7 @@
-"""What a storage format of optimizer moments is, and the kernels that every format shares.
+"""Definition of a storage format of optimizer moments, and the kernels that every format shares.
 
-A moment of n elements is stored as n codes, in groups of consecutive elements of the flat tensor,
-with at most an FP32 scale and an 8-bit exponent for each group.
+A moment of n elements is stored as n codes, in groups of consecutive elements of the flat tensor, with at
+most an FP32 scale and an 8-bit exponent per group.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,14 +17,15 @@ from coat_kernels.fp8 import INTERPRET, cast
 from coat_kernels.prepared import FUSED
 from coat_kernels.tiles import load_tile, store_tile
 
-# elements of a part, of which a PyTorch step makes several copies; a multiple of every group size
+# elements per part; a PyTorch step makes several copies of a part. A multiple of every group size
 AT_ONCE = 2**22
 # groups per program; a wider tile only lengthens the tail
 ROWS = 4
 
 
 def parts_of(numel: int) -> Iterator[slice]:
-    """So many elements, a few million at a time: what is made of them need not fit beside them."""
+    """Slices of `numel` elements, `AT_ONCE` elements each, so that temporaries of one slice fit into
+    memory."""
     for begin in range(0, numel, AT_ONCE):
         yield slice(begin, min(begin + AT_ONCE, numel))
 
@@ -41,7 +42,7 @@ class Storage(NamedTuple):
         return sum(t.numel() * t.element_size() for t in self)
 
     def parts(self, group_size: int) -> Iterator[tuple[slice, "Storage"]]:
-        """Elements, and a view of what is stored of them, a few million at a time."""
+        """Slices of elements, and views of their storage, `AT_ONCE` elements each."""
         for part in parts_of(self.codes.numel()):
             yield part, self.groups(part.start // group_size, -(-part.stop // group_size), group_size)
 
@@ -57,14 +58,15 @@ class Codec:
 
     Reference functions take FP32 groups [rows, group_size], scale [rows, 1] and exponent [rows, 1] (uint8);
     the last group is padded with zeros. Tile functions do the same on a tile inside a kernel, with one value
-    of statistics a row, [rows]. Their last arguments are the flags E5M2, SIGNED for a first moment, which has
-    signs, and, for `to_codes_tile`, DITHER. `to_codes_tile` may rely on statistics of the same values; for
-    statistics of others, `clamp_tile` brings the values into their range first.
+    of the statistics per row, [rows]. Their last arguments are the flags E5M2; SIGNED, set for a first
+    moment, which has signs; and, for `to_codes_tile`, DITHER. `to_codes_tile` may assume that the statistics
+    are those of the same values. For other statistics, `clamp_tile` first brings the values into the
+    statistics' range.
     """
 
     name: str
     dtype: torch.dtype
-    """Of the codes; uint8 holds FP8 bit patterns."""
+    """The dtype of the codes; uint8 holds FP8 bit patterns."""
     has_scale: bool
     has_exponent: bool
     is_e5m2: bool
@@ -79,22 +81,22 @@ class Codec:
     from_codes_tile: Callable
     clamp_tile: Callable
     fine: bool = False
-    """Whether neighbouring codes are so close everywhere that rounding stochastically adds little noise."""
+    """Whether neighbouring codes are so close everywhere that stochastic rounding adds little noise."""
     signed: bool = True
-    """Whether it stores negative values too, as a first moment needs; others become NaN."""
+    """Whether it stores negative values, which a first moment needs; otherwise they become NaN."""
     relative: bool = False
-    """Whether its values are exp_avg over the root of exp_avg_sq as that is stored (`Stored.roots`)."""
+    """Whether its values are exp_avg over the root of the stored exp_avg_sq (`Stored.roots`)."""
     log_roots: Callable | None = None
-    """Of second moments that a relative code may stand beside: (codes, scale, exponent) -> log2 of the roots
-    that the first moment is divided by; finite for every code."""
+    """For codecs of second moments whose first moment may have a relative code: (codes, scale, exponent) ->
+    log2 of the roots by which the first moment is divided; finite for every code."""
     log_roots_tile: Callable | None = None
     roots_tile: Callable | None = None
-    """The same arguments -> the roots themselves."""
+    """(codes, scale, exponent) -> the roots."""
     ratio_tile: Callable | None = None
-    """Of relative codes, statistics and codes in one: (x, log2 of the roots, dither) -> (codes, scale)."""
+    """For relative codes: (x, log2 of the roots, dither) -> (codes, scale) in one step."""
 
     def stands_beside(self, exp_avg_sq: "Codec") -> bool:
-        """Whether it can store the first moment of a second one that is stored by `exp_avg_sq`."""
+        """Whether it can store the first moment when `exp_avg_sq` stores the second."""
         return not self.relative or exp_avg_sq.log_roots is not None
 
     def zeros(self, numel: int, group_size: int, device: torch.device | str) -> Storage:
@@ -103,17 +105,18 @@ class Codec:
         return Storage(
             torch.zeros(numel, dtype=self.dtype, device=device),
             torch.zeros(groups if self.has_scale else 0, dtype=torch.float32, device=device),
-            # an all-zero group has the largest exponent, as the statistics give it
+            # the statistics of an all-zero group are the largest exponent
             torch.full((groups if self.has_exponent else 0,), 255, dtype=torch.uint8, device=device),
         )
 
     def encode(
         self, x: torch.Tensor, group_size: int, like: Storage | None = None, beside: "Stored | None" = None
     ) -> Storage:
-        """Stores `x` (any shape; taken as FP32, flat), to nearest. `like` supplies scale and exponent.
+        """Stores `x` (any shape; converted to FP32, flat), rounded to nearest. `like` supplies scale and
+        exponent.
 
-        beside: the second moment that a relative code is relative to; without it, roots are 1. Other codes
-        do not look at it.
+        beside: the second moment on which a relative code depends; None stands for roots of 1. Other codes
+        ignore it.
         """
         x = x.detach().reshape(-1).float()
         if self.relative and beside is not None:
@@ -135,26 +138,27 @@ class Codec:
 
 
 class Stored(NamedTuple):
-    """A stored second moment, which a relative first one stands beside."""
+    """A stored second moment, from which a relative first moment takes its roots."""
 
     codec: Codec
     storage: Storage
 
     def roots(self, group_size: int) -> torch.Tensor:
-        """Square roots of what is stored, FP32 [n]. They are positive and finite even where that is zero or
-        NaN, since the first moment is divided by them."""
+        """Square roots of the stored values, FP32 [n]. They are positive and finite even where a value is
+        zero or NaN, because the first moment is divided by them."""
         codes = _rows(self.storage.codes, group_size)
         scale, exponent = (_column(t, len(codes)) for t in self.storage[1:])
         roots = torch.exp2(self.codec.log_roots(codes, scale, exponent))
         return roots.view(-1)[: self.storage.codes.numel()]
 
     def parts(self, group_size: int) -> Iterator["Stored"]:
-        """A view of what is stored of a few million elements at a time, as `Storage.parts`."""
+        """Views of the storage, `AT_ONCE` elements each, as `Storage.parts`."""
         for _, storage in self.storage.parts(group_size):
             yield Stored(self.codec, storage)
 
     def roots_in_parts(self, group_size: int) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Elements and their `roots`, part by part: a moment may be as large as the memory."""
+        """Slices of elements and their `roots`, part by part, because a moment may be as large as the
+        memory."""
         for part, storage in self.storage.parts(group_size):
             yield part, Stored(self.codec, storage).roots(group_size)
 
@@ -201,9 +205,9 @@ def decode_reference(codec: Codec, storage: Storage, group_size: int) -> torch.T
 def extremes_tile(b_x, SIGNED: tl.constexpr):
     """Largest and smallest non-zero finite magnitude of each row, FP32 [rows]; both zero in a row of zeros.
 
-    Magnitudes order as their bit patterns do. Adding one exponent step makes non-finite values negative, out
-    of the maximum. Subtracting one makes zero the largest unsigned number, out of the minimum. Without SIGNED
-    the patterns of negative values drop out in the same way.
+    Magnitudes have the order of their bit patterns. Adding one exponent step makes non-finite values
+    negative, so they cannot be the maximum. Subtracting one makes zero the largest unsigned number, so it
+    cannot be the minimum. Without SIGNED, the patterns of negative values drop out in the same way.
     """
     b_bits = b_x.to(tl.int32, bitcast=True)
     if SIGNED:
@@ -215,20 +219,20 @@ def extremes_tile(b_x, SIGNED: tl.constexpr):
 
 @triton.jit
 def unclamped_tile(b_x, b_scale, b_exponent, E5M2: tl.constexpr, SIGNED: tl.constexpr):
-    """The `clamp_tile` of codecs whose codes saturate by themselves."""
+    """The `clamp_tile` of codecs whose codes saturate."""
     return b_x
 
 
 @triton.jit
 def load_rows(p_values, o_row, m_row, MASKED: tl.constexpr):
     if MASKED:
-        # past the end, any valid scale and exponent will do
+        # past the end, any valid scale and exponent are fine
         return tl.load(p_values + o_row, mask=m_row, other=1)
     return tl.load(p_values + o_row)
 
 
-# One value a row lies in every thread that shares the row. `tl.store` would first move it, through shared
-# memory and two barriers, to a thread of its own; storing it from all of them is one instruction.
+# Every thread that shares a row holds the row's value. `tl.store` would first move it to one thread, through
+# shared memory and two barriers. Storing it from all of them is one instruction.
 @triton.jit
 def store_scale(p_rows, b_scale, m_row, MASKED: tl.constexpr):
     if INTERPRET or MASKED:
@@ -277,9 +281,9 @@ def store_moment(b_x, b_dither, p_codes, p_scale, p_exponent, o_x, m_x, o_row, m
                  STATISTICS: tl.constexpr, TO_CODES: tl.constexpr, HAS_SCALE: tl.constexpr,
                  HAS_EXPONENT: tl.constexpr, E5M2: tl.constexpr, SIGNED: tl.constexpr,
                  DITHER: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
-    """Stores an FP32 tile [rows, group]; elements past the end must be zero. b_dither counts if DITHER.
+    """Stores an FP32 tile [rows, group]; elements past the end must be zero. b_dither is used only if DITHER.
 
-    Returns what was stored: codes, and scales and exponents [rows, 1].
+    Returns what is stored: codes, and scales and exponents [rows, 1].
     """
     b_scale, b_exponent = STATISTICS(b_x, E5M2, SIGNED)
     b_codes = TO_CODES(b_x, b_scale[:, None], b_exponent[:, None], b_dither, E5M2, SIGNED, DITHER)

@@ -1,18 +1,18 @@
 """FP8 with dynamic range expansion (COAT, arXiv 2410.19313, section 4.1, equations 2 to 4).
 
-A group of moments spans far less than an FP8 format can. Its magnitudes are raised to a power k that
-stretches them over the whole range before rounding; the root is taken on the way back. With M the group's
-largest and m its smallest non-zero magnitude,
+A group of moments spans far less than the range of an FP8 format. Before rounding, magnitudes are raised to a
+power k that stretches them over the whole range; decoding takes the root. With M the group's largest and m
+its smallest non-zero magnitude,
 
     code = max * (|x| / M)^k,    |x| = M * (code / max)^(1/k),    k = log2(max^2 / 2) / log2(M / m).
 
-The square root of M * m in the published code cancels out of these, so two numbers a group suffice: M, and k
-rounded down to sixteenths and clamped to [1/16, 255/16], which is one byte. The clamp makes constant groups,
-groups of one element and groups of zeros exact rather than infinite.
+The square root of M * m in the published code cancels out of these formulas, so two numbers per group
+suffice: M, and k rounded down to sixteenths and clamped to [1/16, 255/16], which is one byte. The clamp makes
+constant groups, groups of one element and groups of zeros exact rather than infinite.
 
-No value but zero becomes zero: a second moment that did would let its first moment blow up. Magnitudes below
-2^-120 therefore count as 2^-120, whose root is a billionth of a billionth. Larger ones are stretched to at
-least max / (max^2 / 2), which is more than the smallest code.
+Only zero becomes zero: a second moment rounded to zero would let its first moment blow up. Magnitudes below
+2^-120 therefore count as 2^-120, whose root is about 1e-18. Larger ones are stretched to at least max /
+(max^2 / 2), which is more than the smallest code.
 """
 
 import math
@@ -27,7 +27,7 @@ from coat_kernels.fp8 import E4M3, E5M2, Fp8Format, dither_fp8, dither_tile, fro
 
 
 def _span(fmt: Fp8Format) -> float:
-    """log2(max^2 / 2), the powers of two that every group is stretched to, in sixteenths."""
+    """log2(max^2 / 2) in sixteenths: the binades that every group is stretched to."""
     return 16 * math.log2(fmt.max**2 / 2)
 
 
@@ -62,7 +62,7 @@ def _reference(fmt: Fp8Format):
 
     def from_codes(codes, scale, exponent):
         y = codes.view(fmt.dtype).float()
-        # the square root of the factor, which itself may be as small as 2^-250
+        # the square root of the factor; the factor itself may be as small as 2^-250
         root = torch.exp2((y.abs() / fmt.max).log2() * (8 / exponent.float()))
         return (scale * root * root).copysign(y)
 
@@ -92,7 +92,7 @@ def to_codes_tile(b_x, b_scale, b_exponent, b_dither,
     b_y = fast_exp2(b_k * log2_tile(tl.abs(b_x)) + b_offset)
     if DITHER:
         b_y = dither_tile(b_y, b_dither, 1.0 - fast_reciprocal(b_k), E5M2)
-    # adds NaN to what is not finite (infinity times zero is NaN), and nothing to the rest
+    # adds NaN to non-finite values (infinity times zero is NaN), and nothing to the others
     b_y = tl.where(b_x == 0.0, 0.0, b_y) + b_x * 0.0
     if SIGNED:
         b_y = with_sign_of(b_y, b_x)
@@ -101,7 +101,7 @@ def to_codes_tile(b_x, b_scale, b_exponent, b_dither,
 
 @triton.jit
 def clamp_tile(b_x, b_scale, b_exponent, E5M2: tl.constexpr, SIGNED: tl.constexpr):
-    """Non-zero values brought into what `b_scale` and `b_exponent`, taken from elsewhere, can store."""
+    """Clamps non-zero values to the range that the given `b_scale` and `b_exponent` can store."""
     b_tiny = from_codes_tile(tl.full([1, 1], 1, tl.uint8), b_scale, b_exponent, E5M2, SIGNED)
     b_abs = tl.minimum(tl.maximum(tl.abs(b_x), b_tiny), b_scale)
     return tl.where((b_x != 0.0) & (tl.abs(b_x) < float("inf")), with_sign_of(b_abs, b_x), b_x)
@@ -111,8 +111,8 @@ def clamp_tile(b_x, b_scale, b_exponent, E5M2: tl.constexpr, SIGNED: tl.constexp
 def from_codes_tile(b_codes, b_scale, b_exponent, E5M2: tl.constexpr, SIGNED: tl.constexpr):
     INVERSE_MAX: tl.constexpr = 1.0 / 57344.0 if E5M2 else 1.0 / 448.0
     b_y = from_fp8(b_codes, E5M2)
-    # the square root of the factor, which itself may be as small as 2^-250. Of a zero the logarithm is
-    # -infinity and the power zero again; of the largest code the logarithm is zero exactly
+    # The square root of the factor; the factor itself may be as small as 2^-250. The logarithm of zero is
+    # -infinity, and the power is zero again; the logarithm of the largest code is exactly zero.
     b_power = 8.0 * fast_reciprocal(b_exponent.to(tl.float32))
     b_root = fast_exp2(fast_log2(tl.abs(b_y) * INVERSE_MAX) * b_power)
     b_abs = b_scale * b_root * b_root

@@ -1,15 +1,15 @@
-"""A code for second moments with evenly spaced logarithms, in all 256 codes: there is no sign to store.
+"""A code for second moments with evenly spaced logarithms in all 256 codes; second moments have no sign.
 
 FP8 spends half of its codes on signs that a second moment does not have, and stretches the rest by a power.
 Here a group's magnitudes, from its largest M down to its smallest non-zero m, lie on 254 levels
 
     x = M * 2^(-step * (254 - code)),    step = log2(M / m) / 253,
 
-so that each value is off by at most half a step of the logarithm. Code 0 is zero. Code 255 is NaN, for values
-that are not finite and for negative ones, which no second moment has. The step is rounded up to the next
-256th and stored as a byte, 1 to 251; 255 marks a group of zeros. M is stored as FP32, the same five bytes a
-group as with dynamic range expansion, and the same rules hold: the largest value is exact, no value but zero
-becomes zero, and magnitudes below 2^-120 count as 2^-120.
+so that each value is off by at most half a step of the logarithm. Code 0 is zero. Code 255 is NaN: it stands
+for non-finite and for negative values, which no second moment has. The step is rounded up to the next 256th
+and stored as a byte, 1 to 251; 255 marks a group of zeros. M is stored as FP32. The group takes the same five
+bytes as with dynamic range expansion, and the same rules hold: the largest value is exact, only zero becomes
+zero, and magnitudes below 2^-120 count as 2^-120.
 """
 
 import torch
@@ -45,14 +45,15 @@ def to_codes(x, scale, exponent, dither):
 
 def from_codes(codes, scale, exponent):
     code = codes.float()
-    # the square root of the factor, which itself may be as small as 2^-250
+    # the square root of the factor; the factor itself may be as small as 2^-250
     root = torch.exp2((code - 254) * (exponent.float() / 512))
     x = torch.where(code == 0, 0, scale * root * root)
     return torch.where(code == 255, torch.nan, x)
 
 
 def log_roots(codes, scale, exponent):
-    """Zero counts as the level below the lowest, NaN as the one above the highest; 0 in a group of zeros."""
+    """Zero counts as the level below the lowest, NaN as the level above the highest. A group of zeros has
+    logarithm 0."""
     half_step = torch.where(scale > 0, exponent.float() / 512, 0)
     return (codes.float() - 254) * half_step + torch.where(scale > 0, _log2(scale) / 2, 0)
 
@@ -69,13 +70,13 @@ def statistics_tile(b_x, E5M2: tl.constexpr, SIGNED: tl.constexpr):
 def to_codes_tile(b_x, b_scale, b_exponent, b_dither,
                   E5M2: tl.constexpr, SIGNED: tl.constexpr, DITHER: tl.constexpr):  # fmt: skip
     b_codes_per_octave = 256.0 * fast_reciprocal(b_exponent.to(tl.float32))
-    # the half rounds: what follows truncates
+    # the added half rounds, because the conversion below truncates
     b_offset = 254.5 - log2_tile(b_scale) * b_codes_per_octave
     b_code = log2_tile(b_x) * b_codes_per_octave + b_offset
     if DITHER:
         b_code += b_dither
     b_code = tl.minimum(tl.maximum(b_code.to(tl.int32), 1), 254)
-    # taken as unsigned, the bits of negative and of non-finite values are the largest
+    # as unsigned numbers, the bits of negative and of non-finite values are the largest
     b_bits = b_x.to(tl.uint32, bitcast=True)
     b_code = tl.where(b_bits < 0x7F800000, b_code, 255)
     return tl.where(b_x == 0.0, 0, b_code).to(tl.uint8)
@@ -83,7 +84,7 @@ def to_codes_tile(b_x, b_scale, b_exponent, b_dither,
 
 @triton.jit
 def clamp_tile(b_x, b_scale, b_exponent, E5M2: tl.constexpr, SIGNED: tl.constexpr):
-    """Positive values brought into what `b_scale` and `b_exponent`, taken from elsewhere, can store."""
+    """Clamps positive values to the range that the given `b_scale` and `b_exponent` can store."""
     b_tiny = from_codes_tile(tl.full([1, 1], 1, tl.uint8), b_scale, b_exponent, E5M2, SIGNED)
     b_clamped = tl.minimum(tl.maximum(b_x, b_tiny), b_scale)
     return tl.where((b_x > 0.0) & (b_x < float("inf")), b_clamped, b_x)
@@ -91,13 +92,14 @@ def clamp_tile(b_x, b_scale, b_exponent, E5M2: tl.constexpr, SIGNED: tl.constexp
 
 @triton.jit
 def half_steps_tile(b_scale, b_exponent):
-    """log2 of the root of a step, of each row; 0 in a group of zeros, whose roots are 1."""
+    """log2 of the root of a step, per row; 0 in a group of zeros, whose roots are 1."""
     return tl.where(b_scale > 0.0, b_exponent.to(tl.float32) * (1.0 / 512.0), 0.0)
 
 
 @triton.jit
 def levels_tile(b_codes, b_scale, b_exponent):
-    """The square roots of codes, of which the largest is 1: they themselves may be as small as 2^-250."""
+    """The square roots of the codes' levels, relative to the largest, which is 1. The levels may be as small
+    as 2^-250."""
     return fast_exp2((b_codes.to(tl.float32) - 254.0) * half_steps_tile(b_scale, b_exponent))
 
 
@@ -121,7 +123,7 @@ def log_roots_tile(b_codes, b_scale, b_exponent):
 
 @triton.jit
 def roots_tile(b_codes, b_scale, b_exponent):
-    # the levels are those of from_codes_tile: the compiler makes them once
+    # from_codes_tile computes the same levels; the compiler computes them once
     return levels_tile(b_codes, b_scale, b_exponent) * fast_exp2(log_top_tile(b_scale))
 
 

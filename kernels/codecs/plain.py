@@ -1,4 +1,4 @@
-"""Moments in ordinary floating point: BF16, and FP32 for tensors that are too small to be worth more."""
+"""Moments in ordinary floating point: BF16, or FP32 for tensors too small to gain from 8 bits."""
 
 import torch
 import triton

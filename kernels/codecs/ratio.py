@@ -1,22 +1,22 @@
 """A code for first moments that stores their ratio to the root of the second moment.
 
-The ratio of exp_avg to the root of exp_avg_sq is Adam's update, but for its bias corrections. Over a group it
-spans far less than the moments do, and it is bounded, so few levels hold it well. With r the root of the
-second moment *as it is stored*, u = exp_avg / r and U the group's largest |u|,
+The ratio of exp_avg to the root of exp_avg_sq is Adam's update without its bias corrections. Over a group it
+spans far less than the moments do, and it is bounded, so few levels represent it well. With r the root of the
+*stored* second moment, u = exp_avg / r and U the group's largest |u|,
 
     code = round(127 (|u| / U)^(2/3)),    exp_avg = U r (code / 127)^(3/2),
 
-in int8, with the sign. The rounding of r cancels out, since the same number divides and multiplies. The
-exponent 2/3 is as good as the best one to 0.01 % (benchmarks/LOG.md), and its inverse needs only
-a square root.
+in int8, with the sign. The rounding of r cancels out, because the same number divides and multiplies. The
+exponent 2/3 is within 0.01 % of the best exponent (benchmarks/LOG.md), and its inverse needs only a square
+root.
 
-U is kept in FP32, rounded to a mantissa of 12 bits: decoded values then give the same codes again, whatever
-FP32 rounding came in between. -128 is NaN. Zero stays zero. Values below a 4,000th of the largest become
-zero, which a first moment may. A value of more than 2^128 roots is NaN, as an infinite one is.
+U is stored in FP32, rounded to a mantissa of 12 bits, so decoded values encode to the same codes, regardless
+of FP32 rounding in between. -128 is NaN. Zero stays zero. Values below a 4,000th of the largest become zero,
+which is safe for a first moment. A value of more than 2^128 roots is NaN, like an infinite one.
 
-A moment without gradients shrinks by a tenth in a step. Small codes are so far apart that rounding to nearest
-would stop this: codes below 8 are dithered, all those of a step by the same number, which costs the kernel
-next to nothing. Larger codes are rounded to nearest.
+A moment without gradients shrinks by a tenth in each step with beta1 0.9. Small codes are so far apart that
+rounding to nearest would stop this. Codes below 8 are therefore dithered, all codes of a step by the same
+number, which costs the kernel next to nothing. Larger codes are rounded to nearest.
 """
 
 import math
@@ -60,7 +60,7 @@ def from_codes(codes, scale, exponent):
 
 @triton.jit
 def scale_tile(b_log2):
-    """The scale of each row of logarithms, of which those of what is not finite are -infinity."""
+    """The scale of each row of logarithms; non-finite values have the logarithm -infinity."""
     b_bits = fast_exp2(tl.max(b_log2, axis=1)).to(tl.int32, bitcast=True)
     b_scale = tl.minimum((b_bits + 0x400) & -0x800, 0x7F7FF800).to(tl.float32, bitcast=True)
     return tl.where(b_scale < SMALLEST, 0.0, b_scale)
@@ -81,7 +81,7 @@ def codes_tile(b_log2, b_x, b_scale, b_dither, DITHER: tl.constexpr):
 
 @triton.jit
 def finite_log2_tile(b_x, b_log2_root):
-    """log2(|x| / root), or -infinity where x is not finite, which counts for no scale."""
+    """log2(|x| / root), or -infinity if x is not finite, so it does not change the scale."""
     b_abs = tl.abs(b_x)
     return tl.where(b_abs < float("inf"), fast_log2(b_abs) - b_log2_root, float("-inf"))
 
@@ -107,7 +107,7 @@ def to_codes_tile(b_x, b_scale, b_exponent, b_dither,
 
 @triton.jit
 def clamp_tile(b_x, b_scale, b_exponent, E5M2: tl.constexpr, SIGNED: tl.constexpr):
-    """Values brought into what `b_scale`, taken from elsewhere, can store."""
+    """Clamps values to the range that the given `b_scale` can store."""
     return tl.where(tl.abs(b_x) < float("inf"), tl.minimum(tl.maximum(b_x, -b_scale), b_scale), b_x)
 
 

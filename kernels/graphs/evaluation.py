@@ -1,4 +1,4 @@
-"""Forwards that no backward follows: launched, recorded or replayed."""
+"""Forwards without a backward: eager, recorded or replayed."""
 
 import threading
 from collections.abc import Callable, Hashable, Sequence
@@ -12,7 +12,7 @@ from coat_kernels.graphs.recording import Graph, addresses, copied
 
 
 class Evaluation:
-    """A recorded forward. Only what it returns outlives a replay, so that all of them share their memory."""
+    """A recorded forward. Only its result outlives a replay, so all evaluations share their memory."""
 
     def __init__(
         self,
@@ -36,26 +36,26 @@ class Evaluation:
 
 
 class Evaluations:
-    """The forwards of one function without gradients. One graph is held, until calls of another kind have
-    followed each other for long enough to have their own."""
+    """The forwards of one function without gradients. One graph is held at a time. Calls of another kind
+    replace it after enough consecutive calls."""
 
     def __init__(self):
         self._patience = Patience()
         self.leave()
 
     def leave(self) -> None:
-        """Drops what was recorded, with its share of the memory that holds it."""
+        """Drops the graph, with its share of the memory that holds it."""
         self._recorded: Evaluation | None = None
         self._key: Hashable = None
-        # of the calls that were last, and how many have followed each other
+        # the kind of the last calls, and the number of consecutive calls of this kind
         self._last: Hashable = None
         self._calls = 0
-        # kept alive, as it knows why nothing is recorded
+        # kept alive, because it holds the reason why nothing is recorded
         self._memory: Memory | None = None
 
     @property
     def count(self) -> int:
-        """How many graphs there are."""
+        """The number of graphs, 0 or 1."""
         return int(self._recorded is not None)
 
     def call(
@@ -67,7 +67,7 @@ class Evaluations:
         constants: Sequence[torch.Tensor],
         agree: Callable[[bool], bool],
     ) -> torch.Tensor:
-        """As `Graphs.call`, which has these arguments."""
+        """Like `Graphs.call`, with the same arguments."""
         where = x.device, threading.get_ident(), torch.cuda.current_stream(x.device).cuda_stream, x.shape
         kinds = tuple((c.shape, c.stride(), c.dtype) for c in constants)
         key = where, x.dtype, kinds, addresses(tensors), uses()
@@ -84,7 +84,7 @@ class Evaluations:
         return self._recorded.replay(x, constants)
 
     def _record(self, key, where, arguments: tuple, agree: Callable[[bool], bool]) -> bool:
-        """Records calls with `key`, if it is time to, and says whether there is a graph now."""
+        """Records calls with `key` after enough calls; returns whether there is a graph now."""
         if self._calls <= self._patience.calls:
             return False
         self._memory = memory = memory_of(*where, trains=False)

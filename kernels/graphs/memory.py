@@ -1,4 +1,4 @@
-"""The memory in which graphs lie: pools, buffers that they share, and copies of constants."""
+"""The memory of graphs: pools, shared buffers, and copies of constants."""
 
 import contextlib
 import functools
@@ -15,16 +15,16 @@ from coat_kernels import libraries
 
 logger = logging.getLogger(__name__)
 
-# PyTorch allows one capture at a time in a process
+# PyTorch allows one capture at a time per process
 _capture = threading.Lock()
-# why no graph of this process is recorded or replayed any more
+# the reasons why this process no longer records or replays graphs
 _distrusted: list[str] = []
 OFF = 'To silence this, set "cuda_graphs": false in coat.activations.'
 
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """No garbage of reference cycles is collected inside."""
+    """Disables garbage collection of reference cycles inside the context."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -38,13 +38,13 @@ def uncollected() -> Iterator[None]:
 def captured(
     graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: tuple[int, int] | None = None
 ) -> Iterator[None]:
-    """What is launched inside goes into `graph`, on `stream`, with its memory in `pool`.
+    """Kernels launched inside go into `graph`, on `stream`, with their memory in `pool`.
 
-    The end of another graph would make the capture fail (PyTorch #161037), and may be due as garbage.
+    If another graph ended meanwhile, for example as garbage, the capture would fail (PyTorch #161037).
     """
     stream.wait_stream(torch.cuda.current_stream())
     with uncollected(), torch.cuda.stream(stream):
-        # other threads, such as one that loads data, may go on meanwhile
+        # other threads, such as a data loader's, may continue meanwhile
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
             yield
@@ -55,38 +55,39 @@ def captured(
 class Pool:
     """Memory that graphs use in turn.
 
-    What a forward saves for its backward belongs to it alone from then on. But it may lie where graphs that
-    were recorded earlier have their temporaries: those must not be replayed in between.
+    The tensors that a forward saves for its backward belong to the forward alone until then. They may overlap
+    with temporaries of graphs that were recorded earlier; those graphs must not be replayed in between.
     """
 
     def __init__(self, record_little: Callable[[], torch.cuda.CUDAGraph]):
-        # a pool does not outlive the last graph in it
+        # a pool ends with its last graph
         self._anchor = record_little()
         self.handle = self._anchor.pool()
-        # graphs recorded so far
+        # number of graphs recorded so far
         self.count = 0
         # numbers of the forwards that wait for their backwards
         self.in_flight: set[int] = set()
 
     def allows(self, number: int) -> bool:
-        """Whether the graph of this number may be replayed now."""
+        """Whether the graph with this number may be replayed now."""
         return max(self.in_flight, default=-1) < number
 
 
 class Constant:
-    """A copy of what callers make anew for each forward, shared by all graphs that read it."""
+    """A copy of a tensor that callers recreate in each forward, shared by all graphs that read it."""
 
     def __init__(self, like: torch.Tensor):
-        # rows may be padded: kernels see the same strides
+        # rows may be padded, and kernels must see the same strides
         held = like.untyped_storage().nbytes() // like.element_size() - like.storage_offset()
         self.buffer = like.new_empty(held).as_strided(like.shape, like.stride())
-        # forwards whose backward will read it
+        # number of forwards whose backward will read it
         self.readers = 0
         self._source: weakref.ref[torch.Tensor] | None = None
         self._version = 0
 
     def take(self, x: torch.Tensor) -> bool:
-        """Whether it holds `x` now. Not while another one is still to be read."""
+        """Whether the buffer holds `x` now. It copies `x`, unless a backward must still read the former
+        values."""
         if self._source is None or self._source() is not x or self._version != x._version:
             if self.readers:
                 return False
@@ -96,8 +97,8 @@ class Constant:
 
 
 class Memory:
-    """What all graphs of one stream share that one thread calls, or all of one shape there. Training and
-    evaluation have memories of their own."""
+    """The memory that all graphs of one stream and one thread share; with `one_shape`, only those of one
+    shape. Training and evaluation have separate memories."""
 
     def __init__(self, device: torch.device, thread: int):
         self._device, self._thread = device, thread
@@ -105,15 +106,15 @@ class Memory:
         self._buffers: dict[Hashable, torch.Tensor] = {}
         self._constants: dict[Hashable, Constant] = {}
         self._announced: set[torch.Size] = set()
-        # whose graphs lie here
+        # objects whose graphs lie here
         self.users: weakref.WeakSet[Any] = weakref.WeakSet()
-        # all of them, also those that only an output's graph of autograd still holds
+        # all graphs, including those that only the autograd graph of an output still holds
         self.graphs: weakref.WeakSet[Any] = weakref.WeakSet()
         self._refusal: str | None = None
 
     @property
     def refusal(self) -> str | None:
-        """Why nothing is recorded or replayed any more, None while graphs are used."""
+        """Why nothing is recorded or replayed any more; None while graphs are used."""
         return _distrusted[0] if _distrusted else self._refusal
 
     @property
@@ -131,52 +132,54 @@ class Memory:
         return graph
 
     def pool(self, index: int) -> Pool:
-        """The pool for micro-batch `index` of those that are in flight at a time."""
+        """The pool for micro-batch `index` of the micro-batches in flight."""
         while len(self._pools) <= index:
             self._pools.append(Pool(self._record_little))
         return self._pools[index]
 
     def buffer(self, use: str, like: torch.Tensor) -> torch.Tensor:
-        """A buffer for a tensor like `like`, shared by all graphs: each reads it before the next runs."""
+        """A buffer for a tensor like `like`, shared by all graphs: each graph reads it before the next one
+        runs."""
         key = use, like.shape, like.dtype
         if key not in self._buffers:
             self._buffers[key] = torch.empty_like(like, memory_format=torch.contiguous_format)
         return self._buffers[key]
 
     def constant(self, index: int, like: torch.Tensor) -> Constant:
-        """The copy of the constant with this index among those of its function."""
+        """The copy of the constant with this index in its function's arguments."""
         key = index, like.shape, like.stride(), like.dtype
         if key not in self._constants:
             self._constants[key] = Constant(like)
         return self._constants[key]
 
     def give_way(self) -> None:
-        """Has everybody drop the graphs that lie here for those of another shape, so that their memory is
-        freed. Those that wait for their backwards keep theirs until then."""
+        """Drops all graphs here, so that graphs of another shape can use the memory. Graphs that wait for
+        their backwards keep their memory until then."""
         for graphs in list(self.users):
             graphs.give_way()
 
     def end(self) -> None:
-        """Has everybody drop the graphs that lie here, and ends those that wait for their backwards, too."""
+        """Drops all graphs here, including those that wait for their backwards."""
         for graphs in list(self.users):
             graphs.leave()
         for graph in list(self.graphs):
             graph.end()
 
     def record(self, make: Callable[[], Any]) -> Any:
-        """make(), or None if it fails; then nothing is recorded any more. None as well while another graph is
-        recorded: by another thread, or by this one, whose backward may run others' nodes meanwhile."""
+        """Returns make(), or None if it fails; then nothing is recorded any more. Also returns None while
+        another graph is recorded: by another thread, or by this one, if its backward runs nodes of other
+        functions."""
         if not _capture.acquire(blocking=False):
             return None
         try:
-            # by now eager passes have made cuDNN load all that it uses
+            # eager passes have run before, so cuDNN has loaded all libraries that it uses
             if mixed := _mixed_libraries():
                 distrust(f"layers run without CUDA graphs, since replays may be wrong: {mixed}")
                 return None
             return make()
         except RuntimeError as error:
             self._refusal = str(error)
-            # where recording fails, torch's random numbers still belong to the graph, until one is finished
+            # if recording fails, torch's random numbers belong to the graph until another one is finished
             self._record_little()
             logger.warning("layers could not be recorded as CUDA graphs and run without: %s. %s", error, OFF)
             return None
@@ -184,7 +187,7 @@ class Memory:
             _capture.release()
 
     def announce(self, shape: torch.Size, run: str = "run") -> None:
-        """Logs once that layers with inputs of this shape are replayed, if they are."""
+        """Logs once that layers with inputs of this shape run as CUDA graphs, if they do."""
         if self.refusal is None and shape not in self._announced:
             self._announced.add(shape)
             logger.info("layers with inputs of shape %s %s as CUDA graphs from now on", list(shape), run)
@@ -192,7 +195,7 @@ class Memory:
 
 @functools.cache
 def _mixed_libraries() -> str:
-    """The libraries that this process has in two versions, "" if there are none."""
+    """The libraries that this process has in two versions; "" if there are none."""
     return "; ".join(libraries.conflicts())
 
 
@@ -204,8 +207,8 @@ def distrust(reason: str) -> None:
 
 
 def all_record(agree: Callable[[bool], bool], recorded: bool) -> bool:
-    """Whether every rank of a function's group has recorded a graph. If not, none of them uses graphs from
-    now on: a rank that skipped a comparison would leave the others waiting in its collectives."""
+    """Whether every rank of a function's group has recorded a graph. If not, no rank uses graphs from now on:
+    a rank that skipped a comparison would let the others wait in its collectives."""
     if agree(recorded):
         return True
     if agree is not bool:
@@ -214,7 +217,8 @@ def all_record(agree: Callable[[bool], bool], recorded: bool) -> bool:
 
 
 def distrust_replay(what: str, distance: float) -> None:
-    """`distrust`, since a replay of `what` was that far from the eager pass, relative to its norm."""
+    """`distrust`, because a replay of `what` differed from the eager pass by `distance`, relative to the
+    norm."""
     files = libraries.mapped()
     versions = {
         name: ", ".join(sorted({libraries.version_of(p) for p in paths})) for name, paths in files.items()
@@ -228,13 +232,13 @@ def distrust_replay(what: str, distance: float) -> None:
 
 @functools.cache
 def _stream(device: torch.device, thread: int) -> torch.cuda.Stream:
-    """Graphs are recorded on a stream of their own, one for all of a thread: cuBLAS keeps a workspace for
-    each stream, also when graphs that were recorded there are gone."""
+    """The stream on which a thread's graphs are recorded, one per thread: cuBLAS keeps a workspace for each
+    stream, even after the graphs recorded there have ended."""
     return torch.cuda.Stream(device)
 
 
-# by device, thread, stream, shape, if it is of one, and whether backwards follow; alive as long as a module
-# uses them
+# Key: device, thread, stream, shape (None unless `one_shape`), and whether backwards follow. An entry lives
+# as long as a module uses it.
 _memories: weakref.WeakValueDictionary[tuple, Memory] = weakref.WeakValueDictionary()
 
 
@@ -249,11 +253,10 @@ def memory_of(
 
 
 def end_graphs() -> None:
-    """Ends all graphs of this process. Functions that are called again are recorded anew.
+    """Ends all graphs of this process. Functions that are called later are recorded again.
 
-    What comes before the end of a process group: NCCL waits there for every CUDA graph that holds one of the
-    group's collectives. Between a forward and its backward, which then could not be replayed, nobody may call
-    it.
+    Call it before a process group ends: ending it waits for every CUDA graph that holds one of the group's
+    NCCL collectives. Never call it between a forward and its backward, which could then not be replayed.
     """
     for memory in list(_memories.values()):
         memory.end()

@@ -1,23 +1,24 @@
-"""How long calls are launched before graphs are recorded."""
+"""Number of eager calls before graphs are recorded."""
 
-# calls before: they, and their backwards, compile kernels and find scales
+# number of earlier calls: they, and their backwards, compile kernels and find scales
 WARM_UP = 2
-# at most so many where graphs are dropped all the time
+# upper limit of the number, for functions whose graphs are dropped often
 MOST_WARM_UP = 64
-# forwards that graphs replayed when recording them has paid off
+# number of replayed forwards after which recording has paid off
 PAID_OFF = 16
 
 
 class Patience:
-    """Of one function. Where its graphs had not paid off when they were dropped, it waits twice as long."""
+    """The state of one function. If its graphs were dropped before they paid off, the number of eager calls
+    before recording doubles."""
 
     def __init__(self):
-        # calls of one kind that follow each other
+        # number of consecutive calls of one kind before recording
         self.calls = WARM_UP
-        # since there was no graph
+        # number of replays since the graphs were recorded
         self.replays = 0
 
     def dropped(self) -> None:
-        """Its graphs were dropped for calls of another kind."""
+        """Call it when the function's graphs are dropped for calls of another kind."""
         self.calls = WARM_UP if self.replays >= PAID_OFF else min(2 * self.calls, MOST_WARM_UP)
         self.replays = 0

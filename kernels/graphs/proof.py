@@ -1,8 +1,9 @@
-"""A recorded graph counts once its first replay has given the results of the eager pass on the same inputs.
+"""A recorded graph is used only if its first replay reproduces the results of the eager pass on the same
+inputs.
 
-Replays can be wrong in silence: two versions of cuDNN in one process gave gradients 10,000 times too large.
-The comparison costs one eager pass of a layer for each graph, when the graph is recorded. It cannot catch an
-illegal memory access, so nothing is recorded where two versions of a library are mixed.
+Replays can be silently wrong: two versions of cuDNN in one process gave gradients 10,000 times too large. The
+comparison costs one eager pass of a layer per graph, when the graph is recorded. It cannot catch an illegal
+memory access, so nothing is recorded if two versions of a library are mixed.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,11 +12,11 @@ import torch
 from torch.autograd.graph import Node
 
 Results = Sequence[torch.Tensor | None]
-# further eager passes, where the first one differs from the replay
+# further eager passes, if the first one differs from the replay
 REPEATS = 2
-# a replay may be this much further from an eager pass than eager passes are from each other
+# a replay may differ from an eager pass by this factor more than eager passes differ from each other
 MARGIN = 4.0
-# and so far in any case, relative to the norm: atomic additions may differ now and then only (7.7e-6 of a
+# and always by this much, relative to the norm: atomic additions may differ only occasionally (7.7e-6 of a
 # gradient on an H100, where three eager passes were equal), and BF16 rounds results by up to 2^-8
 FLOOR = 2.0**-8
 
@@ -23,14 +24,14 @@ FLOOR = 2.0**-8
 def compare(
     replayed: Results, run: Callable[[], Results], agree: Callable[[bool], bool]
 ) -> tuple[float | None, Results]:
-    """How far `replayed` results are from those of the eager pass `run()`, and what that pass returned.
+    """The distance of `replayed` results from those of the eager pass `run()`, and the results of that pass.
 
-    None stands for "no further than eager passes are from each other": by `MARGIN` times their own distance,
-    or by `FLOOR`.
+    A distance of None means "no further than eager passes are from each other": within `MARGIN` times their
+    own distance, or within `FLOOR`.
 
-    run: computes the results again, in new memory.
-    agree: whether all ranks that take part in the function's collectives call it with True; all of them call
-        it, so that they repeat the pass equally often.
+    run: recomputes the results, in new memory.
+    agree: returns True if all ranks that take part in the function's collectives call it with True. All of
+        them call it, so that all repeat the pass equally often.
 
     The distance is that of the worst result, relative to its norm; 0 if only another rank found one.
     """
@@ -46,8 +47,7 @@ def compare(
 
 
 def saved_for_backward(node: Node) -> list[torch.Tensor]:
-    """The tensors that a graph of autograd has saved, in an order that is the same for each run of a
-    function."""
+    """The tensors that an autograd graph has saved, in the same order for each run of a function."""
     found, seen, waiting = [], set(), [node]
     while waiting:
         node = waiting.pop()
@@ -58,7 +58,7 @@ def saved_for_backward(node: Node) -> list[torch.Tensor]:
             found += [t for t in node.saved_tensors if t is not None]
         else:
             held = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
-            # attention without dropout leaves its random state, integers, unwritten
+            # attention without dropout leaves its random state, integers, uninitialised
             found += [t for t in held if isinstance(t, torch.Tensor) and t.is_floating_point()]
         waiting += [previous for previous, _ in reversed(node.next_functions)]
     return found
@@ -76,7 +76,7 @@ def _bytes(x: torch.Tensor) -> torch.Tensor:
 
 
 def _distance(a: torch.Tensor | None, b: torch.Tensor | None) -> float:
-    """The norm of the difference over the norm of b; infinite where only one of them is finite."""
+    """The norm of the difference over the norm of b; infinite if only one of the two is finite."""
     if a is None or b is None:
         return 0.0 if a is b else torch.inf
     a, b = a.detach().float(), b.detach().float()

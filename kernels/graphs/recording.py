@@ -1,4 +1,4 @@
-"""Both graphs of a function, and the node of autograd that replays them."""
+"""Both graphs of a function, and the autograd node that replays them."""
 
 import contextlib
 import functools
@@ -17,7 +17,7 @@ def addresses(tensors: Sequence[torch.Tensor | None]) -> tuple:
 
 
 class _Borrowed:
-    """Memory of a tensor, for `torch.as_tensor`, which does not keep the tensor alive."""
+    """Memory of a tensor, for `torch.as_tensor`, without keeping the tensor alive."""
 
     def __init__(self, x: torch.Tensor):
         self.__cuda_array_interface__ = {
@@ -29,8 +29,8 @@ class _Borrowed:
 
 
 def _borrow(x: torch.Tensor | None) -> torch.Tensor | None:
-    """A tensor on the memory of `x`, which may be given to the next graph. An expanded tensor of zeros, which
-    takes no memory, is built anew."""
+    """A tensor on the memory of `x`, which a later graph may reuse. An expanded tensor of zeros, which takes
+    no memory, is re-created."""
     if x is None:
         return None
     if x.numel() > 1 and not any(x.stride()):
@@ -41,16 +41,16 @@ def _borrow(x: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def copied(x: torch.Tensor | None) -> torch.Tensor | None:
-    """A copy of what a replay left in `x`, before the next replay writes there."""
+    """A copy of a replay's result `x`, before the next replay overwrites it."""
     return x if x is None or not any(x.stride()) else x.clone()
 
 
 class Graph:
-    """The kernels that `body()` launches. `results` is what it returned, which each replay writes again."""
+    """The kernels that `body()` launches. `results` is its return value; each replay writes it."""
 
     def __init__(self, memory: Memory, pool: Pool, body: Callable[[], Sequence[torch.Tensor | None]]):
         self._graph = torch.cuda.CUDAGraph()
-        # while a graph is recorded, unused memory cannot be freed
+        # memory that is unused when recording starts cannot be freed while the graph is recorded
         torch.cuda.empty_cache()
         with captured(self._graph, memory.stream, pool.handle):
             made = body()
@@ -64,12 +64,12 @@ class Graph:
         self._graph.replay()
 
     def end(self) -> None:
-        """Frees what CUDA and NCCL hold for it. torch raises RuntimeError if it is replayed after that."""
+        """Frees what CUDA and NCCL hold for it. After that, torch raises RuntimeError for a replay."""
         self._graph.reset()
 
 
 class _InFlight:
-    """While it lives, a forward waits for its backward."""
+    """While this object lives, a forward waits for its backward."""
 
     def __init__(self, pool: Pool, number: int, constants: Sequence[Constant]):
         self._pool, self._number, self._constants = pool, number, constants
@@ -85,7 +85,7 @@ class _InFlight:
 
 @contextlib.contextmanager
 def _at_versions(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> Iterator[None]:
-    """Lets autograd read `tensors` as of these versions, where their values are known to be right."""
+    """Lets autograd read `tensors` at these versions, whose values the caller has ensured are right."""
     now, set_versions = tuple(t._version for t in tensors), torch._C._autograd._unsafe_set_version_counter
     set_versions(tuple(tensors), tuple(versions))
     try:
@@ -95,7 +95,7 @@ def _at_versions(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> It
 
 
 class Recording:
-    """Both graphs of a function for inputs at certain addresses."""
+    """Both graphs of a function for inputs at fixed addresses."""
 
     def __init__(
         self,
@@ -110,10 +110,10 @@ class Recording:
     ):
         self._memory, self._pool, self._constants = memory, pool, constants
         self._written, self._agree = written, agree
-        # let go of once the forward is proven
+        # released after the check of the forward
         self._function: Callable | None = function
         self._x = memory.buffer("input", x)
-        # leaves of a graph of their own, on the same memory
+        # separate leaves for the graph, on the same memory
         leaves = [None if t is None else t.detach().requires_grad_(t.requires_grad) for t in tensors]
         self._inputs = [self._x.detach().requires_grad_(), *leaves]
         buffers = [constant.buffer for constant in constants]
@@ -121,26 +121,27 @@ class Recording:
         self._versions = [t._version for t in self._read]
         self._forward = Graph(memory, pool, functools.partial(self._run, function))
         self._backward: Graph | None = None
-        # addresses that it knows
+        # addresses in the graph of backward
         self._where: tuple = ()
         self._grad: torch.Tensor | None = None
 
     def _run(self, function: Callable) -> tuple[torch.Tensor]:
         x, *leaves = self._inputs
         y = function(x, *(constant.buffer for constant in self._constants), *leaves)
-        # holds on to what was saved for backward, not to y
+        # keeps the tensors saved for backward alive, but not y
         self._edge = get_gradient_edge(y)
         return (y.detach(),)
 
     def _differentiate(self) -> list[torch.Tensor | None]:
         trained = [t for t in self._inputs if t is not None and t.requires_grad]
-        # kept, so that no other graph takes the memory of what was saved
+        # retained, so that no other graph takes the memory of the saved tensors
         grads = torch.autograd.grad([self._edge], trained, [self._grad], retain_graph=True, allow_unused=True)
         found = iter(grads)
         return [next(found) if t is not None and t.requires_grad else None for t in self._inputs]
 
     def proves_forward(self, x: torch.Tensor) -> bool:
-        """Whether a replay for `x` gives the output, and what is saved for backward, of the eager pass."""
+        """Whether a replay for `x` reproduces the output, and the tensors saved for backward, of the eager
+        pass."""
         self._x.copy_(x.detach())
         self._forward.replay()
         function, self._function = self._function, None
@@ -158,8 +159,9 @@ class Recording:
         return distance is None
 
     def _prove_backward(self) -> list[torch.Tensor | None]:
-        """The gradients of an eager backward, with which the first replay is compared. What both add to
-        tensors that `written` names, such as Megatron's main_grad, is added once."""
+        """The gradients of an eager backward, with which the first replay is compared. Both add to the
+        tensors of `written`, such as Megatron's main_grad; the sum is restored, so only one addition
+        remains."""
         written = self._written()
         before = [t.clone() for t in written]
 
@@ -181,23 +183,24 @@ class Recording:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the forward may be replayed: nothing waits for a backward that it would overwrite."""
+        """Whether the forward may be replayed: no pending backward needs memory that the replay
+        overwrites."""
         return self._pool.allows(self._forward.number)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, _InFlight]:
-        """The function's output, and what to hold until its backward has run."""
+        """The function's output, and an object to hold until its backward has run."""
         in_flight = _InFlight(self._pool, self._forward.number, self._constants)
         self._x.copy_(x)
         self._forward.replay()
         return copied(self._forward.results[0]), in_flight
 
     def backward(self, grad: torch.Tensor, where: tuple) -> list[torch.Tensor | None]:
-        """The gradients of x and the tensors, whose addresses are `where` by now: FSDP frees weights between
-        forward and backward, and gathers them anew."""
+        """The gradients of x and the tensors. The current addresses of the tensors are `where`: FSDP frees
+        weights between forward and backward, and gathers them again."""
         if self._grad is None:
             self._grad = self._memory.buffer("gradient", grad)
         self._grad.copy_(grad)
-        # steps have changed what it reads since the forward was recorded, but not since this forward
+        # steps have changed the inputs since the forward was recorded, but not since this forward
         at_versions = functools.partial(_at_versions, self._read, self._versions)
         if self._backward is None and self._memory.refusal is None:
             with at_versions():
@@ -231,7 +234,7 @@ class Replay(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        # raises where one was changed, or where they were freed by a backward before
+        # raises if one was changed, or if an earlier backward freed them
         tensors = ctx.saved_tensors
         grads = ctx.recording.backward(grad, addresses(tensors))
         if not torch._C._autograd._get_current_graph_task_keep_graph():

@@ -1,7 +1,7 @@
-"""Eight bits an element in groups of 1 x G, each with a power-of-two scale: how activations are kept.
+"""Eight bits per element in groups of 1 x G, each with a power-of-two scale: the saved format of activations.
 
-reference.py says what is stored, kernels.py stores it on a GPU and gives other kernels tiles of it, op.py
-takes one of the two.
+reference.py specifies the format, kernels.py stores it on a GPU and provides tiles to other kernels, op.py
+calls one of the two.
 """
 
 from coat_kernels.groups.kernels import dequantize_groups_triton, quantize_groups_triton

@@ -1,8 +1,8 @@
-"""Groups of 1 x G in kernels: by themselves, and as tiles that other kernels read and write.
+"""Groups of 1 x G in kernels: as separate kernels, and as tiles that other kernels read and write.
 
 A tile's rows are `o_row`; its first column is `column`, a multiple of G. EVEN: every tile lies inside the
 tensor. Otherwise elements past `rows` and `columns` are masked, and read as zero. `stride_x` and
-`stride_exponent` are elements from row to row.
+`stride_exponent` are the elements from row to row.
 """
 
 import torch
@@ -25,7 +25,7 @@ def quantize_groups_tile(b_x, ROOTS: tl.constexpr, G: tl.constexpr):
     POWER: tl.constexpr = 13 if ROOTS else 8
     LIMIT: tl.constexpr = 0x7E0000 if ROOTS else 0x600000
     b_groups = tl.reshape(b_x, [ROWS, COLUMNS // G, G])
-    # NaN where not finite, in one instruction; maxima ignore it, and the codes keep it
+    # NaN for non-finite values, in one instruction; maxima ignore NaN, and the codes store it
     b_groups += b_groups * 0.0
     b_max = tl.maximum(tl.max(tl.abs(b_groups), axis=2), 0.0)
     # the exponent of the amax, from its bits
@@ -40,7 +40,7 @@ def quantize_groups_tile(b_x, ROOTS: tl.constexpr, G: tl.constexpr):
 
 @triton.jit
 def to_roots(b_y):
-    """Scaled values as sqrt8, the bytes of signed integers."""
+    """Scaled values as sqrt8 codes, the bytes of signed integers."""
     b_root = with_sign_of(fast_sqrt(tl.abs(b_y)), b_y)
     # adding 1.5 * 2^23 rounds to nearest and leaves the integer in the lowest bits
     b_bits = (b_root * TIES_UP + 12582912.0).to(tl.int32, bitcast=True)
@@ -49,7 +49,7 @@ def to_roots(b_y):
 
 @triton.jit
 def from_roots(b_codes):
-    """The bytes of sqrt8 as scaled FP32 values."""
+    """The bytes of sqrt8 codes as scaled FP32 values."""
     b_root = b_codes.to(tl.int8, bitcast=True).to(tl.float32)
     return tl.where(b_root == NAN_CODE, float("nan"), b_root * tl.abs(b_root))
 
@@ -68,7 +68,7 @@ def dequantize_groups_tile(b_codes, b_exponent, ROOTS: tl.constexpr, G: tl.const
 @triton.jit
 def store_group_tile(b_x, p_codes, p_exponent, o_row, column, rows, columns, stride_x, stride_exponent,
                      ROOTS: tl.constexpr, G: tl.constexpr, EVEN: tl.constexpr):  # fmt: skip
-    """Quantizes and stores an FP32 tile, whose masked elements must be zero."""
+    """Quantizes and stores an FP32 tile; masked elements must be zero."""
     COLUMNS: tl.constexpr = b_x.shape[1]
     o_x = column + tl.arange(0, COLUMNS)
     o_group = column // G + tl.arange(0, COLUMNS // G)

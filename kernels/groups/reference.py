@@ -1,13 +1,14 @@
-"""Eight bits an element in groups of 1 x G along the last dimension, each with a power-of-two scale.
+"""Eight bits per element in groups of 1 x G along the last dimension, each with a power-of-two scale.
 
-Activations are saved so for the backward of non-linear layers (COAT, section 5.1: mixed granularity). The
-stored exponent e, scale = 2^(e - 127), takes 1/G of a byte an element. It is the smallest that keeps the
-group's amax within the format, and at least 1. With y = x / scale an element x is stored as one of
+Activations are saved in this format for the backward of non-linear layers (COAT, section 5.1: mixed
+granularity). The stored exponent e, scale = 2^(e - 127), takes 1/G of a byte per element. It is the smallest
+exponent that keeps the group's amax within the format, and at least 1. With y = x / scale an element x is
+stored as one of
 
 - e4m3: y rounded to FP8, as in the paper. A power-of-two scale loses nothing in a floating-point format.
-- sqrt8: c = sign(y) round(sqrt(|y|)), an integer; c |c| gives y back. Its steps grow with the root of a
-  value, FP8's with the value itself. A Gaussian comes back within 0.7 % (relative RMS) instead of 2.7. Beside
-  an outlier of 1000, an element of 1 comes back within 14 %; plain integers would lose it.
+- sqrt8: c = sign(y) round(sqrt(|y|)), an integer; c |c| decodes to y. Its steps grow with the root of a
+  value, FP8's with the value itself. A Gaussian has an error of 0.7 % (relative RMS) instead of 2.7 %. In a
+  group with an outlier of 1000, an element of 1 has an error of at most 14 %; plain integers would lose it.
 """
 
 import math
@@ -38,7 +39,7 @@ GROUP_FORMATS = {
 DEFAULT_FORMAT = "sqrt8"
 # the sqrt8 code of NaN and infinities
 NAN_CODE = tl.constexpr(-128)
-# rounds roots half way between two integers up, whatever the last bits of a fast square root are
+# rounds roots half way between two integers up, whatever the last bits of a fast square root
 TIES_UP = tl.constexpr(1 + 2.0**-20)
 
 
@@ -51,7 +52,7 @@ class Grouped(NamedTuple):
 
     @property
     def holds_roots(self) -> bool:
-        """Whether the codes are sqrt8: the flag by which the kernels choose."""
+        """Whether the codes are sqrt8; the kernels select the format by this flag."""
         return self.codes.dtype == torch.int8
 
 

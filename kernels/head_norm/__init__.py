@@ -1,6 +1,6 @@
 """RMSNorm of every head of queries and keys, and their rotary positions, in one pass.
 
-reference.py says what is computed, kernels.py computes it on a GPU, op.py is what layers call.
+reference.py specifies the op, kernels.py computes it on a GPU, op.py is what layers call.
 """
 
 from coat_kernels.head_norm.kernels import head_norm_backward_triton, head_norm_forward_triton

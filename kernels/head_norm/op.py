@@ -1,4 +1,4 @@
-"""`head_norm` as an operation of autograd."""
+"""`head_norm` as an autograd function."""
 
 import torch
 
@@ -10,7 +10,7 @@ from coat_kernels.head_norm.reference import head_norm_backward_reference, head_
 
 
 def _forward(x, *rest):
-    """CUDA tensors take the kernel, others the reference."""
+    """Runs the kernel for CUDA tensors, else the reference."""
     run = head_norm_forward_triton if uses_kernels(x) and x.numel() else head_norm_forward_reference
     return run(x, *rest)
 
@@ -44,18 +44,18 @@ def head_norm(
     group_size: int = 16,
     saved_format: str = DEFAULT_FORMAT,
 ) -> torch.Tensor:
-    """RMSNorm of every head of queries or keys, then its rotary positions, keeping x in groups of
-    `group_size` and rstd in FP32.
+    """RMSNorm of every head of queries or keys, then its rotary positions. Saves x in groups of `group_size`,
+    and rstd in FP32.
 
     Args:
-        x: [s, b, heads, d], BF16 or FP32, made contiguous.
+        x: [s, b, heads, d], BF16 or FP32; copied if it is not contiguous.
         weight: [d], BF16 or FP32.
-        cos, sin: FP32 [s, d], d even: channel i turns with channel i + d / 2; or [any, 0]: nothing turns.
+        cos, sin: FP32 [s, d], d even: channel i rotates with channel i + d / 2; or [any, 0]: no rotation.
         zero_centered: the weight is w + 1.
         group_size: 16, 32, 64 or 128; a last group of d may be shorter.
         saved_format: one of `coat_kernels.groups.GROUP_FORMATS`.
 
-    Returns y, in x's shape and dtype. Raises ValueError for shapes that do not belong together.
+    Returns y, in x's shape and dtype. Raises ValueError for shapes that do not match.
     """
     s, d = x.shape[0], x.shape[-1]
     turns = cos.shape[-1] > 0
@@ -72,6 +72,6 @@ def head_norm(
     x, options = x.contiguous(), (cos, sin, eps, zero_centered, group_size)
     refuse_forward_mode(x, weight)
     if not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)):
-        # what is kept is made all the same: without it the kernel sums in another order
+        # the saved tensors are computed as well: without them the kernel would sum in another order
         return _forward(x, weight, *options, saved_format)[0]
     return _HeadNorm.apply(x, weight, *options, saved_format)

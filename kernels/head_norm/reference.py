@@ -1,7 +1,7 @@
 """RMSNorm over the channels of each head (query-key normalization: Henry et al., arXiv 2010.04245; with a
 weight for each channel in Qwen3, arXiv 2505.09388), then rotary positions as in `coat_kernels.rope`.
 
-x is kept in 8 bits, in 1 x G groups, as by `coat_kernels.norm`. What lies between norm and rotation is not
+x is saved in 8 bits, in 1 x G groups, as by `coat_kernels.norm`. Values between norm and rotation are not
 rounded.
 """
 
@@ -13,8 +13,8 @@ from coat_kernels.rope.reference import rotate, rotate_back
 def head_norm_forward_reference(
     x, weight, cos, sin, eps: float, zero_centered: bool, group_size: int, keep: str
 ):
-    """x [s, b, heads, d] -> (y like x, x kept as rows of d in the format called `keep`, rstd FP32
-    [s * b * heads])."""
+    """x [s, b, heads, d] -> (y like x, x as rows of d channels in the saved format `keep`, rstd FP32 [s * b *
+    heads])."""
     rows = x.flatten(0, 2).float()
     y, _, q, rstd = norm_forward_reference(rows, weight, None, eps, False, zero_centered, group_size, keep)
     return rotate(y.view(x.shape), cos, sin).to(x.dtype), q, rstd

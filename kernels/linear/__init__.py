@@ -1,7 +1,7 @@
 """Linear layers in FP8.
 
-matmul.py multiplies, by cuBLASLt or kernels.py, or where there is no GPU by reference.py; op.py is the layer;
-merge.py gives several layers that read the same input one GEMM.
+matmul.py runs the GEMMs by cuBLASLt, kernels.py or, without a GPU, reference.py; op.py is the layer; merge.py
+runs several layers that read the same input as one GEMM.
 """
 
 from coat_kernels.linear.matmul import accumulate_matmul, add_into, scaled_matmul

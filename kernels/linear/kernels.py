@@ -1,8 +1,9 @@
 """An FP8 GEMM that adds its result to a tensor, and an addition of two dtypes.
 
 Weight gradients are summed over micro-batches in FP32. A GEMM that adds to the sum does not round its result
-to BF16, nor write and read it once more. This kernel accumulates inside the tensor cores, which on Hopper
-keep about 14 bits. Where accumulation must keep more, cuBLASLt's GEMM and a separate addition are faster.
+to BF16, and saves one write and one read of it. This kernel accumulates inside the tensor cores, which on
+Hopper keep about 14 bits. If accumulation must keep more bits, cuBLASLt's GEMM and a separate addition are
+faster.
 """
 
 import functools
@@ -15,13 +16,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from coat_kernels.fp8 import INTERPRET, cast, widen
 from coat_kernels.prepared import FUSED, PreparedKernel, cdiv, on_device_of
 
-# tile sizes of `out`, and of the dimension that is summed
+# tile sizes of `out`, and of the summed dimension
 N_TILE, K_TILE, T_TILE = 128, 256, 128
-# so many rows of tiles are processed together, to share operands in the cache
+# rows of tiles that are processed together, to share operands in the cache
 GROUP = 8
-# with fewer tiles for each multiprocessor, cuBLASLt's smaller tiles are faster
+# with fewer tiles per multiprocessor, cuBLASLt's smaller tiles are faster
 TILES_PER_PROCESSOR = 2
-# elements of one program of the addition
+# elements per program of the addition
 BLOCK = 4096
 
 
@@ -29,8 +30,9 @@ BLOCK = 4096
 def accumulate_kernel(d_a, d_b, d_out, p_scale_a, p_scale_b, n, k, t, PROGRAMS: tl.constexpr,
                       N: tl.constexpr, K: tl.constexpr, T: tl.constexpr,
                       GROUP: tl.constexpr):  # fmt: skip
-    """The descriptors' blocks are [N, T], [K, T] and [N, K // 4]; PROGRAMS go over the tiles of `out`."""
-    # without this, the path around the loop makes ptxas wait after every MMA (C7515)
+    """The descriptors' blocks are [N, T], [K, T] and [N, K // 4]; PROGRAMS programs loop over the tiles of
+    `out`."""
+    # without this, the path that skips the loop makes ptxas wait after every MMA (C7515)
     tl.assume(t > 0)
     scale = tl.load(p_scale_a) * tl.load(p_scale_b)
     down = tl.cdiv(n, N)
@@ -44,7 +46,7 @@ def accumulate_kernel(d_a, d_b, d_out, p_scale_a, p_scale_b, n, k, t, PROGRAMS: 
         b_sum = tl.zeros((N, K), dtype=tl.float32)
         for o_t in tl.range(0, t, T):
             b_sum = tl.dot(d_a.load([o_n, o_t]), d_b.load([o_k, o_t]).T, b_sum)
-        # stored in four parts, to need less shared memory beside the next tile's operands
+        # stored in four parts, because the next tile's operands need shared memory at the same time
         b_left, b_right = halves(b_sum * scale, N, K)
         b_0, b_1 = halves(b_left, N, K // 2)
         b_2, b_3 = halves(b_right, N, K // 2)
@@ -62,7 +64,7 @@ def halves(b_x, N: tl.constexpr, K: tl.constexpr):
 
 @triton.jit
 def reduce_add(d_out, o_n, o_k, b_x):
-    """Adds a tile in the L2 cache; elements past the end are left out."""
+    """Adds a tile in the L2 cache; elements past the end are skipped."""
     if INTERPRET:
         # the interpreter lacks the reduction
         d_out.store([o_n, o_k], d_out.load([o_n, o_k]) + b_x)
@@ -72,7 +74,7 @@ def reduce_add(d_out, o_n, o_k, b_x):
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """The multiprocessors of a GPU; the interpreter counts as one."""
+    """The number of multiprocessors of a GPU; 1 in the interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
@@ -81,7 +83,8 @@ def accumulate_matmul_triton(
 ) -> None:
     """`accumulate_matmul_reference` as a kernel, for Hopper, with fast sums; subnormal results may become 0.
 
-    All are contiguous, none is empty; t is a multiple of 16, k of 4, and `out` begins at one of 16 bytes.
+    All tensors are contiguous and not empty; t is a multiple of 16, k of 4, and the address of `out` is a
+    multiple of 16 bytes.
     """
     (n, t), (k, _) = a.shape, b.shape
     tiles = cdiv(n, N_TILE) * cdiv(k, K_TILE)
@@ -117,5 +120,5 @@ def add_kernel(p_out, p_x, n, BLOCK: tl.constexpr):
 
 
 def add_triton(out: torch.Tensor, x: torch.Tensor) -> None:
-    """`out.add_(x)`, bit for bit, of contiguous tensors of one shape; torch is slower where types differ."""
+    """`out.add_(x)`, bit for bit, for contiguous tensors of one shape; torch is slower if dtypes differ."""
     add_kernel[(cdiv(out.numel(), BLOCK),)](out, x, out.numel(), BLOCK=BLOCK, num_warps=8)

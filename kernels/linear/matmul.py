@@ -28,7 +28,7 @@ def scaled_matmul(
     dtype: torch.dtype,
     fast: bool,
 ) -> torch.Tensor:
-    """`scaled_matmul_reference` plus `bias` [n], on CUDA by cuBLASLt; `fast` as in `LinearFormats`."""
+    """`scaled_matmul_reference` plus `bias` [n]; by cuBLASLt on CUDA. `fast` as in `LinearFormats`."""
     kernels = uses_kernels(a)
     in_epilogue = kernels and bias is not None and bias.dtype == dtype == torch.bfloat16
     if kernels:
@@ -40,7 +40,7 @@ def scaled_matmul(
 
 
 def add_into(out: torch.Tensor, x: torch.Tensor) -> None:
-    """Adds `x` to `out` of the same shape, of any floating-point types; on CUDA by the kernel."""
+    """Adds `x` to `out`, of the same shape and any floating-point types; by the kernel on CUDA."""
     if uses_kernels(out) and out.is_contiguous():
         add_triton(out, x)
     else:
@@ -48,7 +48,7 @@ def add_into(out: torch.Tensor, x: torch.Tensor) -> None:
 
 
 def _adds_itself(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> bool:
-    """Whether the GEMM adds to `out` without writing its result elsewhere first."""
+    """Whether the GEMM adds to `out` without first writing its result elsewhere."""
     if out.dtype != torch.float32 or not uses_kernels(a):
         return out.dtype == torch.float32
     tiles = cdiv(a.shape[0], N_TILE) * cdiv(b.shape[0], K_TILE)
@@ -57,7 +57,7 @@ def _adds_itself(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> bool:
         and tiles >= TILES_PER_PROCESSOR * multiprocessors(out.device)
         and a.shape[1] > 0
         and out.is_contiguous()
-        # Megatron may pack a parameter behind one of odd size
+        # Megatron may pack a parameter after one of odd size, at an unaligned address
         and out.data_ptr() % 16 == 0
     )
 
@@ -72,10 +72,10 @@ def accumulate_matmul(
     dtype: torch.dtype,
     fast: bool,
 ) -> None:
-    """`accumulate_matmul_reference` to `out` of any floating-point dtype; `fast` as in `LinearFormats`.
+    """`accumulate_matmul_reference` for `out` of any floating-point dtype; `fast` as in `LinearFormats`.
 
-    With fast accumulation, Hopper adds large results to FP32 straight from the tensor cores. All other
-    results are rounded to `dtype` first.
+    With fast accumulation, Hopper adds large results to FP32 directly from the tensor cores. All other
+    results are first rounded to `dtype`.
     """
     if fast and _adds_itself(a, b, out):
         accumulate = accumulate_matmul_triton if uses_kernels(a) else accumulate_matmul_reference

@@ -1,9 +1,9 @@
 """One FP8 GEMM with the weights of several layers, stacked along the rows.
 
 Layers that read the same input (queries, keys and values; gate and up) become one GEMM with one matrix of
-codes, which has one scale. Each weight is quantized straight into its rows and columns of that matrix, so
-nothing is concatenated in BF16. Autograd sees, in place of a joint weight, a tensor without memory, whose
-gradient is handed to the weights as views.
+codes, which has one scale. Each weight is quantized directly into its rows and columns of that matrix, so
+nothing is concatenated in BF16. Instead of a joint weight, autograd sees a tensor without memory. Its
+gradient is passed to the weights as views.
 """
 
 import functools
@@ -35,7 +35,7 @@ class _Merged(torch.autograd.Function):
 
 
 def _parts(whole: Quantized, weights: Sequence[torch.Tensor]) -> list[Quantized]:
-    """Where the operands of each weight lie in those of all."""
+    """The place of each weight's operands in the joint operands."""
     parts, start = [], 0
     for w in weights:
         end = start + w.shape[0]
@@ -47,7 +47,7 @@ def _parts(whole: Quantized, weights: Sequence[torch.Tensor]) -> list[Quantized]
 
 
 def _write(weights: Sequence[torch.Tensor], out: Quantized, scales: Scales) -> torch.Tensor | None:
-    """`launch_quantize` of each weight."""
+    """`launch_quantize` for each weight."""
     parts = zip(weights, _parts(out, weights), strict=True)
     pitch = None if out.columns is None else out.columns.shape[1]
     maxima = [launch_quantize(w.detach().contiguous(), part, scales, pitch) for w, part in parts]
@@ -57,7 +57,7 @@ def _write(weights: Sequence[torch.Tensor], out: Quantized, scales: Scales) -> t
 def quantize_merged(
     weights: Sequence[torch.Tensor], largest: torch.Tensor, fmt: Fp8Format, rows: bool, columns: bool
 ) -> Quantized:
-    """`weights` [n_i, k], stacked, whose amax is `largest`, quantized as asked for. Each n_i is a multiple of
+    """`weights` [n_i, k], stacked, with the amax `largest`, quantized as requested. Each n_i is a multiple of
     16."""
     if not uses_kernels(weights[0]):
         return quantize_tensor(torch.cat([w.detach() for w in weights]), largest, fmt, rows, columns)
@@ -69,7 +69,7 @@ def quantize_merged(
 
 class MergedCache(WeightCache):
     """`WeightCache` for the weights of several layers that share one GEMM. Its methods take the tuple of
-    weights in place of one weight."""
+    weights instead of one weight."""
 
     def of(self, weights: tuple[torch.Tensor, ...]) -> "_Bound":
         """The cache with these weights, for one GEMM with `merged(weights)`."""
@@ -107,11 +107,11 @@ class MergedCache(WeightCache):
 
 
 class _Bound:
-    """A `MergedCache` with its weights, used in place of the `WeightCache` of a joint weight."""
+    """A `MergedCache` with its weights, used instead of the `WeightCache` of a joint weight."""
 
     def __init__(self, cache: MergedCache, weights: tuple[torch.Tensor, ...]):
         self.cache, self.weights, self.keep = cache, weights, cache.keep
-        # those that inference mode has made count no changes
+        # tensors created in inference mode do not count changes
         self.versions = [None if w.is_inference() else w._version for w in weights]
 
     def of(self, weight: torch.Tensor) -> "_Bound":
@@ -140,11 +140,11 @@ class _Bound:
         return self.weights
 
 
-# for weights that were computed for one forward
+# for weights that are computed in each forward
 _UNKEPT = MergedCache(predicts=False)
 
 
 def merged(weights: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """The stand-in for `weights` [n_i, k], stacked, in a GEMM whose cache is `MergedCache.of(weights)`: [sum
-    of n_i, k] of zeros without memory, whose gradient goes to the weights."""
+    """The stand-in for `weights` [n_i, k], stacked, in a GEMM whose cache is `MergedCache.of(weights)`: zeros
+    [sum of n_i, k] without memory. Its gradient goes to the weights."""
     return _Merged.apply(*weights)

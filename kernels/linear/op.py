@@ -1,7 +1,7 @@
-"""A linear layer whose three GEMMs run in FP8 and which saves its input in FP8.
+"""A linear layer that runs its three GEMMs in FP8 and saves its input in FP8.
 
-Each operand has one just-in-time scale (COAT, section 5). FP8 GEMMs want both operands contiguous along the
-dimension that is summed, so each operand is written in the layout of its GEMM. The input is also written
+Each operand has one just-in-time scale (COAT, section 5). FP8 GEMMs need both operands contiguous along the
+summed dimension, so each operand is written in the layout of its GEMM. The input is also written
 column-major, for the wgrad GEMM, and only that copy is saved.
 """
 
@@ -32,7 +32,7 @@ class LinearFormats:
     """FP8 formats of the forward operands (input, weight) and of the output's gradient, and which GEMMs
     accumulate fast: with fewer bits, on GPUs that offer the choice (Hopper).
 
-    emulate: GPUs without FP8 are allowed and take the references: slow, and for looking only.
+    emulate: GPUs without FP8 are allowed and run the references, which are slow and for debugging only.
     """
 
     forward: Fp8Format = E4M3
@@ -48,9 +48,9 @@ DEFAULT_FORMATS = LinearFormats()
 
 @dataclass(frozen=True, slots=True)
 class LinearOptions:
-    """How a linear layer multiplies: everything but its tensors. Fields as the arguments of `fp8_linear`.
+    """The options of a linear layer: everything except its tensors. Fields are the arguments of `fp8_linear`.
 
-    torch.compile of torch 2.11 cannot make one whose fields have objects for defaults.
+    torch.compile of torch 2.11 cannot create an instance whose fields default to objects.
     """
 
     formats: LinearFormats
@@ -61,14 +61,16 @@ class LinearOptions:
     grad_scale: PredictedScale | None = None
 
     def uses(self, weight: torch.Tensor) -> tuple:
-        """What GEMMs with `weight` use beside their tensors, for CUDA graphs (`Graphs.call`)."""
+        """The dependencies of GEMMs with `weight` other than their tensors, for CUDA graphs
+        (`Graphs.call`)."""
         address = None if self.weight_grad_into is None else self.weight_grad_into().data_ptr()
         kept = self.cache.stay(weight, self.formats.forward)
         return self.formats, self.x_scale, self.grad_scale, address, *kept
 
     @property
     def input_group(self) -> dist.ProcessGroup | None:
-        """The ranks that agree on the scale of the input, because its codes meet in one operand."""
+        """The ranks that must use the same scale for the input, because its codes are gathered into one
+        operand."""
         return self.parallel.group if self.parallel and self.parallel.gathers_input else None
 
 
@@ -81,7 +83,7 @@ def multiply(
     options: LinearOptions,
 ) -> torch.Tensor:
     """The forward GEMM of row-major FP8 `rows` [m, k] with their `scale` and a row-major weight: [m, n] in
-    `dtype`, for the tokens that `options.parallel` says."""
+    `dtype`, for the tokens that `options.parallel` selects."""
     parallel = options.parallel
     if watching.current is not None and (observer := watching.observer()) is not None:
         observer.codes("input", options.x_scale, rows)
@@ -99,14 +101,14 @@ def multiply_backward(
     dtype: torch.dtype,
     options: LinearOptions,
 ) -> tuple[Callable[[], torch.Tensor] | None, torch.Tensor | None]:
-    """The dgrad and wgrad GEMMs of `grad`, quantized row-major and column-major as they are needed.
+    """The dgrad and wgrad GEMMs of `grad`, which is quantized row-major and column-major as needed.
 
-    w: the column-major weight; None where the input needs no gradient.
-    columns: gives the column-major input of all tokens, and its scale; None where the weight needs no
+    w: the column-major weight; None if the input needs no gradient.
+    columns: returns the column-major input of all tokens, and its scale; None if the weight needs no
         gradient.
 
-    Returns a function that waits for the gradient of the input, [m, k] in `dtype`, and the gradient of the
-    weight. The caller must not hold `grad` and `w`, so that they are freed on the way.
+    Returns a function that waits for the input's gradient, [m, k] in `dtype`, and the weight's gradient. The
+    caller must not hold `grad` and `w`, so that they are freed as soon as they are used.
     """
     formats, grad_x, grad_w = options.formats, None, None
     grad_rows, grad_columns, grad_scale, _ = grad
@@ -121,7 +123,7 @@ def multiply_backward(
         grad_x = scaled_matmul(
             grad_rows, w.columns, grad_scale, w.scale, None, dtype, formats.fast_input_grad
         )
-        # large and no longer needed: free them before the weight's gradient is allocated
+        # large and no longer needed; freed before the weight's gradient is allocated
         del grad_rows, w
         grad_x = _sum_over_ranks(grad_x, options.parallel)
     if columns is not None:
@@ -136,7 +138,7 @@ def multiply_backward(
                     f"weight_grad_into: expected shape {list(weight.shape)}, found {list(into.shape)}"
                 )
             accumulate_matmul(*operands, into, weight.dtype, fast)
-            # the shape that autograd wants, without memory
+            # the shape that autograd expects, without memory
             grad_w = weight.new_zeros(()).expand(weight.shape)
     return grad_x, grad_w
 
@@ -175,13 +177,13 @@ class _Fp8Linear(torch.autograd.Function):
         needs_x, needs_w, needs_bias = needs
         grad_x = grad_w = sums = None
         if needs_x or needs_w:
-            # in a list, so that the GEMMs can free parts of it on the way
+            # in a list, so the GEMMs can free parts of it as soon as they are used
             grad = [quantized_grad(grad_y, options, *needs)]
             sums = grad[0].sums
             columns = None
             if needs_w:
-                # the all-gather overlaps with the dgrad GEMM. The gradient's scale is known by now, so no
-                # other collective queues behind it
+                # the all-gather overlaps with the dgrad GEMM. The gradient's scale is already known, so no
+                # other collective waits for the all-gather
                 columns = _columns_of_input(ctx, kept, options.formats.forward)
             w = [options.cache.columns(weight, largest_w, options.formats.forward) if needs_x else None]
             grad_x, grad_w = multiply_backward(grad.pop(), weight, w.pop(), columns, ctx.dtype, options)
@@ -196,10 +198,10 @@ class _Fp8Linear(torch.autograd.Function):
 
 
 def _shared(x: torch.Tensor) -> torch.Tensor | None:
-    """The tensor by which other layers may know the values of `x`, as the projections of attention that has
-    no norm in front; None if there is none.
+    """A tensor on which layers with the same input `x` share notes, for example the projections of attention
+    without a norm before them; None if there is none.
 
-    No leaf, which may be the input of a CUDA graph: replays write it, and change no note.
+    Never a leaf: a leaf may be the input of a CUDA graph, and replays write it without changing its notes.
     """
     if torch.compiler.is_compiling():
         return None
@@ -210,20 +212,20 @@ def _shared(x: torch.Tensor) -> torch.Tensor | None:
 def _note_kept(
     x: torch.Tensor, kept: tuple[torch.Tensor, torch.Tensor], largest: torch.Tensor, fmt: Fp8Format
 ) -> None:
-    """Notes on `x` what autograd keeps of it, and its amax. Weakly: where hooks keep it elsewhere, or
-    checkpointing not at all, the note must not."""
+    """Notes on `x` the codes that autograd saves of it, and its amax. The references are weak: if hooks move
+    the codes elsewhere, or checkpointing drops them, the note must not keep them alive."""
     with_maxima(note(x, "kept", (fmt, *map(TensorWeakRef, kept))), largest)
 
 
 def _kept_of(x: torch.Tensor, fmt: Fp8Format) -> tuple[torch.Tensor, ...]:
-    """The column-major codes of `x` and their scale, if another layer keeps them; empty if none does."""
+    """The column-major codes of `x` and their scale, if another layer saves them; empty if none does."""
     kept_in, *references = noted(x, "kept") or (None,)
     found = tuple(reference() for reference in references if kept_in == fmt)
     return () if any(t is None for t in found) else found
 
 
 def _columns_of_input(ctx, kept, fmt: Fp8Format):
-    """A function that gives the column-major input of all tokens, and its scale."""
+    """Returns a function that returns the column-major input of all tokens, and its scale."""
     columns, scale = kept if ctx.columns is None else ctx.columns(*kept, fmt)[1:3]
     return gathered_columns(columns, scale, ctx.shape[:-1].numel(), ctx.options)
 
@@ -231,8 +233,8 @@ def _columns_of_input(ctx, kept, fmt: Fp8Format):
 def gathered_columns(
     columns: torch.Tensor, scale: torch.Tensor, m: int, options: LinearOptions
 ) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
-    """A function that gives the column-major input of `m` tokens a rank for `multiply_backward`. An
-    all-gather, where one is needed, starts now."""
+    """Returns a function that returns the column-major input of `m` tokens per rank for `multiply_backward`.
+    The all-gather, if one is needed, starts at once."""
     parallel = options.parallel
     if parallel is None or not parallel.gathers_input:
         return lambda: (columns, scale)
@@ -243,7 +245,7 @@ def gathered_columns(
 def quantized_grad(
     grad_y: torch.Tensor, options: LinearOptions, rows: bool = True, columns: bool = True, sums: bool = False
 ) -> Quantized:
-    """The gradient of this rank's output columns for all tokens, quantized as asked for, and its column sums
+    """The gradient of this rank's output columns for all tokens, quantized as requested, and its column sums
     over this rank's tokens."""
     fmt, parallel, predicted = options.formats.backward, options.parallel, options.grad_scale
     if not (parallel and parallel.scatters_output):
@@ -254,8 +256,8 @@ def quantized_grad(
 
 
 def _sum_over_ranks(grad_x: torch.Tensor, parallel: TensorParallel | None):
-    """A function that waits for the gradient of this rank's input, summed over the ranks where they hold
-    parts of the weight."""
+    """Returns a function that waits for the gradient of this rank's input. It is summed over the ranks if
+    they hold parts of the weight."""
     if parallel and parallel.gathers_input:
         return reduce_scatter(grad_x, parallel.group)
     if parallel and parallel.by_output and parallel.reduce_grad:
@@ -264,7 +266,7 @@ def _sum_over_ranks(grad_x: torch.Tensor, parallel: TensorParallel | None):
 
 
 def _check_sizes(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-    """Raises ValueError for shapes that do not belong together, or that FP8 GEMMs do not take."""
+    """Raises ValueError for shapes that do not match, or that FP8 GEMMs do not support."""
     out_features, in_features = weight.shape
     if x.shape[-1] != in_features:
         raise ValueError(f"fp8_linear: the weight takes {in_features} columns, x has {x.shape[-1]}")
@@ -272,7 +274,7 @@ def _check_sizes(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
         raise ValueError(f"fp8_linear: the bias has shape {list(bias.shape)}, of {out_features} outputs")
     if uses_kernels(x) and (out_features % ALIGNMENT or in_features % ALIGNMENT):
         raise ValueError(
-            f"FP8 matrix products need sizes that are multiples of {ALIGNMENT}, found a weight of "
+            f"FP8 GEMMs need sizes that are multiples of {ALIGNMENT}, found a weight of "
             f"{out_features} x {in_features}. Change the layer's sizes or keep it in BF16."
         )
 
@@ -293,39 +295,40 @@ def fp8_linear(
     """x W^T + b with FP8 GEMMs.
 
     Args:
-        x: [..., K], BF16 or FP32, which is quantized as it is, under autocast too.
-        weight: [N, K]; kept by reference for backward, not copied.
+        x: [..., K], BF16 or FP32, quantized without a cast, also under autocast.
+        weight: [N, K]; backward keeps a reference, not a copy.
         bias: [N] or None. Its gradient is summed in FP32, by the kernel that quantizes the output's gradient.
         formats: the FP8 formats; E4M3 forward and E5M2 backward by default.
-        origin: how to recompute x in backward; without it x is kept as FP8 and one FP32 scale.
+        origin: how to recompute x in backward; without it x is saved as FP8 and one FP32 scale.
         cache: what the caller keeps of the quantized weight; nothing by default.
-        parallel: how the layer is split over ranks. What it all-gathers has one scale on all ranks; any other
-            tensor has one on each rank. Partial sums of a layer that is split by input are left to the
-            caller, except under sequence parallelism, where the first dimension is that of the tokens.
-        weight_grad_into: gives, in backward, the tensor [N, K], of any floating-point type, to which the
+        parallel: how the layer is split over ranks. All-gathered tensors have one scale on all ranks; any
+            other tensor has one scale per rank. If the layer is split by input, the caller must sum the
+            partial results, except under sequence parallelism, where the first dimension is that of the
+            tokens.
+        weight_grad_into: returns, in backward, the tensor [N, K], of any floating-point type, to which the
             weight's gradient is added. Autograd gets zeros that take no memory.
-        x_scale, grad_scale: predict the scales of x and of the output's gradient where those are plain
-            tensors, which saves a pass over each; the caller's, one each for every call site. Not used while
-            a model is compiled.
+        x_scale, grad_scale: predict the scales of x and of the output's gradient if they are plain tensors,
+            which saves a pass over each. They belong to the caller, one each per call site. Not used while a
+            model is compiled.
 
-    Returns [..., N] in the dtype of x, or autocast's. Raises ValueError for shapes that do not belong
-    together and, on CUDA, if K or N is not a multiple of 16; RuntimeError on a GPU without FP8 that
-    `formats` does not emulate.
+    Returns [..., N] in the dtype of x, or in autocast's. Raises ValueError for shapes that do not match and,
+    on CUDA, if K or N is not a multiple of 16; RuntimeError on a GPU without FP8 that `formats` does not
+    emulate.
     """
     formats = formats or DEFAULT_FORMATS
     require_fp8(x.device, formats.emulate)
     _check_sizes(x, weight, bias)
     device, dtype = x.device.type, x.dtype
     if torch.is_autocast_enabled(device) and dtype != torch.get_autocast_dtype(device):
-        # x is quantized as it is, without a cast
+        # x is quantized without a cast
         dtype = torch.get_autocast_dtype(device)
     if cache is None or torch.compiler.is_compiling():
         cache = NO_CACHE
     elif cache.keep != "none":
         cache = cache.of(weight)
     if parallel is None and x.numel() == 0:
-        # nothing to quantize, and GPUs refuse empty GEMMs; the gradients are zeros. Backward keeps a copy: a
-        # view, as of an expert's tokens, would keep all that it is a part of
+        # Nothing to quantize, and GPUs refuse empty GEMMs; the gradients are zeros. Backward keeps a copy: a
+        # view, for example of an expert's tokens, would keep the whole tensor alive.
         return F.linear(x.to(dtype, copy=True), weight.to(dtype), None if bias is None else bias.to(dtype))
     options = LinearOptions(formats, cache, parallel, weight_grad_into, x_scale, grad_scale)
     tokens = x if x.ndim > 1 else x[None]

@@ -8,7 +8,7 @@ def scaled_matmul_reference(
 ) -> torch.Tensor:
     """`a` [m, k] times `b` [n, k] transposed, both FP8, accumulated in FP32, rounded once to `dtype`.
 
-    One of the two may be padded: what it has more along k is zero.
+    One of the two may be padded along k; its extra elements are zero.
     """
     k = min(a.shape[1], b.shape[1])
     with torch.autocast(a.device.type, enabled=False):

@@ -1,6 +1,6 @@
-"""RMSNorm and LayerNorm that keep their input in 8 bits, and the residual addition in front of them.
+"""RMSNorm and LayerNorm that save their input in 8 bits, and the residual addition before them.
 
-reference.py says what is computed, kernels.py computes it on a GPU, op.py is what layers call.
+reference.py specifies the ops, kernels.py computes them on a GPU, op.py is what layers call.
 """
 
 from coat_kernels.norm.kernels import norm_backward_triton, norm_columns_triton, norm_forward_triton

@@ -17,15 +17,15 @@ from coat_kernels.tensorwise.scale import NO_SCALES, Scales, scale_and_tiles, te
 from coat_kernels.tensorwise.transpose import empty_columns, store_words
 from coat_kernels.tiles import finite_abs, load_tile, store_tile, stored_max, tile_mask
 
-# at least so many elements in a program's tile, and so many a thread, up to MAX_WARPS
+# minimum number of elements of a program's tile, and elements per thread, up to MAX_WARPS
 FORWARD_TILE, FORWARD_ELEMENTS = 4096, 32
 BACKWARD_TILE, BACKWARD_ELEMENTS = 4096, 16
 MAX_WARPS = 16
-# programs of the backward, each of which loops over many tiles: two for each multiprocessor of an H200
+# programs of backward, two for each multiprocessor of an H200; each loops over many tiles
 PROGRAMS = 264
-# at most so many tiles have their loads in flight in backward
+# maximum number of tiles whose loads are in flight in backward
 BACKWARD_STAGES = 3
-# partial sums and columns that a program of the summing kernel takes at a time
+# partial sums and columns that a program of the summing kernel processes at a time
 SUMS_PROGRAMS, SUMS_N = 64, 32
 # tile of a program that writes column-major codes
 COLUMNS_M, COLUMNS_N, COLUMNS_WARPS = 64, 128, 4
@@ -45,8 +45,8 @@ def norm_forward_kernel(p_x, p_residual, p_branch, p_branch_bias, p_weight, p_bi
                         LAYER_NORM: tl.constexpr, ZERO_CENTERED: tl.constexpr, E5M2: tl.constexpr,
                         ROOTS: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, H: tl.constexpr,
                         G: tl.constexpr):  # fmt: skip
-    """Writes y itself, or its row-major FP8 codes; also x, if it is a sum, and what is saved and maxima where
-    asked for."""
+    """Writes y, or its row-major FP8 codes; also x, if it is a sum, and the saved tensors and maxima if
+    requested."""
     DTYPE: tl.constexpr = p_x.dtype.element_ty
     scale, todo = scale_and_tiles(p_predicted, p_used, p_found, found, p_largest, p_true, tiles, E5M2)
     o_h = tl.arange(0, H)
@@ -91,7 +91,7 @@ def norm_backward_kernel(p_grad_y, p_grad_residual, p_codes, p_exponent, p_rstd,
     b_gamma = load_gamma(p_weight, o_h, o_h < h, ZERO_CENTERED, EVEN)[None, :]
     b_grad_weight = tl.zeros([ROWS, H], dtype=tl.float32)
     b_grad_bias = tl.zeros([ROWS, H], dtype=tl.float32)
-    # maxima of eight elements, which one thread holds; they are reduced over the warps once, at the end
+    # one maximum per eight elements, which one thread holds; reduced over the warps once, at the end
     b_largest = tl.zeros([ROWS, H // 8], dtype=tl.float32)
     for tile in tl.range(pid, tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
         o_row = tile * ROWS + tl.arange(0, ROWS)
@@ -130,7 +130,7 @@ def norm_backward_kernel(p_grad_y, p_grad_residual, p_codes, p_exponent, p_rstd,
 @PreparedKernel
 @triton.jit
 def norm_sums_kernel(p_parts, p_first, p_second, programs, h, PROGRAMS: tl.constexpr, N: tl.constexpr):
-    """Sums [h] of the `programs` rows of one part, or of two."""
+    """Sums [h] over the `programs` rows of one part, or of two."""
     o_h = tl.program_id(0) * N + tl.arange(0, N)
     p_part = p_parts + tl.program_id(1).to(tl.int64) * programs * h
     b_sum = tl.zeros([PROGRAMS, N], dtype=tl.float32)
@@ -176,7 +176,7 @@ def norm_columns_kernel(p_codes, p_exponent, p_rstd, p_weight, p_bias, p_largest
 
 @functools.cache
 def _tile(h: int, group_size: int, least: int, elements: int) -> dict:
-    """The tile of a launch over whole rows: at least `least` elements, and `elements` a thread."""
+    """The tile of a launch over whole rows: at least `least` elements, and `elements` per thread."""
     width = max(next_power_of_2(h), group_size)
     height = max(least // width, 1)
     warps = height * width // (32 * elements)
@@ -185,18 +185,18 @@ def _tile(h: int, group_size: int, least: int, elements: int) -> dict:
 
 @functools.lru_cache(maxsize=1024)
 def row_tiles(rows: int, h: int, group_size: int, least: int, elements: int) -> tuple[dict, int, int, bool]:
-    """`_tile`, the number of tiles, groups in a row, and whether all tiles lie inside."""
+    """`_tile`, the number of tiles, groups per row, and whether all tiles lie inside the tensor."""
     tile = _tile(h, group_size, least, elements)
     return tile, cdiv(rows, tile["ROWS"]), cdiv(h, group_size), tile["H"] == h and rows % tile["ROWS"] == 0
 
 
 def forward_programs(rows: int, h: int, group_size: int) -> int:
-    """Programs of the forward, each of which finds one maximum."""
+    """Number of programs of forward; each writes one maximum."""
     return cdiv(rows, _tile(h, group_size, FORWARD_TILE, FORWARD_ELEMENTS)["ROWS"])
 
 
 def backward_programs(rows: int, h: int, group_size: int) -> int:
-    """Programs of the backward, each of which finds one maximum; without rows, one that stores zeros."""
+    """Number of programs of backward; each writes one maximum. Without rows, one program stores zeros."""
     tiles = cdiv(rows, _tile(h, group_size, BACKWARD_TILE, BACKWARD_ELEMENTS)["ROWS"])
     return max(min(tiles, PROGRAMS), 1)
 
@@ -204,7 +204,7 @@ def backward_programs(rows: int, h: int, group_size: int) -> int:
 def norm_forward_triton(
     x, weight, bias, eps: float, layer_norm: bool, zero_centered: bool, group_size: int, keep: str
 ):
-    """`norm_forward_reference` in one pass over x; one maximum for each program."""
+    """`norm_forward_reference` in one pass over x, with one maximum per program."""
     y = torch.empty_like(x)
     q, rstd = empty_kept(x, group_size, keep)
     options = eps, layer_norm, zero_centered, group_size
@@ -212,7 +212,7 @@ def norm_forward_triton(
 
 
 def empty_kept(x: torch.Tensor, group_size: int, fmt: str) -> tuple[Grouped, torch.Tensor]:
-    """Uninitialised storage for the kept input and rstd."""
+    """Uninitialised storage for the saved input and rstd."""
     rstd = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
     return empty_grouped(*x.shape, group_size, fmt, x.device), rstd
 
@@ -233,7 +233,7 @@ def launch_forward(
     addends: Addends = NO_ADDENDS,
 ) -> torch.Tensor | None:
     """Writes y or, with `scales`, its row-major codes. The first launch also writes q and rstd and returns
-    maxima. Where x is the sum of `addends`, it is written too."""
+    maxima. If x is the sum of `addends`, x is written as well."""
     rows, h = x.shape
     tile, tiles, groups, even = row_tiles(rows, h, group_size, FORWARD_TILE, FORWARD_ELEMENTS)
     first = scales.maxima is None
@@ -285,12 +285,12 @@ def norm_backward_triton(
     needs_bias: bool = True,
     in_weights_dtype: bool = False,
 ):
-    """`norm_backward_reference`; None for what is not needed. Each program loops over many rows and sums
-    their parameter gradients. A second kernel sums those of the programs, in an order that depends on the
+    """`norm_backward_reference`, with None for results that are not needed. Each program loops over many rows
+    and sums their parameter gradients. A second kernel sums over programs, in an order that depends on the
     shape alone."""
     rows, h = grad_y.shape
     tile, tiles, groups, even = row_tiles(rows, h, group_size, BACKWARD_TILE, BACKWARD_ELEMENTS)
-    # without rows, one that stores zeros
+    # without rows, one program that stores zeros
     programs = min(tiles, PROGRAMS) or 1
     # bytes of a tile's loads: codes, gradient and the gradient of the residual
     residual_bytes = 0 if grad_residual is None else grad_residual.dtype.itemsize

@@ -1,7 +1,7 @@
-"""The norms as operations of autograd.
+"""The norms as autograd functions.
 
-The output carries its origin, so that the next linear layer saves nothing, and its maxima, so that quantizing
-needs no extra read for the scale. The gradient carries its maxima too.
+The output carries its origin and its maxima. With the origin, the next linear layer saves nothing. With the
+maxima, quantizing needs no extra read to find the scale. The gradient carries its maxima, too.
 """
 
 import functools
@@ -55,10 +55,10 @@ def norm_forward(
     group_size: int,
     keep: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(y, maxima, codes, exponent, rstd) of a contiguous x.
+    """Returns (y, maxima, codes, exponent, rstd) for a contiguous x.
 
-    They are computed where nothing is trained, too: y is then the same bits. Beside stores of bytes a kernel
-    has more elements of a row in each thread, and so sums them in another order.
+    codes, exponent and rstd are also computed if nothing is trained, so y has the same bits. A kernel that
+    stores bytes has more elements of a row per thread, so it sums them in another order.
     """
     forward = norm_forward_triton if uses_kernels(x) else norm_forward_reference
     y, maxima, q, rstd = forward(x, weight, bias, eps, layer_norm, zero_centered, group_size, keep)
@@ -104,7 +104,7 @@ def norm_backward(
     needs_weight: bool,
     needs_bias: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(grad_x, maxima, grad_weight, grad_bias), empty where not needed; gradients are contiguous."""
+    """Returns (grad_x, maxima, grad_weight, grad_bias), empty where not needed; gradients are contiguous."""
     kept = grad_y, grad_residual, Grouped(codes, exponent), rstd, weight
     options = layer_norm, zero_centered, group_size
     needs = needs_x, needs_x, needs_weight, needs_bias
@@ -118,8 +118,8 @@ def norm_backward(
 def norm_gradients(
     grad_y, grad_residual, q: Grouped, rstd, weight, bias, options: tuple[bool, bool, int], needs_x: bool
 ):
-    """As `norm_backward_reference`, with the gradients of weight and bias in their dtypes; None for an absent
-    bias, and for x if it is not needed. options: layer_norm, zero_centered, group_size."""
+    """Like `norm_backward_reference`, with the gradients of weight and bias in their dtypes; None for an
+    absent bias, and for x if it is not needed. options: layer_norm, zero_centered, group_size."""
     kept = grad_y, grad_residual, q, rstd, weight
     if uses_kernels(grad_y):
         same = bias is None or bias.dtype == weight.dtype
@@ -167,7 +167,7 @@ class _Norm(torch.autograd.Function):
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.save_for_backward(weight, *kept)
         ctx.set_materialize_grads(False)
-        # detach(): autograd forbids in-place adds on a returned view. Keep it last: torch 2.11 miscounts
+        # detach(): autograd forbids in-place additions to a returned view. Keep it last: torch 2.11 miscounts
         # non-differentiable outputs after a None.
         return y, maxima, *kept, x.detach() if residual else None
 
@@ -209,10 +209,10 @@ def norm_operands(
     group: dist.ProcessGroup | None = None,
     addends: Addends = NO_ADDENDS,
 ) -> tuple[Quantized, torch.Tensor, Grouped, torch.Tensor]:
-    """The norm's output as row-major FP8 codes only, quantized now: (operands, the amax over the ranks of
-    `group`, the saved input, rstd).
+    """Returns the norm's output as row-major FP8 codes only, quantized at once: (operands, the amax over the
+    ranks of `group`, the saved input, rstd).
 
-    x [rows, h], contiguous; where it is the sum of `addends`, the sum is written to its memory.
+    x: [rows, h], contiguous. If it is the sum of `addends`, the sum is written to its memory.
     options: eps, layer_norm, zero_centered, group_size.
     """
     if uses_kernels(x):
@@ -258,7 +258,7 @@ def _norm(x, weight, bias, eps, layer_norm, zero_centered, group_size, keep, res
             if t._version != version:
                 raise RuntimeError(
                     "one of the variables needed for gradient computation has been modified by an inplace "
-                    "operation: a weight or bias of a norm, of which a linear layer makes its input again, "
+                    "operation: a weight or bias of a norm, needed to recompute a linear layer's input, "
                     f"{t.dtype} {list(t.shape)}, is at version {t._version}; expected version {version}."
                 )
         kept = codes, exponent, rstd, *parameters
@@ -278,7 +278,7 @@ def rms_norm(
     saved_format: str = DEFAULT_FORMAT,
     residual: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """RMSNorm over the last dimension, keeping x in groups of `group_size` and rstd in FP32.
+    """RMSNorm over the last dimension. Saves x in groups of `group_size`, and rstd in FP32.
 
     Args:
         x: [..., h], BF16 or FP32.
@@ -286,11 +286,11 @@ def rms_norm(
         zero_centered: the weight is w + 1.
         group_size: 16, 32, 64 or 128.
         saved_format: one of `coat_kernels.groups.GROUP_FORMATS`.
-        residual: also return x, handed through this node in the same memory: what reads it instead of x has
-            its gradient added inside this norm's backward, which saves a pass.
+        residual: also return x, passed through this node in the same memory. The gradient of an operation
+            that reads this x is added inside the norm's backward, which saves a pass.
 
-    Returns y, in x's shape and dtype, carrying its maxima and, where something is trained, its origin; with
-    `residual` (y, x). Raises ValueError for a weight of another width than x.
+    Returns y, in x's shape and dtype, with its maxima and, if something is trained, its origin; with
+    `residual` (y, x). Raises ValueError if the weight and x have different widths.
     """
     return _norm(x, weight, None, eps, False, zero_centered, group_size, saved_format, residual)
 
@@ -306,5 +306,5 @@ def layer_norm(
     saved_format: str = DEFAULT_FORMAT,
     residual: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """LayerNorm over the last dimension, keeping x - mean(x); otherwise as `rms_norm`. bias: [h] or None."""
+    """LayerNorm over the last dimension. Saves x - mean(x); otherwise like `rms_norm`. bias: [h] or None."""
     return _norm(x, weight, bias, eps, True, zero_centered, group_size, saved_format, residual)

@@ -2,8 +2,8 @@
 equation 3) that save their input in 8 bits, in 1 x G groups.
 
 y = c * rstd * w + b, rstd = 1 / sqrt(mean(c^2) + eps). c is x for RMSNorm and x - mean(x) for LayerNorm; with
-zero-centered gamma the weight is w + 1. Forward uses c itself, backward the saved c. A large mean costs that
-no precision.
+zero-centered gamma the weight is w + 1. Forward uses c itself, backward the saved c. A large mean does not
+reduce the precision of the saved c.
 """
 
 import torch
@@ -26,7 +26,7 @@ def _affine(normed: torch.Tensor, weight, bias, zero_centered: bool) -> torch.Te
 def norm_forward_reference(
     x, weight, bias, eps: float, layer_norm: bool, zero_centered: bool, group_size: int, keep: str
 ):
-    """x [rows, h] -> (y in x's dtype, maxima of y, the input kept in the format called `keep`, rstd FP32
+    """x [rows, h] -> (y in x's dtype, maxima of y, the input in the saved format `keep`, rstd FP32
     [rows])."""
     value = x.float()
     if layer_norm:
@@ -48,7 +48,7 @@ def norm_backward_reference(
 ):
     """(grad_x in grad_y's dtype, its maxima, grad_weight, grad_bias, both FP32 [h]).
 
-    grad_residual, [rows, h] or None, is added to grad_x before that is rounded.
+    grad_residual, [rows, h] or None, is added to grad_x before grad_x is rounded.
     """
     normed = dequantize_groups_reference(q, group_size) * rstd[:, None]
     grad = grad_y.float()

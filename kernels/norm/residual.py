@@ -14,27 +14,27 @@ from coat_kernels.tiles import load_tile
 
 
 class Addends(NamedTuple):
-    """What is added: `residual` and `branch` [m, n], `bias` [n] or None, of one dtype."""
+    """The addends: `residual` and `branch` [m, n], `bias` [n] or None, of one dtype."""
 
     residual: torch.Tensor | None
     branch: torch.Tensor | None
     bias: torch.Tensor | None = None
 
 
-# for a tensor that exists
+# stands for an x that already exists and needs no addition
 NO_ADDENDS = Addends(None, None)
 
 
 def residual_add_reference(
     residual: torch.Tensor, branch: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The sum; where there is a bias, what it is added to is rounded by itself."""
+    """The sum; with a bias, branch + bias is rounded first."""
     return residual + (branch if bias is None else branch + bias)
 
 
 @triton.jit
 def residual_add_tile(p_residual, p_branch, p_bias, o_x, m_x, o_h, m_h, EVEN: tl.constexpr):
-    """The sum as FP32 values, rounded to what is stored."""
+    """The sum as FP32 values, rounded to the stored dtype."""
     DTYPE: tl.constexpr = p_residual.dtype.element_ty
     b_branch = widen(load_tile(p_branch, o_x, m_x, not EVEN))
     if p_bias is not None:

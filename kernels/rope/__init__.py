@@ -1,6 +1,6 @@
 """Rotary positions between a fused query-key-value projection and attention.
 
-reference.py says what is computed, kernels.py computes it on a GPU, op.py is what layers call.
+reference.py specifies the op, kernels.py computes it on a GPU, op.py is what layers call.
 """
 
 from coat_kernels.rope.kernels import rotate_qkv_backward_triton, rotate_qkv_triton

@@ -1,4 +1,4 @@
-"""Rotary positions in one pass each way."""
+"""Rotary positions, in one pass forward and one backward."""
 
 import functools
 
@@ -13,17 +13,17 @@ from coat_kernels.tensorwise.scale import Scales, scale_and_tiles
 from coat_kernels.tensorwise.transpose import store_words
 from coat_kernels.tiles import finite_abs, finite_max
 
-# heads of a program's tile, forward and backward
+# heads per tile, forward and backward
 HEADS, BACKWARD_HEADS = 8, 16
-# tokens, a multiple of 16, heads and warps of a program that writes FP8 codes, and its registers a thread:
-# with 128, four programs fit on a multiprocessor; without a limit, one that sums takes up to 189
+# tokens (a multiple of 16), heads and warps of a program that writes FP8 codes, and its registers per thread:
+# with 128, four programs fit on a multiprocessor; without a limit, a program that sums takes up to 189
 OPERANDS_TOKENS, OPERANDS_HEADS, OPERANDS_WARPS, OPERANDS_REGISTERS = 64, 8, 4, 128
 
 
 @triton.jit
 def place_of_head(head, heads, M: tl.constexpr, APART: tl.constexpr):
-    """Where a head of the projection's order belongs: its index among the queries, its group, whether it is a
-    query, and whether a key."""
+    """The place of a head in the projection's order: its index among the queries, its group, whether it is a
+    query, and whether it is a key."""
     if APART:
         groups = heads // (M + 2)
         query, behind = head, head - groups * M
@@ -37,7 +37,7 @@ def place_of_head(head, heads, M: tl.constexpr, APART: tl.constexpr):
 
 @triton.jit
 def head_offsets(pid, heads, M: tl.constexpr, HEADS: tl.constexpr, APART: tl.constexpr):
-    """Heads of a tile in the projection's order: index, query index, group, and which are q, k and v."""
+    """The heads of a tile in the projection's order: index, query index, group, and masks of q, k and v."""
     o_head = pid * HEADS + tl.arange(0, HEADS)
     o_query, o_group, m_q, m_k = place_of_head(o_head, heads, M, APART)
     m_head = o_head < heads
@@ -46,7 +46,7 @@ def head_offsets(pid, heads, M: tl.constexpr, HEADS: tl.constexpr, APART: tl.con
 
 @triton.jit
 def store_heads(b_x, p_q, p_k, p_v, m_q, m_k, m_v, o_d, m_d):
-    """Stores channels `o_d` of each head where it belongs."""
+    """Stores channels `o_d` of each head in its tensor."""
     b_x = cast(b_x, p_q.dtype.element_ty)
     tl.store(p_q + o_d[None, :], b_x, mask=m_q[:, None] & m_d[None, :])
     tl.store(p_k + o_d[None, :], b_x, mask=m_k[:, None] & m_d[None, :])
@@ -55,7 +55,7 @@ def store_heads(b_x, p_q, p_k, p_v, m_q, m_k, m_v, o_d, m_d):
 
 @triton.jit
 def load_heads(p_q, p_k, p_v, m_q, m_k, m_v, o_d, m_d):
-    """Channels `o_d` of each head, FP32; of a head's three masks at most one is true."""
+    """Channels `o_d` of each head, FP32; at most one of a head's three masks is true."""
     b_x = tl.load(p_q + o_d[None, :], mask=m_q[:, None] & m_d[None, :], other=0.0).to(tl.float32)
     b_x += tl.load(p_k + o_d[None, :], mask=m_k[:, None] & m_d[None, :], other=0.0).to(tl.float32)
     b_x += tl.load(p_v + o_d[None, :], mask=m_v[:, None] & m_d[None, :], other=0.0).to(tl.float32)
@@ -64,8 +64,8 @@ def load_heads(p_q, p_k, p_v, m_q, m_k, m_v, o_d, m_d):
 
 @triton.jit
 def load_tables(p_cos, p_sin, o_table, m_turns, D: tl.constexpr):
-    """Cosines and sines of the first half of the channels and of their partners; masked channels get an angle
-    of 0."""
+    """Cosines and sines of the first half of the channels and of their partners; masked channels have an
+    angle of 0."""
     b_cos_1 = tl.load(p_cos + o_table, mask=m_turns, other=1.0)
     b_sin_1 = tl.load(p_sin + o_table, mask=m_turns, other=0.0)
     b_cos_2 = tl.load(p_cos + o_table + D // 2, mask=m_turns, other=1.0)
@@ -136,7 +136,7 @@ def rotate_qkv_backward_kernel(p_dq, p_dk, p_dv, p_cos, p_sin, p_grad, p_maxima,
 @triton.jit
 def store_codes(b_grad, b_words, p_rows, o_row, o_channel, m_x, scale, i, DTYPE: tl.constexpr,
                 E5M2: tl.constexpr):  # fmt: skip
-    """Stores a tile of row-major FP8 codes if asked for, and adds it to words of four rows."""
+    """Stores a tile of row-major FP8 codes, if requested, and adds it to words of four rows."""
     b_rounded = round_to(b_grad, DTYPE)
     if p_rows is not None:
         b_codes = to_tensor_codes(b_rounded, scale, E5M2)
@@ -153,8 +153,8 @@ def rotate_qkv_operands_kernel(p_dq, p_dk, p_dv, p_cos, p_sin, p_rows, p_columns
                                M: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
                                TURNS: tl.constexpr, HEADS: tl.constexpr, APART: tl.constexpr,
                                TOKENS: tl.constexpr, E5M2: tl.constexpr):  # fmt: skip
-    """Writes row-major [tokens, heads * D] and column-major FP8 codes of the gradient, and column sums over
-    the tokens of each tile, as asked for."""
+    """Writes row-major [tokens, heads * D] and column-major FP8 codes of the gradient, and its column sums
+    over the tokens of each tile, as requested."""
     DTYPE: tl.constexpr = p_dq.dtype.element_ty
     scale, todo = scale_and_tiles(p_predicted, p_used, p_found, found, p_largest, p_true, tiles, E5M2)
     across = tl.cdiv(heads, HEADS)
@@ -164,7 +164,7 @@ def rotate_qkv_operands_kernel(p_dq, p_dk, p_dv, p_cos, p_sin, p_rows, p_columns
         o_word = (tile // across) * (TOKENS // 4) + tl.arange(0, TOKENS // 4)
         first = tile % across * HEADS
         b_most = tl.zeros([TOKENS // 4], dtype=tl.float32)
-        # the heads of a program read the same angles, which stay in the cache
+        # all heads of a program read the same angles, which stay in the cache
         for head in range(first, tl.minimum(first + HEADS, heads)):
             query, group, is_q, is_k = place_of_head(head, heads, M, APART)
             p_x = tl.where(is_q, p_dq, tl.where(is_k, p_dk, p_dv))
@@ -215,7 +215,7 @@ def rotate_qkv_operands_kernel(p_dq, p_dk, p_dv, p_cos, p_sin, p_rows, p_columns
 
 @functools.cache
 def _tile(d: int, r: int, heads: int, apart: bool) -> dict[str, int]:
-    """Constants for heads of `d` channels, of which `r` rotate: all or none."""
+    """Constants for heads of `d` channels; the number `r` of rotating channels is d or 0."""
     return {"D": d, "HALF": next_power_of_2(d // 2), "TURNS": r > 0, "HEADS": heads, "APART": apart}
 
 
@@ -247,7 +247,7 @@ def rotate_qkv_triton(mixed, cos, sin, groups: int, d: int, apart: bool = False)
 
 
 def rotate_qkv_backward_triton(dq, dk, dv, cos, sin, apart: bool = False):
-    """`rotate_qkv_backward_reference` as a kernel, with one maximum for each tile."""
+    """`rotate_qkv_backward_reference` as a kernel, with one maximum per tile."""
     s, b, groups, d = dk.shape
     dq, dk, dv = [t if t.stride(3) == 1 else t.contiguous() for t in (dq, dk, dv)]
     m = dq.shape[2] // groups

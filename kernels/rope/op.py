@@ -1,6 +1,6 @@
-"""Rotary positions as an operation of autograd.
+"""Rotary positions as an autograd function.
 
-Backward finds the maxima of the gradient on the way. Where only an FP8 GEMM reads the gradient, it writes FP8
+Backward also computes the maxima of the gradient. If only an FP8 GEMM reads the gradient, backward writes FP8
 codes instead.
 """
 
@@ -28,8 +28,8 @@ from coat_kernels.tensorwise.quantize import Quantized
 def rotate_qkv_backward_operands(
     dq, dk, dv, cos, sin, scale: PredictedScale, sums: bool, apart: bool = False
 ) -> Quantized:
-    """The gradient of the projection's output [s * b, width] as row-major and column-major FP8 codes only,
-    and its column `sums`."""
+    """Returns the gradient of the projection's output [s * b, width] as row-major and column-major FP8 codes
+    only, with its column sums if `sums`."""
     dq, dk, dv = [t if t.stride(3) == 1 else t.contiguous() for t in (dq, dk, dv)]
     s, b, groups, d = dk.shape
     width = (dq.shape[2] + 2 * groups) * d
@@ -46,7 +46,7 @@ def rotate_qkv_backward_operands(
 def rotate_qkv_forward(
     mixed: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, groups: int, d: int, apart: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """CUDA tensors take the kernel, others the reference."""
+    """Runs the kernel for CUDA tensors, else the reference."""
     run = rotate_qkv_triton if uses_kernels(mixed) else rotate_qkv_reference
     return run(mixed, cos, sin, groups, d, apart)
 
@@ -67,7 +67,7 @@ def rotate_qkv_backward(
     sin: torch.Tensor,
     apart: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """CUDA tensors take the kernel, others the reference."""
+    """Runs the kernel for CUDA tensors, else the reference."""
     backward = rotate_qkv_backward_triton if uses_kernels(dq) else rotate_qkv_backward_reference
     return backward(dq, dk, dv, cos, sin, apart)
 
@@ -90,11 +90,12 @@ def rotate_qkv(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Splits the output of a fused projection and rotates its queries and keys.
 
-    mixed [s, b, groups * (m + 2) * d] in BF16 or FP32: in each group m queries, a key and a value;
-    cos, sin: FP32 [s, d], d even: channel i turns with channel i + d / 2; or [any, 0]: it only splits. For
-    rotary positions of some of the channels there is no kernel: split and rotate by torch's operations.
-    Returns q [s, b, groups * m, d], k and v [s, b, groups, d]. Saved for backward are cos and sin.
-    Raises ValueError for shapes that do not belong together.
+    mixed: [s, b, groups * (m + 2) * d] in BF16 or FP32; each group holds m queries, a key and a value.
+    cos, sin: FP32 [s, d], d even: channel i rotates with channel i + d / 2; or [any, 0]: only split. There is
+    no kernel for rotary positions on a part of the channels: split and rotate with torch operations.
+
+    Returns q [s, b, groups * m, d], k and v [s, b, groups, d]. Backward saves cos and sin. Raises ValueError
+    for shapes that do not match.
     """
     s, b, width = mixed.shape
     r = cos.shape[-1]

@@ -1,10 +1,10 @@
 """Rotary positions (RoFormer, arXiv 2104.09864, equation 34, in halves) between a fused query-key-value
 projection and attention.
 
-Of the projection's output [s, b, groups * (m + 2) * d], each group holds m query heads, a key and a value;
-or, if they lie `apart`, all queries come first, then all keys, then all values. Forward rotates queries and
-keys and writes the three to tensors of their own. Backward takes their gradients in whatever layout attention
-left them, and gives the gradient of the projection's output.
+Each group of the projection's output [s, b, groups * (m + 2) * d] holds m query heads, a key and a value. If
+they lie `apart`, all queries come first, then all keys, then all values. Forward rotates queries and keys and
+writes queries, keys and values to separate tensors. Backward reads their gradients in any layout, and returns
+the gradient of the projection's output.
 """
 
 import torch
@@ -13,7 +13,7 @@ from coat_kernels.tensorwise.scale import maxima_reference
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotates x [s, b, heads, d] by the angles of cos, sin [s, d], FP32; by none if those are [s, 0]."""
+    """Rotates x [s, b, heads, d] by the angles of cos, sin [s, d], FP32; no rotation if they are [s, 0]."""
     if cos.shape[1] == 0:
         return x.clone()
     first, second = x.float().chunk(2, dim=-1)
@@ -22,7 +22,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 
 def rotate_back(grad: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """The gradient of `rotate`'s input from that of its output."""
+    """The gradient of `rotate`'s input from the gradient of its output."""
     if cos.shape[1] == 0:
         return grad
     value, crossed = (grad.float() * t[:, None, None] for t in (cos, sin))

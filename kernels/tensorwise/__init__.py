@@ -1,8 +1,8 @@
-"""FP8 with one scale per tensor, as FP8 GEMMs take it.
+"""FP8 with one scale per tensor, as FP8 GEMMs expect it.
 
 The amax of a tensor is its largest finite magnitude; its maxima are the amaxes of its parts. scale.py finds
-them and the scale, quantize.py writes codes, transpose.py transposes them, predicted.py quantizes before the
-scale is known, and together.py quantizes several tensors in one launch.
+the maxima and the scale, quantize.py writes codes, transpose.py transposes them, predicted.py quantizes
+before the scale is known, and together.py quantizes several tensors in one launch.
 """
 
 from coat_kernels.tensorwise.predicted import Attempt, PredictedScale, write_reference

@@ -18,7 +18,7 @@ from coat_kernels.tensorwise.quantize import (
 )
 from coat_kernels.tensorwise.scale import largest_magnitude
 
-# with at most this many maxima, each program of a launch over all tiles reads them all
+# with at most this many maxima, each program of a launch over all tiles reads all of them
 FEW_MAXIMA = 1024
 
 
@@ -33,8 +33,8 @@ def fp8_operands(
 ) -> tuple[Quantized, torch.Tensor]:
     """Quantizes `x` [..., n], as [m, n], row-major, column-major or both.
 
-    `sums` of columns are over this rank's rows. Where no maxima are noted on `x`, the kernels quantize with
-    the scale in `predicted`, if it is a scale of `fmt`.
+    The column sums of `sums` are over this rank's rows. If no maxima are noted on `x`, the kernels quantize
+    with the scale in `predicted`, if it is a scale of `fmt`.
 
     Returns the operands, and the amax of `x` over the ranks of `group`, FP32 [1].
     """

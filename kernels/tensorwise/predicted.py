@@ -1,10 +1,10 @@
 """Quantizing with a predicted scale.
 
-Scales are just in time, so they are not known while the producer runs. It quantizes with the scale that the
-same tensor of the same module had last time, and finds the amax on the way. A second launch gets that amax.
-If the scale was right, its programs return at once; else they write the codes again. So the prediction
-changes time, never a code. Scales lie a factor of two or more apart and seldom change. A tensor that exists,
-such as a weight, is quantized in the same way, with one read of it.
+Scales are just in time, so they are unknown while the producer runs. The producer quantizes with the last
+scale of the same tensor of the same module, and finds the amax meanwhile. A second launch reads that amax. If
+the scale was right, the programs of the second launch return at once; else they write the codes again. So the
+prediction changes time, never a code. Scales differ by a factor of at least two and seldom change. An
+existing tensor, such as a weight, is quantized in the same way, with one read.
 """
 
 from collections.abc import Callable
@@ -27,9 +27,10 @@ from coat_kernels.tensorwise.transpose import transpose_codes_reference
 
 
 class PredictedScale:
-    """The scale that one tensor of a module had last time, to quantize it with in `fmt`.
+    """The last scale of one tensor of a module, with which the tensor is quantized in `fmt`.
 
-    It belongs to the module; copies and checkpoints start anew. Calls that share one must run in one stream.
+    It belongs to the module. Copies and checkpoints of the module do not contain it. All calls that share it
+    must run in one stream.
     """
 
     def __init__(self, fmt: Fp8Format):
@@ -37,11 +38,11 @@ class PredictedScale:
         self._scales: dict[torch.device, torch.Tensor] = {}
 
     def on(self, device: torch.device) -> torch.Tensor:
-        """The scale, FP32 [1], always at the same address, as CUDA graphs need it."""
+        """The scale, FP32 [1], always at the same address, which CUDA graphs require."""
         try:
             return self._scales[device]
         except KeyError:
-            # training later writes to it, and could not write into an inference tensor
+            # training writes to it later, and could not write to an inference tensor
             with torch.inference_mode(False):
                 scale = self._scales[device] = torch.ones(1, dtype=torch.float32, device=device)
             return scale
@@ -51,7 +52,7 @@ class PredictedScale:
 
 
 def write_reference(x: torch.Tensor, out: Quantized, scales: Scales, fmt: Fp8Format) -> torch.Tensor | None:
-    """What a producer of `x` [m, n] does in each launch. The first launch returns maxima and writes column
+    """The work of a producer of `x` [m, n] in each launch. The first launch returns maxima and writes column
     sums."""
     if not scales.corrects:
         scales.used.copy_(scales.predicted)
@@ -74,8 +75,8 @@ def write_reference(x: torch.Tensor, out: Quantized, scales: Scales, fmt: Fp8For
 
 
 class Attempt:
-    """FP8 operands of [m, n] with a predicted scale. `write(out, scales)` launches their producer. They and
-    their amax lie in new memory, or where earlier ones lie: `into`."""
+    """FP8 operands of [m, n] with a predicted scale. `write(out, scales)` launches their producer. The
+    operands and their amax are in new memory, or in the memory of the earlier ones in `into`."""
 
     def __init__(
         self,
@@ -101,7 +102,7 @@ class Attempt:
     def finish(
         self, group: dist.ProcessGroup | None, finds_largest: bool = True
     ) -> tuple[Quantized, torch.Tensor | None]:
-        """The operands with the right scale, and if asked for the amax, over the ranks of `group`."""
+        """The operands with the right scale, and, if requested, the amax over the ranks of `group`."""
         out, maxima, largest = self.out, self.maxima, self.largest
         if largest is None and finds_largest:
             largest = torch.empty_like(self.used)

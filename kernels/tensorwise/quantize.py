@@ -25,7 +25,7 @@ class Quantized(NamedTuple):
     """A tensor [m, n] as FP8 codes: row-major [m, n] or None, column-major (the transpose) [n, m'] or None,
     the scale, FP32 [1], and the column sums before quantizing, FP32 [n], or None.
 
-    m' is m rounded up to a multiple of 16 and padded with zeros, since GEMMs sum over it.
+    m' is m rounded up to a multiple of 16. The padding is zero, because GEMMs sum over it.
     """
 
     rows: torch.Tensor | None
@@ -35,7 +35,7 @@ class Quantized(NamedTuple):
 
     @property
     def is_e5m2(self) -> bool:
-        """As `Fp8Format.is_e5m2`, of the codes."""
+        """Whether the codes are E5M2, as `Fp8Format.is_e5m2`."""
         return (self.columns if self.rows is None else self.rows).dtype == torch.float8_e5m2
 
 
@@ -47,7 +47,8 @@ def quantize_tensor_reference(
     columns: bool = False,
     sums: bool = False,
 ) -> Quantized:
-    """`x` [m, n] whose amax is `largest`, row-major and column-major, and summed, as asked for."""
+    """`x` [m, n] with the amax `largest`, as row-major and column-major codes and column sums, as
+    requested."""
     scale = tensor_scale_reference(largest, fmt)
     codes = to_tensor_codes_reference(x, scale, fmt)
     return Quantized(
@@ -59,14 +60,14 @@ def quantize_tensor_reference(
 
 
 def to_tensor_codes_reference(x: torch.Tensor, scale: torch.Tensor, fmt: Fp8Format) -> torch.Tensor:
-    """Codes of `x` with the tensor's scale; beyond the format's largest magnitude they saturate."""
+    """Codes of `x` with the tensor's scale; they saturate at the format's largest magnitude."""
     value = (x.float() * (1 / scale)).clamp(-fmt.max, fmt.max)
     return torch.where(x.isfinite(), value, torch.nan).to(fmt.dtype)
 
 
 @triton.jit
 def to_tensor_codes(b_x, scale, E5M2: tl.constexpr):
-    """`to_tensor_codes_reference` of an FP32 tile."""
+    """`to_tensor_codes_reference` for an FP32 tile."""
     return to_fp8(finite_or_nan(b_x) * tl.div_rn(1.0, scale), E5M2)
 
 
@@ -80,7 +81,7 @@ def to_tensor_words(b_x, scale, E5M2: tl.constexpr):
 @triton.jit
 def quantize_rows_kernel(p_x, p_rows, p_maxima, p_predicted, p_used, p_found, found, p_largest, p_true,
                          n, tiles, E5M2: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Codes and, where asked for, the maximum of each tile."""
+    """Codes and, if requested, the maximum of each tile."""
     scale, todo = scale_and_tiles(p_predicted, p_used, p_found, found, p_largest, p_true, tiles, E5M2)
     for tile in range(tl.program_id(0), todo, tl.num_programs(0)):
         o_x = tl.cast(tile, tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -96,7 +97,7 @@ def quantize_columns_kernel(p_x, p_rows, p_columns, p_sums, p_maxima,
                             p_predicted, p_used, p_found, found, p_largest, p_true, m, n, padded_m, pitch,
                             tiles, E5M2: tl.constexpr, M: tl.constexpr, N: tl.constexpr):  # fmt: skip
     """Row-major and column-major codes, column sums for each row of tiles, and the amax of each tile, as
-    asked for. `pitch`: bytes from one column to the next."""
+    requested. `pitch`: bytes from one column to the next."""
     scale, todo = scale_and_tiles(p_predicted, p_used, p_found, found, p_largest, p_true, tiles, E5M2)
     across = tl.maximum(tl.cdiv(n, N), 1)
     for tile in range(tl.program_id(0), todo, tl.num_programs(0)):
@@ -129,7 +130,7 @@ def quantize_columns_kernel(p_x, p_rows, p_columns, p_sums, p_maxima,
 def empty_operands(
     m: int, n: int, fmt: Fp8Format, device: torch.device, rows: bool, columns: bool, sums: bool
 ) -> Quantized:
-    """Uninitialised operands of [m, n], as asked for."""
+    """Uninitialised operands of [m, n], as requested."""
     dtype = fmt.dtype
     return Quantized(
         torch.empty(m, n, dtype=dtype, device=device) if rows else None,
@@ -142,9 +143,9 @@ def empty_operands(
 def launch_quantize(
     x: torch.Tensor, out: Quantized, scales: Scales, pitch: int | None = None
 ) -> torch.Tensor | None:
-    """Quantizes a contiguous `x` [m, n] with one read of it. The first launch also writes column sums, in two
-    stages. Returns maxima if `scales` has none. Columns may be a part [n, m'] of longer ones, `pitch`
-    elements each."""
+    """Quantizes a contiguous `x` [m, n] with one read. The first launch also writes column sums, in two
+    stages. Returns maxima if `scales` has none. Columns may be a part [n, m'] of longer ones, which are
+    `pitch` elements long."""
     m, n = x.shape
     by_columns = out.columns is not None or out.sums is not None
     if by_columns:
@@ -197,8 +198,8 @@ def quantize_tensor_triton(
     sums: bool = False,
     largest: torch.Tensor | None = None,
 ) -> Quantized:
-    """`quantize_tensor_reference` as a kernel: the same codes bit for bit, sums in two stages. The amax is
-    the largest of `maxima`; it is written to `largest` if that is given."""
+    """`quantize_tensor_reference` as a kernel, with the same codes bit for bit, and sums in two stages. The
+    amax is the largest of `maxima`; it is written to `largest` if that is given."""
     out = empty_operands(*x.shape, fmt, x.device, rows, columns, sums)
     launch_quantize(x, out, Scales(None, None, maxima, maxima.numel(), largest, out.scale))
     return out
@@ -226,7 +227,8 @@ def _quantize_fake(x, largest, fmt, rows, columns, sums):
 def quantize_codes(
     x: torch.Tensor, largest: torch.Tensor, fmt: str, rows: bool, columns: bool, sums: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """CUDA tensors take the kernel, others the reference. What is not asked for is an empty tensor."""
+    """Runs the kernel for CUDA tensors, else the reference. Results that are not requested are empty
+    tensors."""
     quantize = quantize_tensor_triton if uses_kernels(x) else quantize_tensor_reference
     by_rows, by_columns, scale, summed = quantize(x, largest, fp8_format(fmt), rows, columns, sums)
     fmt = fp8_format(fmt)
@@ -246,8 +248,8 @@ def quantize_tensor(
     columns: bool = False,
     sums: bool = False,
 ) -> Quantized:
-    """`x` [m, n], contiguous, whose amax is `largest`, row-major and column-major, and its columns'
-    `sums`, as asked for."""
+    """`x` [m, n], contiguous, with the amax `largest`, as row-major and column-major codes, and its column
+    sums, as requested."""
     if not torch.compiler.is_compiling():
         quantize = quantize_tensor_triton if uses_kernels(x) else quantize_tensor_reference
         return quantize(x, largest, fmt, rows, columns, sums)

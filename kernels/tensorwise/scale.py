@@ -1,12 +1,13 @@
 """The amax of a tensor, and the scale that follows from it.
 
-The amax is found in two stages (COAT, section 5.2: group scaling): maxima of parts of the tensor, written by
-the kernel that produces it or else by a pass of their own; then the largest of those. value = code * scale.
-The scale is 2^e over the format's largest magnitude, so 8/7 of a power of two, and depends on the amax alone:
+The amax is found in two stages (COAT, section 5.2: group scaling). First the maxima of parts of the tensor
+are written, by the kernel that produces it or else by a separate pass; then the largest of the maxima is
+found. value = code * scale. The scale is 2^e over the format's largest magnitude, so 8/7 of a power of two,
+and depends on the amax alone:
 
 - E4M3: the smallest e with amax <= 2^e. Such a scale seldom changes, so it can be predicted. It costs no
-  precision, only up to one binade at the lower end of the range. Scale 8/7·2^e: with 2^e one BF16 value in 16
-  ties between two E4M3 codes, 0.4 % more error.
+  precision, only up to one binade at the lower end of the range. The factor 8/7 avoids ties: with scales of
+  2^e, one BF16 value in 16 lies half way between two E4M3 codes, which gives 0.4 % more error.
 - E5M2, whose normal numbers span 30 binades: e is also rounded up to a multiple of four. Gradients seldom
   need the whole range.
 
@@ -28,7 +29,7 @@ from coat_kernels.ops import compilable
 from coat_kernels.prepared import PreparedKernel, cdiv
 from coat_kernels.tiles import finite_max
 
-# elements of a program of a pass along memory
+# elements per program of a pass along memory
 BLOCK = 16384
 # programs of a second launch, one for each multiprocessor of an H200; each reads all maxima
 CORRECTING_PROGRAMS = 132
@@ -48,7 +49,7 @@ def row_maxima(y: torch.Tensor) -> torch.Tensor:
 
 
 def largest_of_maxima_reference(maxima: torch.Tensor) -> torch.Tensor:
-    """The largest of `maxima` (any shape), FP32 [1]; 0 of none."""
+    """The largest of `maxima` (any shape), FP32 [1]; 0 if there are none."""
     return maxima.amax().reshape(1) if maxima.numel() else maxima.new_zeros(1)
 
 
@@ -61,7 +62,7 @@ def maxima_kernel(p_x, p_maxima, n, BLOCK: tl.constexpr):
 
 
 def maxima_triton(x: torch.Tensor) -> torch.Tensor:
-    """`maxima_reference` with one maximum for each block of a contiguous tensor."""
+    """`maxima_reference` with one maximum per block of a contiguous tensor."""
     maxima = torch.empty(cdiv(x.numel(), BLOCK), dtype=torch.float32, device=x.device)
     maxima_kernel[(len(maxima),)](x, maxima, x.numel(), BLOCK=BLOCK, num_warps=8)
     return maxima
@@ -85,18 +86,18 @@ def largest_triton(maxima: torch.Tensor) -> torch.Tensor:
 
 
 def largest_of_maxima(maxima: torch.Tensor) -> torch.Tensor:
-    """The largest of `maxima`, FP32 [1]; on CUDA by the kernel."""
+    """The largest of `maxima`, FP32 [1]; by the kernel on CUDA."""
     return (largest_triton if uses_kernels(maxima) else largest_of_maxima_reference)(maxima)
 
 
 @compilable(lambda x: x.new_empty(1, dtype=torch.float32))
 def largest_of(x: torch.Tensor) -> torch.Tensor:
-    """The amax of a contiguous tensor, FP32 [1], by a pass over it."""
+    """The amax of a contiguous tensor, FP32 [1], found by a pass over it."""
     return largest_of_maxima(maxima_triton(x) if uses_kernels(x) else maxima_reference(x))
 
 
 def largest_magnitude(x: torch.Tensor) -> torch.Tensor:
-    """The amax of `x`, FP32 [1]; from its producer's maxima where there are any."""
+    """The amax of `x`, FP32 [1]; from its producer's maxima if there are any."""
     if x.numel() == 0:
         return torch.zeros(1, dtype=torch.float32, device=x.device)
     maxima = maxima_of(x)
@@ -132,8 +133,9 @@ class Scales(NamedTuple):
     """The scales of a launch, FP32 [1] each, and the `maxima` that it reads, FP32 [count].
 
     The first of two launches quantizes with `predicted`, copies it to `used`, and finds maxima. The second
-    reads those. It writes the amax to `largest` if asked for, its scale to `true` and `predicted`, and the
-    codes again if `used` differs. A launch with maxima but no prediction does everything at once.
+    launch reads the maxima. It writes the amax to `largest` if requested, the scale of the amax to `true` and
+    `predicted`, and the codes again if `used` differs. A launch with maxima but without a prediction does
+    everything at once.
     """
 
     predicted: torch.Tensor | None = None
@@ -149,23 +151,24 @@ class Scales(NamedTuple):
         return self.maxima is not None and self.used is not None
 
     def programs(self, tiles: int) -> int:
-        """Programs of a launch over `tiles`; each loops over those that `scale_and_tiles` gives it."""
+        """Number of programs of a launch over `tiles`; each loops over the tiles that `scale_and_tiles`
+        returns."""
         if tiles > CORRECTING_PROGRAMS and self.maxima is not None and self.used is not None:
             return CORRECTING_PROGRAMS
         return tiles or 1
 
 
-# of a launch that writes no codes
+# for a launch that writes no codes
 NO_SCALES = Scales()
 
 
 @triton.jit
 def scale_and_tiles(p_predicted, p_used, p_found, found, p_largest, p_true, tiles, E5M2: tl.constexpr):
-    """The scale of a launch, and how many tiles it writes. Every program stores the same scale."""
+    """The scale of a launch, and the number of tiles to write. Every program stores the same scale."""
     todo = tiles
     if p_found is not None:
         if found == 1:
-            # known at compile time: no loop
+            # `found` is known at compile time, so there is no loop
             largest = tl.load(p_found)
         else:
             b_largest = tl.zeros([FOUND], dtype=tl.float32)

@@ -1,7 +1,7 @@
 """Several tensors quantized in one launch, each with its own scale.
 
-The weights of a fused block are all there before it starts, and for the CPU each launch costs the same,
-however large the weight is. The codes are those that each tensor gets by itself.
+All weights of a fused block exist before it starts, and each launch costs the CPU the same time, whatever the
+size of the weight. The codes are the same as for separately quantized tensors.
 """
 
 from collections.abc import Sequence
@@ -31,9 +31,9 @@ from coat_kernels.tensorwise.scale import (
 from coat_kernels.tensorwise.transpose import COLUMNS_TILE, empty_columns, store_words
 from coat_kernels.tiles import finite_max
 
-# tensors that a launch takes at most
+# maximum number of tensors per launch
 SLOTS = 4
-# numbers between the scales of two slots: cuBLASLt wants scales at multiples of 16 bytes
+# number of elements between the scales of two slots: cuBLASLt needs scales at multiples of 16 bytes
 APART = tl.constexpr(4)
 
 
@@ -58,14 +58,14 @@ def columns_together_reference(
 
 @triton.jit
 def of_slot(slot, a, b, c, d):
-    """The one of four scalars or pointers that belongs to `slot`."""
+    """The scalar or pointer of `slot`, out of four."""
     return tl.where(slot < 2, tl.where(slot == 0, a, b), tl.where(slot == 2, c, d))
 
 
 @triton.jit
 def slot_of(tile, tiles_0, tiles_1, tiles_2):
-    """The slot of a tile, when the tiles of all slots are counted one after the other, and the first tile of
-    that slot."""
+    """The slot of a tile, if the tiles of all slots are counted one after the other, and the first tile of
+    the slot."""
     start_2 = tiles_0 + tiles_1
     start_3 = start_2 + tiles_2
     slot = (tile >= tiles_0).to(tl.int32) + (tile >= start_2).to(tl.int32) + (tile >= start_3).to(tl.int32)
@@ -79,9 +79,9 @@ def rows_together_kernel(p_x_0, p_x_1, p_x_2, p_x_3, p_rows_0, p_rows_1, p_rows_
                          p_true, p_largest, n_0, n_1, n_2, n_3,
                          SLOTS: tl.constexpr, CORRECTS: tl.constexpr, E5M2: tl.constexpr,
                          BLOCK: tl.constexpr):  # fmt: skip
-    """Both launches of `Scales`. The first takes a program for each tile; CORRECTS, the second, the same
-    number for each slot. At `p_true` lie the true scales, APART numbers from each other, then the used ones,
-    one a slot, then the maxima of all tiles."""
+    """Both launches of `Scales`. The first has one program per tile; the second, CORRECTS, has the same
+    number of programs per slot. `p_true` points to the true scales, APART elements from each other, followed
+    by the used scales, one per slot, and the maxima of all tiles."""
     tiles_0, tiles_1 = tl.cdiv(n_0, BLOCK), tl.cdiv(n_1, BLOCK)
     tiles_2, tiles_3 = tl.cdiv(n_2, BLOCK), tl.cdiv(n_3, BLOCK)
     first = tl.program_id(0)
@@ -116,7 +116,7 @@ def columns_together_kernel(p_x_0, p_x_1, p_x_2, p_x_3, p_columns_0, p_columns_1
                             m_0, m_1, m_2, m_3, n_0, n_1, n_2, n_3,
                             ALIGNMENT: tl.constexpr, E5M2: tl.constexpr,
                             M: tl.constexpr, N: tl.constexpr):  # fmt: skip
-    """A program for each tile. The scales of the slots lie at `p_scale`, APART numbers from each other."""
+    """One program per tile. The scales of the slots lie at `p_scale`, APART elements from each other."""
     tiles_0, tiles_1 = tl.cdiv(m_0, M) * tl.cdiv(n_0, N), tl.cdiv(m_1, M) * tl.cdiv(n_1, N)
     slot, start = slot_of(tl.program_id(0), tiles_0, tiles_1, tl.cdiv(m_2, M) * tl.cdiv(n_2, N))
     tile = tl.program_id(0) - start
@@ -150,13 +150,13 @@ def rows_together_triton(
     for n in sizes:
         tiles += cdiv(n, BLOCK)
     rows = [torch.empty(x.shape, dtype=fmt.dtype, device=device) for x in xs]
-    # in one tensor: the true scales, those used, the maxima
+    # one tensor holds the true scales, the used scales and the maxima
     numbers = torch.empty((APART.value + 1) * SLOTS + tiles, dtype=torch.float32, device=device)
-    # by itself, because it is saved for backward
+    # a separate tensor, because it is saved for backward
     largest = torch.empty(count, dtype=torch.float32, device=device)
     codes = [x.view(torch.uint8) for x in rows]
     predicted = [prediction.on(device) for prediction in predictions]
-    # unused slots repeat the first
+    # unused slots repeat the first slot
     args = (
         *xs,
         *xs[:1] * spare,
@@ -226,8 +226,8 @@ def rows_together(
 ) -> list[tuple[Quantized, torch.Tensor]]:
     """Each of `xs` quantized row-major, and its amax, FP32 [1].
 
-    xs: up to four, [m, n], contiguous, not empty, of one dtype and on one device. predictions: of their
-    scales, by which kernels quantize first.
+    xs: up to four tensors [m, n], contiguous, not empty, of one dtype and on one device. predictions:
+    predicted scales; kernels quantize with them first.
     """
     if uses_kernels(xs[0]):
         return rows_together_triton(xs, predictions, fmt)
@@ -237,5 +237,5 @@ def rows_together(
 def columns_together(
     xs: Sequence[torch.Tensor], largest: Sequence[torch.Tensor], fmt: Fp8Format
 ) -> list[Quantized]:
-    """Each of `xs`, as in `rows_together` with the magnitudes found there, quantized column-major."""
+    """Each of `xs`, as in `rows_together` with the amaxes found there, quantized column-major."""
     return (columns_together_triton if uses_kernels(xs[0]) else columns_together_reference)(xs, largest, fmt)

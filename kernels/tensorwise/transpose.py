@@ -1,4 +1,4 @@
-"""Column-major codes: the transpose of an operand, which FP8 GEMMs sum along."""
+"""Column-major codes: the transpose of an operand. FP8 GEMMs sum along its rows."""
 
 import torch
 import triton
@@ -14,11 +14,11 @@ COLUMNS_TILE, BOTH_TILE = (128, 128), (64, 128)
 
 @triton.jit
 def store_words(p_columns, b_words, o_word, o_n, n, padded_m, EVEN: tl.constexpr = False, pitch=None):
-    """Stores the codes of a tile transposed, into [n, padded_m] seen as words of four rows. `pitch`: bytes
+    """Stores the codes of a tile transposed, into [n, padded_m] viewed as words of four rows. `pitch`: bytes
     between the starts of two columns, padded_m by default.
 
-    b_words int32 [words, columns]: the codes of rows 4 w to 4 w + 3, the first in the lowest byte; 0 past the
-    end. Threads exchange whole words, since each byte would take an instruction.
+    b_words: int32 [words, columns], the codes of rows 4 w to 4 w + 3, the first in the lowest byte; 0 past
+    the end. Threads exchange whole words, because each byte would take an instruction.
     EVEN: every tile lies inside.
     """
     words = padded_m // 4
@@ -50,7 +50,7 @@ def transpose_kernel(p_rows, p_columns, m, n, padded_m, M: tl.constexpr, N: tl.c
 
 
 def transpose_codes_reference(codes: torch.Tensor) -> torch.Tensor:
-    """Codes [m, n] as column-major ones, [n, m'], as in `Quantized`."""
+    """Codes [m, n] as column-major codes [n, m'], as in `Quantized`."""
     m, n = codes.shape
     columns = torch.zeros(n, m + -m % ALIGNMENT, dtype=codes.dtype, device=codes.device)
     columns[:, :m] = codes.t()
@@ -70,5 +70,5 @@ def transpose_codes_triton(codes: torch.Tensor) -> torch.Tensor:
 
 
 def transpose_codes(codes: torch.Tensor) -> torch.Tensor:
-    """Contiguous codes [m, n] as column-major ones; on CUDA by the kernel."""
+    """Contiguous codes [m, n] as column-major codes; by the kernel on CUDA."""
     return (transpose_codes_triton if uses_kernels(codes) else transpose_codes_reference)(codes)

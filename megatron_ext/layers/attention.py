@@ -1,7 +1,7 @@
 """Causal attention on `torch.nn.functional.scaled_dot_product_attention` for Megatron's core-attention slot.
 
-Megatron's own `DotProductAttention` saves the whole matrix of scores for backward. This one saves q, k, v,
-the output and one FP32 number per row; under the COAT spec, by configuration, in 8 bits.
+Megatron's own `DotProductAttention` saves the whole matrix of scores for backward. This module saves q, k, v,
+the output and one FP32 number per row. The COAT spec can save them in 8 bits (`attention_format`).
 """
 
 import functools
@@ -37,9 +37,10 @@ _BACKENDS = {
 
 def core_attention_of(config, own: type[torch.nn.Module]) -> type[torch.nn.Module]:
     """The class of the core attention: `own`, or under context parallelism Transformer Engine's, the only one
-    for sequences that lie on several ranks.
+    for sequences that are split over ranks.
 
-    Raises ValueError there without Transformer Engine, or with an `attention_format` that it does not know.
+    Under context parallelism raises ValueError if Transformer Engine is missing, or for an `attention_format`
+    that its attention does not support.
     """
     if config.context_parallel_size == 1:
         return own
@@ -57,7 +58,7 @@ def core_attention_of(config, own: type[torch.nn.Module]) -> type[torch.nn.Modul
 
 
 def check_context_parallel(config, activations: ActivationsConfig) -> None:
-    """Raises ValueError for an `attention_format` that Transformer Engine's attention does not know."""
+    """Raises ValueError for an `attention_format` that Transformer Engine's attention does not support."""
     kept, size = activations.attention_format, config.context_parallel_size
     if size > 1 and kept != "bf16":
         raise ValueError(
@@ -68,7 +69,8 @@ def check_context_parallel(config, activations: ActivationsConfig) -> None:
 
 
 def _own_storage(x: torch.Tensor) -> torch.Tensor:
-    """`x`, copied if it is part of a larger storage, all of which would stay alive until backward."""
+    """`x`, copied if it is a view of a larger storage: otherwise the whole storage stays alive until
+    backward."""
     if x.untyped_storage().nbytes() == x.nbytes:
         return x
     return x.clone(memory_format=torch.contiguous_format)
@@ -77,14 +79,14 @@ def _own_storage(x: torch.Tensor) -> torch.Tensor:
 class SDPACoreAttention(torch.nn.Module):
     """Causal core attention with grouped queries, windows, dropout and `softmax_scale`, of whole sequences.
 
-    The output carries an `Origin`, the tensor that attention itself saves, so that the projection behind it
+    The output carries an `Origin`, the tensor that attention itself saves, so that the projection after it
     saves no second copy.
     Raises ValueError at construction for a mask that is not causal, a window of later tokens, a
-    context-parallel size above 1, or a backend that takes no windows, or no value heads of `v_channels`
-    beside key heads of `k_channels`.
+    context-parallel size above 1, and for windows, or value heads of another width than key heads
+    (`v_channels`, `k_channels`), with a backend that does not support them.
     """
 
-    # how q, k, v and the output are saved: in groups of this size, or as they are
+    # q, k, v and the output are saved in groups of this size, or uncompressed if None
     group_size: int | None = None
     saved_format = DEFAULT_FORMAT
 
@@ -136,7 +138,7 @@ class SDPACoreAttention(torch.nn.Module):
                 "--attention-backend auto or fused."
             )
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
-        # each tensor-parallel rank drops other scores; under sequence parallelism Megatron's block sees to it
+        # each tensor-parallel rank drops other scores; under sequence parallelism Megatron's block handles it
         self._draws_by_rank = self.dropout > 0 and not config.sequence_parallel
         # apply_query_key_layer_scaling needs nothing: softmax multiplies back what it divides scores by
         self.softmax_scale = softmax_scale
@@ -165,11 +167,11 @@ class SDPACoreAttention(torch.nn.Module):
             )
         if attention_bias is not None:
             raise ValueError("SDPACoreAttention: attention_bias is not supported; use rotary positions")
-        # before the mask, which Megatron drops where it decodes
+        # before the mask check: Megatron drops the mask when it decodes
         if key.shape[0] != query.shape[0]:
             raise ValueError(
-                f"SDPACoreAttention: {query.shape[0]} queries and {key.shape[0]} keys, expected as many: "
-                "decoding with a key-value cache is not supported. Give no inference_context, so that each "
+                f"SDPACoreAttention: {query.shape[0]} queries and {key.shape[0]} keys, expected the same. "
+                "Decoding with a key-value cache is not supported. Give no inference_context, so that each "
                 "token is computed from the whole sequence, or load the weights into Megatron's own layers."
             )
         if attn_mask_type is not None:
@@ -187,7 +189,7 @@ class SDPACoreAttention(torch.nn.Module):
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group_size: int | None = None
     ) -> torch.Tensor:
-        """Attention itself, which saves its tensors in groups of `group_size` or as they are."""
+        """Attention itself, which saves its tensors in groups of `group_size`, or uncompressed if None."""
         return causal_attention(
             q,
             k,
@@ -202,10 +204,11 @@ class SDPACoreAttention(torch.nn.Module):
 
 
 class CoatCoreAttention(TakesActivations, SDPACoreAttention):
-    """`SDPACoreAttention` that saves its tensors in 8 bits if the block's `attention_format` says so.
+    """`SDPACoreAttention` that saves its tensors in 8 bits if the block's `attention_format` is a format.
 
-    With "recompute" q, k and v are recomputed in backward, and only the output is saved, in 8 bits. That
-    takes the fused blocks (`blocks.py`); where the modules run one by one, all four are saved in 8 bits.
+    With "recompute" q, k and v are recomputed in backward, and only the output is saved, in 8 bits. Only the
+    fused blocks (`blocks.py`) can recompute them; where the modules run one by one, all four are saved in 8
+    bits.
     """
 
     recomputes = False
@@ -236,13 +239,13 @@ class CoatCoreAttention(TakesActivations, SDPACoreAttention):
 def _say_that_nothing_is_recomputed() -> None:
     logger.warning(
         'coat.activations.attention_format: "recompute" needs dense layers of COAT modules alone, without '
-        "dropout, hooks, frozen parameters or LayerNorms of queries and keys. Layers of another kind keep q, "
-        "k, v and attention's output in 8 bits instead."
+        "dropout, hooks, frozen parameters or LayerNorms of queries and keys. Other layers keep q, k, v and "
+        "attention's output in 8 bits instead."
     )
 
 
 class NoCrossAttention(IdentityOp):
-    """Nothing in the cross-attention slot. Raises ValueError where an encoder's output is handed over."""
+    """An empty cross-attention slot. Raises ValueError if it receives an encoder's output."""
 
     def forward(self, x, *args, key_value_states=None, **kwargs):
         if key_value_states is not None:
@@ -255,8 +258,8 @@ class NoCrossAttention(IdentityOp):
 
 
 def _window_of(config, layer_number: int) -> int | None:
-    """How many earlier tokens each token of a layer attends to: `--window-size`, `--window-attn-skip-freq`.
-    None for all."""
+    """The number of earlier tokens that each token of a layer attends to (`--window-size`,
+    `--window-attn-skip-freq`); None for all."""
     if not is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
         return None
     earlier, later = config.window_size

@@ -1,8 +1,8 @@
-"""Which path a COAT layer takes: the two fused blocks around attention, or its modules one by one.
+"""Chooses the path of a COAT layer: the two fused blocks around attention, or its modules one by one.
 
-The blocks compute what the modules do, to the bit, in a fraction of the CPU time. They skip the forward of
-the modules inside a layer, so they are taken only where nobody can tell: `dense_parts` says for which layers,
-`uses_blocks` in which forwards.
+The blocks compute the same as the modules, to the bit, in a fraction of the CPU time. They skip the forward
+of the modules inside a layer, so they run only where nothing depends on these calls: `dense_parts` selects
+the layers, `uses_blocks` the forwards.
 """
 
 import functools
@@ -40,7 +40,7 @@ _KINDS = {
 }
 
 _HOOKS = ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
-# under --overlap-param-gather each module has a hook that waits for its own parameters
+# under --overlap-param-gather a hook on each module waits for the module's own parameters
 _WAITS = f"{DistributedDataParallel._make_forward_pre_hook.__qualname__}.<locals>."
 # arguments of the layer that may be given; callers give at most the first two by position
 _ARGUMENTS = ("hidden_states", "attention_mask", "rotary_pos_emb")
@@ -57,7 +57,7 @@ class Parts(NamedTuple):
     mlp: CoatMLP
     fc1: CoatColumnParallelLinear
     fc2: CoatRowParallelLinear
-    # of queries and of keys, if it has them
+    # for queries and for keys, if the layer has them
     head_norms: tuple[CoatHeadNorm, ...]
 
     @property
@@ -66,10 +66,10 @@ class Parts(NamedTuple):
 
 
 def dense_parts(layer: torch.nn.Module) -> Parts | None:
-    """The parts of a Megatron TransformerLayer, if they are COAT's own classes and nothing of the layer is to
-    be recomputed, offloaded or replayed by itself."""
+    """The parts of a Megatron TransformerLayer, if they are COAT's own classes and no part of the layer is
+    recomputed, offloaded or replayed by itself."""
     config, found = layer.config, layer._modules
-    # in plain loops and without lookups by `__getattr__`: it runs for each layer in each forward
+    # plain loops, and no lookups by `__getattr__`: it runs for each layer in each forward
     for name, kind in _KINDS.items():
         if type(found.get(name)) is not kind:
             return None
@@ -110,8 +110,8 @@ def _waits(hook: Callable) -> bool:
 
 
 def _is_stock(module: torch.nn.Module) -> bool:
-    """Whether calling `module` runs the forward of its class and nothing else but what `wait_for_parameters`
-    does, and all its own parameters are trained."""
+    """Whether calling `module` only runs the forward of its class and what `wait_for_parameters` does, and
+    all its own parameters are trained."""
     own = module.__dict__
     if "forward" in own:
         return False
@@ -127,11 +127,11 @@ def _is_stock(module: torch.nn.Module) -> bool:
 
 
 def uses_blocks(layer: torch.nn.Module, parts: Parts, arguments: dict) -> bool:
-    """Whether a forward of `layer` with these `arguments` takes the blocks.
+    """Whether a forward of `layer` with these `arguments` runs as blocks.
 
-    Not in training without gradients, under autocast or torch.compile, with dropout, in inference or for
-    packed sequences; where a module inside has hooks, as under ZeRO-3 unless the layer is one unit there; or
-    where a parameter is frozen.
+    It does not in training without gradients, under autocast or torch.compile, with dropout, in inference or
+    for packed sequences; if a module inside has hooks, as under ZeRO-3 unless the layer is one unit there; or
+    if a parameter is frozen.
     """
     x = arguments["hidden_states"]
     if not torch.is_grad_enabled() and (
@@ -150,7 +150,7 @@ def uses_blocks(layer: torch.nn.Module, parts: Parts, arguments: dict) -> bool:
     for name, value in arguments.items():
         if value is not None and name not in _ARGUMENTS:
             return False
-    # last: where ZeRO-3 hooks single modules, it would gather a weight that is read before its module runs
+    # last: where ZeRO-3 hooks single modules, reading a weight before its module runs would gather it
     return (
         all(map(_is_stock, (*parts[:-1], *parts.head_norms)))
         and x.dtype == parts.qkv._parameters["weight"].dtype
@@ -158,14 +158,14 @@ def uses_blocks(layer: torch.nn.Module, parts: Parts, arguments: dict) -> bool:
 
 
 def wait_for_parameters(module: torch.nn.Module) -> None:
-    """Runs the hooks with which Megatron awaits gathered parameters, where `module` is not called."""
+    """Runs the hooks in which Megatron waits for gathered parameters, for a `module` that is not called."""
     for hook in module._forward_pre_hooks.values():
         if _waits(hook):
             hook(module, ())
 
 
 def _recomputes(core: torch.nn.Module) -> bool:
-    """Whether attention is recomputed in backward: if the config says so, nothing is dropped and nobody hooks
+    """Whether backward recomputes attention: the config requests it, and there is no dropout and no hook on
     it."""
     return (
         type(core) is CoatCoreAttention
@@ -176,7 +176,7 @@ def _recomputes(core: torch.nn.Module) -> bool:
 
 
 def forward_by_blocks(layer: torch.nn.Module, args: tuple, kwargs: dict) -> torch.Tensor | None:
-    """The output [s, b, h] of a COAT layer called with `args` and `kwargs`; None where its modules have to
+    """The output [s, b, h] of a COAT layer called with `args` and `kwargs`; None if its modules have to
     compute it."""
     parts = dense_parts(layer)
     if parts is None or len(args) > 2:
@@ -210,10 +210,10 @@ def forward_by_blocks(layer: torch.nn.Module, args: tuple, kwargs: dict) -> torc
 
 
 def uses_graphs(parts: Parts, x: torch.Tensor) -> bool:
-    """Whether a layer that takes its blocks runs as CUDA graphs, as the block's `cuda_graphs` says.
+    """Whether a layer that runs as blocks runs as CUDA graphs, by the block's `cuda_graphs`.
 
-    Not where weights move, as under ZeRO-3, nor with dropout or windows, nor with hooks on attention or
-    another attention than COAT's. "auto": only where the GPU would wait for the CPU, whose time for a layer
+    It does not where weights move, as under ZeRO-3, with dropout, windows or hooks on attention, or with an
+    attention other than COAT's. "auto": only where the GPU would wait for the CPU, whose time for a layer
     does not depend on the layer's size.
     """
     wanted = parts.attention.activations.cuda_graphs
@@ -236,7 +236,7 @@ def is_small(parts: Parts, x: torch.Tensor) -> bool:
 
 
 def _no_graph(parts: Parts, x: torch.Tensor) -> str | None:
-    """Where a layer cannot be recorded."""
+    """Why a layer cannot be recorded, or None."""
     if not x.is_cuda:
         return "on a CPU"
     if hasattr(parts.qkv.weight, "ds_id"):
@@ -244,14 +244,14 @@ def _no_graph(parts: Parts, x: torch.Tensor) -> str | None:
     core = parts.attention.core_attention
     # a graph would not hold the mask of a window
     if type(core) is not CoatCoreAttention or core.window is not None:
-        return "beside windows, and attention that is not COAT's"
+        return "with windows, or with attention that is not COAT's"
     if (core.training and core.dropout) or not _is_stock(core):
         return "with dropout of attention, or hooks on it"
     return None
 
 
 def _used(parts: Parts, options: tuple[LinearOptions, ...]) -> tuple:
-    """What a graph of the layer depends on beside its tensors. A change is recorded again."""
+    """What a graph of the layer depends on, except its tensors. A change leads to a new recording."""
     core = parts.attention.core_attention
     found = [parts.input_norm.options, parts.mlp_norm.options, parts.mlp.options]
     for norm in parts.head_norms:
@@ -273,7 +273,7 @@ def _written(options: tuple[LinearOptions, ...]) -> list[torch.Tensor]:
 
 
 def _gathered(parts: Parts) -> tuple[tuple, tuple]:
-    """The parameters of a layer in the order of `_compute`, and how its linears multiply."""
+    """The parameters of a layer in the order of `_compute`, and the options of its linears."""
     (w_qkv, qkv), (w_proj, proj), (w_fc1, fc1), (w_fc2, fc2) = (linear.options() for linear in parts.linears)
     first, second = parts.input_norm, parts.mlp_norm
     weights_of_heads = ()
@@ -295,7 +295,7 @@ def _compute(
     sin: torch.Tensor,
     *weights: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The layer's output [s, b, h] from its input and `weights`, as `_gathered` gives them."""
+    """The layer's output [s, b, h] from its input and `weights`, in the order of `_gathered`."""
     attention, core = parts.attention, parts.attention.core_attention
     qkv, proj, fc1, fc2 = options
     beside = ()
@@ -348,6 +348,6 @@ def _compute(
 
 
 def _normed(parts: Parts, q, k, cos, sin, w_q, w_k) -> tuple[torch.Tensor, torch.Tensor]:
-    """Queries and keys, normed by these weights and turned."""
+    """Queries and keys, normed with these weights and rotated."""
     q_norm, k_norm = parts.head_norms
     return q_norm.turned(q, w_q, cos, sin), k_norm.turned(k, w_k, cos, sin)

@@ -1,7 +1,7 @@
-"""Megatron's experts of `--moe-grouped-gemm`: one grouped BF16 product for each projection, saved in 8 bits.
+"""Megatron's experts of `--moe-grouped-gemm`: one grouped BF16 GEMM for each projection, saved in 8 bits.
 
 They need no Transformer Engine. A projection's weights of all experts of a rank are one parameter, which the
-grouped product reads as it is. Checkpoints have the names and parts of Megatron's SequentialMLP.
+grouped GEMM reads without a copy. Checkpoints have the names and parts of Megatron's SequentialMLP.
 """
 
 import functools
@@ -25,17 +25,18 @@ from megatron_ext.layers.mlp import check_activation, kernel_kind
 from megatron_ext.layers.settings import TakesActivations
 
 _PROJECTIONS = ("linear_fc1", "linear_fc2")
-# which axis of an expert's weight is spread over tensor parallel ranks; with several Megatron refuses biases
+# the axis of an expert's weight that is split over tensor parallel ranks; Megatron refuses biases if it is
+# split
 _SPREAD = {"linear_fc1.weight": 0, "linear_fc2.weight": 1}
-# rows of the grouped product are whole 16-byte words
+# rows of the grouped GEMM are whole 16-byte words
 _ALIGNMENT = 8
 
 
 class GroupedLinear(torch.nn.Module):
     """One projection of all experts of a rank: `weight` [e, out, in], and `bias` [e, out] or None.
 
-    linears: Megatron's, one for each expert, whose values and marks are taken over. It multiplies nothing by
-    itself: `CoatGroupedMLP` reads the parameters.
+    linears: Megatron's, one for each expert; their values and attributes are copied. The module multiplies
+        nothing by itself: `CoatGroupedMLP` reads the parameters.
     """
 
     def __init__(self, linears: list[torch.nn.Module]):
@@ -52,7 +53,7 @@ class GroupedLinear(torch.nn.Module):
             self.register_parameter(name, stacked)
 
     def finish_init(self, quant_config) -> None:
-        """Raises CoatConfigError if Megatron's `--te-precision-config-file` wants FP8 options here."""
+        """Raises CoatConfigError if Megatron's `--te-precision-config-file` sets FP8 options here."""
         wanted = {} if quant_config is None else quant_config.config.get("coat", {})
         if wanted and wanted != {"enabled": False}:
             raise CoatConfigError(
@@ -62,22 +63,22 @@ class GroupedLinear(torch.nn.Module):
             )
 
     def coat_part(self) -> Part:
-        return Part("linear", None, f"{self.count} experts multiply in one grouped BF16 product")
+        return Part("linear", None, f"{self.count} experts multiply in one grouped BF16 GEMM")
 
     def extra_repr(self) -> str:
         return f"weight={list(self.weight.shape)}, bias={self.bias is not None}"
 
 
 class CoatGroupedMLP(TakesActivations, SequentialMLP):
-    """Megatron's SequentialMLP with all of a rank's experts in one grouped BF16 product for each projection.
+    """Megatron's SequentialMLP with all of a rank's experts in one grouped BF16 GEMM for each projection.
 
-    For backward it keeps its input and what is in front of the activation, both in 8 bits. Initial values and
-    what parameters are marked with are those of SequentialMLP, and so are its state dicts, sharded ones and
-    others; those of Transformer Engine's grouped experts load, too. Any activation that is made of torch's
-    operations works, gated or not, and so do biases.
+    It saves its input and the input of the activation for backward, both in 8 bits. Initial values and
+    attributes of parameters are SequentialMLP's, and so are its state dicts, sharded or not; state dicts of
+    Transformer Engine's grouped experts load, too. Any activation made of torch's operations works, gated or
+    not, and so do biases.
 
-    Raises ValueError at construction for what is not supported, and for sizes that are not whole groups,
-    naming Megatron's argument.
+    Raises ValueError at construction for unsupported options and for sizes that are not whole groups, naming
+    Megatron's argument.
     """
 
     def __init__(self, num_local_experts: int, config, submodules=None, *args, **kwargs):
@@ -137,14 +138,14 @@ class CoatGroupedMLP(TakesActivations, SequentialMLP):
         fc1, fc2 = self.linear_fc1, self.linear_fc2
         wait_for_parameters(fc1)
         wait_for_parameters(fc2)
-        # whatever the parameters are kept in
+        # whatever dtype the parameters have
         rows, *weights = (t.to(torch.bfloat16) for t in (x, fc1.weight, fc2.weight))
         biases = {"gate_up_bias": fc1.bias, "down_bias": fc2.bias}
         y = permuted_experts(rows, tokens_per_expert, probs, *weights, self._gate, **biases)
         return y.to(x.dtype), None
 
     def backward_dw(self) -> None:
-        """Weights have their gradients when backward is over."""
+        """Does nothing: weights have their gradients when backward is over."""
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata=None) -> dict:
         """The parts of a distributed checkpoint, which are SequentialMLP's, for any number of ranks."""
@@ -157,7 +158,7 @@ class CoatGroupedMLP(TakesActivations, SequentialMLP):
                 key = f"{prefix}experts.{name}.{kind}"
                 found[f"{prefix}{name}.{kind}"] = ShardedTensorFactory(key, p, build, _merged, (0, 0, data))
             for i in range(self.num_local_experts):
-                # SequentialMLP's linear layers have it, of nothing
+                # SequentialMLP's linear layers have such an entry, which is empty
                 number, offsets = self._place(i, sharded_offsets, alone)
                 key = f"{prefix}experts.{number}{name}._extra_state"
                 found[f"{prefix}{name}._extra_state{i}"] = make_sharded_object_for_checkpoint(
@@ -166,7 +167,7 @@ class CoatGroupedMLP(TakesActivations, SequentialMLP):
         return found
 
     def _place(self, i: int, sharded_offsets: tuple, alone: bool) -> tuple[str, tuple]:
-        """What an expert's keys begin with, and where it stands in tensors of all experts."""
+        """The prefix of an expert's keys, and the expert's index in tensors of all experts."""
         number = self.ep_group.rank() * self.num_local_experts + i
         if alone:
             return f"{number}.", sharded_offsets
@@ -198,12 +199,12 @@ class CoatGroupedMLP(TakesActivations, SequentialMLP):
 
 
 def _merged(parts: list) -> torch.Tensor:
-    """What `_parts` was made of."""
+    """The inverse of `_parts`."""
     return torch.stack([torch.cat(of_one) for of_one in parts])
 
 
 def _check_experts(config) -> None:
-    """Raises ValueError for arguments of Megatron's about grouped experts that these have no use for."""
+    """Raises ValueError for Megatron's arguments about grouped experts that these experts do not support."""
     recomputed = config.recompute_granularity == "selective" and "moe_act" in config.recompute_modules
     offloaded = {"expert_fc1", "moe_act", "fused_group_mlp"} & set(
         config.fine_grained_activation_offloading and config.offload_modules or ()
@@ -214,7 +215,7 @@ def _check_experts(config) -> None:
         ),
         "'moe_act' of --recompute-modules saves nothing, the activation's output is not kept": recomputed,
         f"{', '.join(sorted(offloaded))} of --offload-modules is not supported": offloaded,
-        # not all releases have all
+        # some releases lack some of these
         **{
             f"--{name.replace('_', '-')} is not supported": getattr(config, name, None)
             for name in (
@@ -232,8 +233,8 @@ def _check_experts(config) -> None:
 
 
 def _names(module: CoatGroupedMLP, prefix: str) -> Iterator[tuple[str, list[str], list[str]]]:
-    """By name of each parameter in a state dict: the names of each expert's part in SequentialMLP's, and in
-    those of Transformer Engine's grouped experts."""
+    """By name of each parameter in a state dict: the names of each expert's part in SequentialMLP's state
+    dict, and in that of Transformer Engine's grouped experts."""
     count = range(module.num_local_experts)
     for name in _PROJECTIONS:
         for kind, _ in getattr(module, name).named_parameters():
@@ -242,14 +243,14 @@ def _names(module: CoatGroupedMLP, prefix: str) -> Iterator[tuple[str, list[str]
 
 
 def _to_sequential(module: CoatGroupedMLP, state_dict: dict, prefix: str, _) -> None:
-    """Gives SequentialMLP's names to a state dict. ZeRO-3's empty parameters keep theirs."""
+    """Renames the keys of a state dict to SequentialMLP's. ZeRO-3's empty parameters keep their names."""
     for own, sequential, _ in _names(module, prefix):
         if own in state_dict and len(state_dict[own]):
             state_dict.update(zip(sequential, state_dict.pop(own), strict=True))
 
 
 def _from_others(module: CoatGroupedMLP, state_dict: dict, prefix: str, *_) -> None:
-    """Takes a state dict of SequentialMLP's, of Transformer Engine's or of its own names."""
+    """Accepts a state dict with the names of SequentialMLP, of Transformer Engine or of this module."""
     for own, *others in _names(module, prefix):
         for names in others:
             if all(name in state_dict for name in names):

@@ -1,7 +1,7 @@
 """Multi-latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1) with FP8 linear layers.
 
-Megatron's own layer with other parts. Queries, keys and values are projected up from tensors of few channels,
-which go through norms that keep them in 8 bits; each linear layer behind a norm keeps nothing.
+Megatron's own layer with other parts. Queries, keys and values are projected up from tensors of few channels.
+Norms save these tensors in 8 bits; a linear layer that follows a norm saves nothing.
 """
 
 import torch
@@ -25,13 +25,13 @@ from megatron_ext.layers.linear import CoatColumnParallelLinear, CoatRowParallel
 from megatron_ext.layers.norm import CoatNorm
 from megatron_ext.layers.settings import TakesActivations
 
-# since megatron-core 0.19 also those that are not compressed
+# since megatron-core 0.19 also queries that are not compressed
 NORMS_ALL_QUERIES = hasattr(MLASelfAttention, "_resolve_qk_norm_config")
 
 
 def check_latent_attention(config) -> None:
-    """Raises ValueError, naming the argument, for what Megatron's latent attention has and COAT's layers and
-    `sdpa_layer_spec` do not."""
+    """Raises ValueError, naming the argument, for options of Megatron's latent attention that COAT's layers
+    and `sdpa_layer_spec` lack."""
     for argument, found in {
         "--cache-mla-latents (decoding)": config.cache_mla_latents,
         "--mla-down-proj-fusion": getattr(config, "mla_down_proj_fusion", False),
@@ -50,20 +50,20 @@ HAS_TE = Patch(
     "latent attention without Transformer Engine",
     "megatron-core",
     "megatron.core.transformer.multi_latent_attention:HAVE_TE",
-    "megatron-core 0.16 takes stand-ins of Transformer Engine's classes for classes",
+    "megatron-core 0.16 takes its placeholders for Transformer Engine's classes",
 )
 
 
 def repair_latent_attention() -> None:
-    """Tells latent attention of megatron-core 0.16 whether Transformer Engine is there, as later versions do.
-    It takes stand-ins of its classes for classes. May be called again."""
+    """Makes latent attention of megatron-core 0.16 detect an absent Transformer Engine, as later versions do:
+    0.16 takes placeholders of its classes for classes. May be called repeatedly."""
     if multi_latent_attention.HAVE_TE != HAVE_TE:
         HAS_TE.apply(lambda _: HAVE_TE)
 
 
 class _SummedGradient(torch.autograd.Function):
-    """`y` itself. The gradient of its last `count` channels is summed over the ranks of `group`, each of
-    which has that of its own heads."""
+    """Identity. The gradient of the last `count` channels is summed over the ranks of `group`: each rank has
+    the gradient of its own heads."""
 
     @staticmethod
     def forward(ctx, y, count, group):
@@ -79,13 +79,13 @@ class _SummedGradient(torch.autograd.Function):
 
 class CoatDownProjection(CoatColumnParallelLinear):
     """The projection to compressed queries, or to compressed keys and values and the keys' positions. Each
-    tensor-parallel rank holds some rows of the weight, but gives all channels, under sequence parallelism of
-    its own tokens, as Megatron expects of a layer whose weight is whole on every rank.
+    tensor-parallel rank holds some rows of the weight, but returns all channels, under sequence parallelism
+    for its own tokens, as Megatron expects of a layer whose weight is whole on every rank.
 
-    Megatron's own gather leaves out what the heads of other ranks add to the gradient of the positions.
+    Megatron's own gather omits what the heads of other ranks add to the gradient of the positions.
     """
 
-    # the last channels, which the heads of all ranks read as they are
+    # the number of last channels, which the heads of all ranks read unchanged
     shared = 0
 
     def forward(self, input_: torch.Tensor, *args, **kwargs):
@@ -103,21 +103,21 @@ class CoatDownProjection(CoatColumnParallelLinear):
 class CoatMLASelfAttention(TakesActivations, MLASelfAttention):
     """Megatron's MLASelfAttention with FP8 linear layers; names and checkpoints stay Megatron's.
 
-    Raises ValueError at construction for an `attention_format` that it does not know, or that keeps what
+    Raises ValueError at construction for an `attention_format` that is not supported, or that saves what
     Megatron recomputes.
     """
 
     def __init__(self, config, *args, **kwargs):
         super().__init__(config, *args, **kwargs)
         keep_bias(self.linear_proj)
-        # Megatron takes no class but its own for them
+        # Megatron accepts only its own classes for them
         if config.q_lora_rank is not None:
             CoatDownProjection.take_over(self.linear_q_down_proj, "q_down_proj")
         CoatDownProjection.take_over(self.linear_kv_down_proj, "kv_down_proj")
         self.linear_kv_down_proj.shared = config.qk_pos_emb_head_dim
         if config.q_lora_rank is not None and not config.sequence_parallel:
-            # By its name Megatron takes it for a norm of each rank's own heads, whose gradients it sums over
-            # the ranks. They are whole: their mean is what each rank has.
+            # Megatron takes it, by its name, for a norm of each rank's own heads and sums its gradients over
+            # the ranks. The gradients are whole on each rank: their mean is each rank's gradient.
             for parameter in self.q_layernorm.parameters():
                 parameter.average_gradients_across_tp_domain = True
         self.begin_with(config)
@@ -128,13 +128,13 @@ class CoatMLASelfAttention(TakesActivations, MLASelfAttention):
         kept = activations.attention_format
         if kept == "recompute":
             raise ValueError(
-                'attention_format is "recompute", which multi-latent attention does not know. Set '
+                'attention_format is "recompute", which multi-latent attention does not support. Set '
                 '"activations": {"attention_format": "sqrt8"}, or leave it out and give '
                 "--recompute-granularity selective --recompute-modules mla_up_proj."
             )
         if kept != "bf16" and self.recompute_up_proj:
             raise ValueError(
-                "--recompute-modules has mla_up_proj, which makes queries, keys and values again, and "
+                "--recompute-modules has mla_up_proj, which recomputes queries, keys and values, and "
                 f'attention_format is "{kept}", which keeps them. Remove one of the two.'
             )
 
@@ -144,7 +144,7 @@ class CoatMLASelfAttention(TakesActivations, MLASelfAttention):
 
 
 def latent_parts(attention) -> dict[str, type]:
-    """The parts of COAT's latent attention in the place of those of `attention`, Megatron's
+    """COAT's modules for latent attention, by the names that they have in `attention`, Megatron's
     MLASelfAttentionSubmodules."""
     linears = "linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj"
     norms = [name for name in ("q_layernorm", "kv_layernorm") if getattr(attention, name) is not IdentityOp]

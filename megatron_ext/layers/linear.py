@@ -28,10 +28,10 @@ from megatron_ext.options import layer_activations
 
 logger = logging.getLogger(__name__)
 
-# cuBLASLt's FP8 GEMMs want rows of whole 16-byte words
+# cuBLASLt's FP8 GEMMs need rows of whole 16-byte words
 _ALIGNMENT = 16
 _Q_HEADS = "--num-attention-heads, --qk-head-dim or --qk-pos-emb-head-dim"
-# which of Megatron's arguments decide the sizes of each layer
+# Megatron's arguments that determine the sizes of each layer
 _SIZES = {
     "qkv": "--hidden-size, --num-attention-heads, --num-query-groups or --kv-channels",
     "q_proj": f"--hidden-size, {_Q_HEADS}",
@@ -43,13 +43,13 @@ _SIZES = {
     "fc1": "--hidden-size or --ffn-hidden-size",
     "fc2": "--hidden-size or --ffn-hidden-size",
 }
-# measured with "qkv": beside outliers of the input, fast accumulation gives the gradient of the weight of
-# queries, keys and values 1.3 times the error, and that of no other weight any more
+# measured with "qkv": if the input has outliers, fast accumulation multiplies the error of this weight's
+# gradient by 1.3, and does not increase the errors of other weights' gradients
 _CANCELS = frozenset(("qkv", "q_proj", "q_down_proj", "q_up_proj", "kv_down_proj", "kv_up_proj"))
 
 
 def check_arguments(config, name: str) -> None:
-    """Raises ValueError for what layers named `name` that multiply do not support: sharded weights, deferred
+    """Raises ValueError for options that FP8 layers named `name` do not support: sharded weights, deferred
     embedding and weight gradients, and Megatron's CUDA graphs."""
     shards, of_experts = (getattr(config, f"{kind}gtp_weight_remat_size", 1) for kind in ("", "expert_"))
     unsupported = {
@@ -62,7 +62,8 @@ def check_arguments(config, name: str) -> None:
         if found:
             raise ValueError(f"{name}: {argument} is not supported by coat_layer_spec; remove it")
     if config.cuda_graph_impl != "none":
-        # a replay would not tell Megatron's data parallel hooks which gradients are in main_grad already
+        # a replay does not mark the gradients that are in main_grad already, which Megatron's data parallel
+        # hooks check
         raise ValueError(
             f"{name}: --cuda-graph-impl {config.cuda_graph_impl} is not supported by coat_layer_spec. "
             "Remove it: COAT layers record CUDA graphs of their own "
@@ -71,14 +72,15 @@ def check_arguments(config, name: str) -> None:
 
 
 def unfused(config):
-    """`config` without `--gradient-accumulation-fusion`: Megatron's needs apex's kernel, which we do not."""
+    """`config` without `--gradient-accumulation-fusion`: Megatron's fusion needs apex's kernel, COAT's
+    none."""
     changed = copy.copy(config)
     changed.gradient_accumulation_fusion = False
     return changed
 
 
 class _IntoMainGrad(torch.autograd.Function):
-    """The weight itself, for a wgrad GEMM that adds to `weight.main_grad`."""
+    """Identity for a weight, for a wgrad GEMM that adds to `weight.main_grad`."""
 
     @staticmethod
     def forward(ctx, weight):
@@ -90,9 +92,9 @@ class _IntoMainGrad(torch.autograd.Function):
     def backward(ctx, grad):
         weight = ctx.weight
         weight.grad_added_to_main_grad = True
-        # Megatron's data parallel hook wants to see a gradient and then ignores it, or adds it if asked to.
-        # Return a real tensor: autograd would materialise an expanded one anyway, and the operands are freed
-        # by now.
+        # Megatron's data parallel hook requires a gradient and then ignores it, or adds it if
+        # `zero_out_wgrad` is set. Return a real tensor: autograd would materialise an expanded one anyway,
+        # and the operands are freed by now.
         adds = getattr(weight, "zero_out_wgrad", False)
         return (torch.zeros_like if adds else torch.empty_like)(weight)
 
@@ -108,11 +110,11 @@ def _owned_by_megatron(weight: torch.Tensor) -> bool:
 
 
 class _CoatLinear(TakesActivations):
-    """What both linears share, mixed in before Megatron's class.
+    """The common part of both linears, mixed in before Megatron's class.
 
-    Raises ValueError at construction for what is not supported (sharded weights, deferred embedding
-    gradients, Megatron's CUDA graphs), and on a GPU for sizes a rank that are not multiples of 16,
-    unless `fallback` is set.
+    Raises ValueError at construction for unsupported options (sharded weights, deferred embedding gradients,
+    Megatron's CUDA graphs), and on a GPU for sizes per rank that are not multiples of 16, unless `fallback`
+    is set.
     """
 
     _by_output: bool
@@ -127,7 +129,7 @@ class _CoatLinear(TakesActivations):
 
     @classmethod
     def take_over(cls, linear: torch.nn.Module, name: str) -> None:
-        """Turns a linear layer of Megatron's into one of this class, where Megatron hard-codes the class."""
+        """Turns Megatron's linear layer into one of this class, where Megatron hard-codes the class."""
         linear.__class__ = cls
         linear._complete(name)
 
@@ -135,14 +137,15 @@ class _CoatLinear(TakesActivations):
         self._name, self._quant_config = name, None
         self.begin_with(self.config)
         if not self._fits:
-            logger.warning("%s The layer stays as Megatron has it.", self._sizes_found())
+            logger.warning("%s The layer stays Megatron's.", self._sizes_found())
         # the input's notes, for `_forward_impl`
         self._attached: dict = {}
 
     def finish_init(self, quant_config) -> None:
-        """Takes what Megatron's `--te-precision-config-file` says of this layer, once the model is built.
+        """Applies the options of this layer in Megatron's `--te-precision-config-file`, once the model is
+        built.
 
-        Raises CoatConfigError for a key or value that a linear layer has no use for.
+        Raises CoatConfigError for a key or value that linear layers do not support.
         """
         self._quant_config = quant_config
         self.take_activations(self.activations)
@@ -159,13 +162,13 @@ class _CoatLinear(TakesActivations):
         self._grad_scale = PredictedScale(self._formats.backward)
 
     def multiplies_in_fp8(self) -> bool:
-        """Whether a forward does now."""
+        """Whether a forward computes in FP8 now."""
         return self._in_fp8 and not (self._evaluates_stock and is_evaluated(self))
 
     @property
     def paused(self) -> bool:
-        """Whether it computes in BF16 for now, as `coat_ds.watch` may decide. Kept FP8 copies of the weight
-        and predicted scales are forgotten with each change. All ranks have to agree."""
+        """Whether it computes in BF16 for now, by a decision of `coat_ds.watch`. Each change drops cached FP8
+        copies of the weight and predicted scales. All ranks have to agree."""
         return self._paused
 
     @paused.setter
@@ -174,11 +177,11 @@ class _CoatLinear(TakesActivations):
         self.take_activations(self.activations)
 
     def options(self) -> tuple[torch.Tensor, LinearOptions]:
-        """The weight and how it multiplies, for a fused block: with this layer's ranks, and with the weight's
-        gradient going where Megatron wants it."""
+        """The weight and how it multiplies, for a fused block: with this layer's ranks, and with the tensor
+        that Megatron collects the weight's gradient in."""
         weight, into = self.weight, None
         if _owned_by_megatron(weight):
-            # read in backward: Megatron may have put another one there by then
+            # looked up in backward: Megatron may have replaced it by then
             into = functools.partial(getattr, weight, "main_grad")
             weight = _IntoMainGrad.apply(weight)
         parallel = None
@@ -202,7 +205,7 @@ class _CoatLinear(TakesActivations):
 
     @property
     def cached_bytes(self) -> int:
-        """Bytes of copies of the weight that are held now."""
+        """Bytes of the copies of the weight that are held now."""
         return self._cache.nbytes
 
     def _sizes(self) -> tuple[int, int]:
@@ -212,8 +215,8 @@ class _CoatLinear(TakesActivations):
         return self.input_size_per_partition, self.output_size
 
     def _is_aligned(self, fallback: bool) -> bool:
-        """Whether this rank's part of the weight has sizes that FP8 GEMMs take. Raises ValueError if not,
-        without `fallback`, on a GPU; the reference takes any."""
+        """Whether this rank's part of the weight has sizes that FP8 GEMMs support. If not, raises ValueError
+        on a GPU without `fallback`; the reference supports any size."""
         if all(size % _ALIGNMENT == 0 for size in self._sizes()):
             return True
         if not fallback and torch.cuda.is_available():
@@ -226,14 +229,14 @@ class _CoatLinear(TakesActivations):
     def _sizes_found(self) -> str:
         ranks = self.tp_group.size()
         return (
-            f"{self._name}: FP8 matrix products need sizes that are multiples of {_ALIGNMENT}, found "
+            f"{self._name}: FP8 GEMMs need sizes that are multiples of {_ALIGNMENT}, found "
             + " -> ".join(map(str, self._sizes()))
             + (f" on each of {ranks} tensor-parallel ranks." if ranks > 1 else ".")
         )
 
     def forward(self, input_: torch.Tensor, *args, **kwargs):
         after_pre_hooks(self, input_)
-        # Megatron may wrap the input into another tensor object before `_forward_impl` sees it
+        # Megatron may wrap the input in another tensor object before `_forward_impl` runs
         self._attached.update(origin=origin_of(input_), maxima=maxima_of(input_))
         try:
             return super().forward(input_, *args, **kwargs)
@@ -250,7 +253,7 @@ class _CoatLinear(TakesActivations):
             raise ValueError(f"output_dtype: expected {input.dtype}, that of the input, found {output_dtype}")
         parallel = None
         if self.tp_group.size() > 1 and not self.explicit_expert_comm:
-            # of a row-parallel layer Megatron sums the output itself
+            # Megatron sums the output of a row-parallel layer itself
             parallel = TensorParallel(
                 self.tp_group,
                 self._by_output,
@@ -264,7 +267,7 @@ class _CoatLinear(TakesActivations):
     ) -> torch.Tensor:
         into = None
         if torch.is_grad_enabled() and _owned_by_megatron(weight):
-            # read in backward: Megatron may have put another one there by then
+            # looked up in backward: Megatron may have replaced it by then
             into = functools.partial(getattr, weight, "main_grad")
             weight = _IntoMainGrad.apply(weight)
         if maxima is not None:
@@ -317,8 +320,8 @@ class CoatRowParallelLinear(_CoatLinear, RowParallelLinear):
 
 
 def keep_bias(linear: torch.nn.Module) -> None:
-    """Lets a row-parallel layer that holds the whole weight add its bias in its GEMM, not in Megatron's
+    """Makes a row-parallel layer that holds the whole weight add its bias in its GEMM, not in Megatron's
     bias-dropout-add. The pass that quantizes the gradient then also sums the bias's gradient."""
     if isinstance(linear, CoatRowParallelLinear) and linear.tp_group.size() == 1:
-        # Megatron's experts insist on the opposite
+        # Megatron's experts require the opposite
         linear.skip_bias_add = linear.explicit_expert_comm

@@ -1,4 +1,4 @@
-"""Megatron's feed-forward layer. It saves the input of its activation in 8 bits, and not its output."""
+"""Megatron's feed-forward layer. It saves the input of its activation in 8 bits, and not the output."""
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,7 @@ from megatron_ext.layers.settings import TakesActivations
 
 
 def check_activation(config, name: str) -> None:
-    """Raises ValueError for what `name` cannot do around an activation, whichever that is."""
+    """Raises ValueError for options that `name` does not support with any activation."""
     unsupported = {
         "use_te_activation_func is True (remove --use-te-activation-func)": config.use_te_activation_func,
         "activation_func_fp8_input_store is True (remove --activation-func-fp8-input-store: the activation's "
@@ -65,8 +65,7 @@ def fp8_linears() -> MLPSubmodules:
 class CoatMLP(TakesActivations, MLP):
     """Megatron's MLP with FP8 linears; parameter names and checkpoints stay Megatron's.
 
-    Can stand in a layer's `mlp` slot as it is. Raises ValueError at construction for an activation without a
-    kernel.
+    Fits a layer's `mlp` slot. Raises ValueError at construction for an activation without a kernel.
     """
 
     def __init__(
@@ -90,13 +89,13 @@ class CoatMLP(TakesActivations, MLP):
 
     @classmethod
     def take_over(cls, mlp: MLP) -> None:
-        """Turns an MLP of Megatron's into a CoatMLP, where Megatron hard-codes the class."""
+        """Turns Megatron's MLP into a CoatMLP, where Megatron hard-codes the class."""
         mlp.__class__ = cls
         mlp._complete()
 
     def _complete(self) -> None:
         self._kind = _kind_of(self.config)
-        # Megatron hands fc1's bias to the activation; here the GEMM adds it
+        # Megatron passes fc1's bias to the activation; here the GEMM adds it
         self.linear_fc1.skip_bias_add = False
         keep_bias(self.linear_fc2)
         self.begin_with(self.config)
@@ -111,8 +110,8 @@ class CoatMLP(TakesActivations, MLP):
         return activation_options(self._kind, gated, activations.group_size, activations.saved_format)
 
     def forward(self, hidden_states, per_token_scale=None, **_) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """hidden_states [s, b, h] -> [s, b, h] and the bias that is still to be added, [h] or None; of an
-        expert, [tokens, h] and the router's weights [tokens] -> the weighted output, and None.
+        """hidden_states [s, b, h] -> [s, b, h] and the bias that is still to be added, [h] or None. For an
+        expert: [tokens, h] and the router's weights [tokens] -> the weighted output, and None.
         """
         after_pre_hooks(self, hidden_states)
         intermediate, _ = self.linear_fc1(hidden_states)

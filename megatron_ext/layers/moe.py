@@ -1,8 +1,8 @@
 """Megatron's mixture of experts with FP8 experts, routed ones and shared ones.
 
-The router, the dispatcher and every name in a checkpoint stay Megatron's. Experts run one after another;
-those of `--moe-grouped-gemm` in one grouped BF16 product (`grouped_experts.py`). An expert's tensor has the
-scale of this rank's part: agreeing on one would be an all-reduce for each of many small GEMMs.
+The router, the dispatcher and every name in a checkpoint stay Megatron's. Experts run one after another, or
+with `--moe-grouped-gemm` in one grouped BF16 GEMM (`grouped_experts.py`). An expert's tensor has the scale of
+this rank's part: a common scale would need an all-reduce for each of many small GEMMs.
 """
 
 from megatron.core.transformer.moe import moe_utils
@@ -33,9 +33,8 @@ GEMM = Patch(
 
 
 def repair_router() -> None:
-    """Gives the router of megatron-core 0.16 a name that it reads and, without Transformer Engine, lacks.
-
-    May be called again.
+    """Adds to the router module of megatron-core 0.16 a name that it reads and lacks without Transformer
+    Engine. May be called repeatedly.
     """
     if not hasattr(moe_utils, "te_general_gemm"):
         # None stands for torch's GEMM, as in later versions
@@ -59,17 +58,17 @@ class CoatSharedExpertMLP(SharedExpertMLP, CoatMLP):
 
 
 class CoatMoELayer(MoELayer):
-    """Megatron's MoELayer with experts in FP8 or, by `--moe-grouped-gemm`, in a grouped BF16 product.
+    """Megatron's MoELayer with experts in FP8 or, by `--moe-grouped-gemm`, in a grouped BF16 GEMM.
 
-    Can stand in a layer's `mlp` slot as it is. Raises ValueError at construction for shared experts
-    that overlap with the dispatcher, and for a dispatcher whose package is missing.
+    Fits a layer's `mlp` slot. Raises ValueError at construction for shared experts that overlap with the
+    dispatcher, and for a dispatcher whose package is missing.
     """
 
     def __init__(self, config, submodules=None, *args, **kwargs):
         if config.moe_shared_expert_overlap:
             raise ValueError(
-                "coat_layer_spec: --moe-shared-expert-overlap takes steps of Megatron's own through shared "
-                "experts, which keep their tensors in BF16; remove it"
+                "coat_layer_spec: --moe-shared-expert-overlap runs Megatron's own code of shared experts, "
+                "which keeps their tensors in BF16; remove it"
             )
         repair_router()
         experts = CoatGroupedMLP if config.moe_grouped_gemm else CoatSequentialMLP
@@ -79,7 +78,7 @@ class CoatMoELayer(MoELayer):
         except ImportError as error:
             if config.moe_token_dispatcher_type != "flex":
                 raise
-            # Megatron's message names a package, and no argument
+            # Megatron's message names a package, and not the argument
             raise ValueError(
                 "coat_layer_spec: --moe-token-dispatcher-type: found 'flex', --moe-flex-dispatcher-backend "
                 f"{config.moe_flex_dispatcher_backend}, but {error} Or set it to 'alltoall'."

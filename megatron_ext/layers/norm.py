@@ -1,5 +1,5 @@
-"""RMSNorm and LayerNorm for Megatron's norm slots, which save their input in 8 bits and their output not at
-all, and the residual additions before and after them."""
+"""RMSNorm and LayerNorm for Megatron's norm slots, which save their input in 8 bits and do not save their
+output, and the residual additions before and after them."""
 
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -16,7 +16,7 @@ from megatron_ext.layers.settings import TakesActivations
 
 
 class CoatNorm(TakesActivations, torch.nn.Module):
-    """RMSNorm or LayerNorm over `hidden_size`, as `config.normalization` says;
+    """RMSNorm or LayerNorm over `hidden_size`, by `config.normalization`;
     `config.layernorm_zero_centered_gamma` means a weight of w + 1.
 
     Raises ValueError at construction for another normalization.
@@ -40,7 +40,8 @@ class CoatNorm(TakesActivations, torch.nn.Module):
         if config.normalization == "LayerNorm":
             self.bias = torch.nn.Parameter(torch.zeros(hidden_size, **settings))
         for parameter in self.parameters():
-            # each rank sees its own part of the sequence: Megatron then sums this gradient over the ranks
+            # each rank processes its own part of the sequence: Megatron then sums this gradient over the
+            # ranks
             parameter.sequence_parallel = config.sequence_parallel
 
     def take_activations(self, activations: ActivationsConfig) -> None:
@@ -52,7 +53,7 @@ class CoatNorm(TakesActivations, torch.nn.Module):
 
     @property
     def options(self) -> NormOptions:
-        """How it computes, for a fused block."""
+        """The norm's options, for a fused block."""
         layer_norm = self.bias is not None
         return norm_options(self.eps, layer_norm, self.zero_centered, self.group_size, self.saved_format)
 
@@ -70,8 +71,8 @@ class CoatNorm(TakesActivations, torch.nn.Module):
         else:
             y = layer_norm(x, self.weight, self.bias, self.eps, **options)
         if adds:
-            # Megatron adds x to the branch behind this norm. It reads x through this node, so that both
-            # gradients of x meet in the norm's backward, without another pass.
+            # Megatron adds x to the branch after this norm. It reads x through this node, so that both
+            # gradients of x are added in the norm's backward, without another pass.
             y, handed_on = y
             with_stand_in(x, handed_on, y)
         before_hooks(self, y)
@@ -87,14 +88,14 @@ class CoatHeadNorm(CoatNorm):
     def forward(
         self, x: torch.Tensor, cos: torch.Tensor | None = None, sin: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """x [s, b, heads, hidden_size], BF16 or FP32 -> the same, and with `cos` and `sin`, as of
-        `coat_kernels.head_norm`, turned by them."""
+        """x [s, b, heads, hidden_size], BF16 or FP32 -> the same, and rotated by `cos` and `sin` if given
+        (see `coat_kernels.head_norm`)."""
         if cos is None:
             return rms_norm(x, self.weight, self.eps, **self._how())
         return self.turned(x, self.weight, cos, sin)
 
     def turned(self, x, weight, cos, sin) -> torch.Tensor:
-        """`forward` by `weight`, which a fused block was handed."""
+        """`forward` with `weight`, which a fused block has received as an argument."""
         return head_norm(x, weight, cos, sin, self.eps, **self._how())
 
     def _how(self) -> dict:
@@ -106,7 +107,7 @@ class CoatHeadNorm(CoatNorm):
 
 
 def coat_bias_dropout_add(training: bool, fused: bool):
-    """Megatron's bias-dropout-add, which reads the residual through the norm in front of the branch."""
+    """Megatron's bias-dropout-add, which reads the residual through the norm at the start of the branch."""
     stock = get_bias_dropout_add(training, fused)
 
     def bias_dropout_add(x_with_bias, residual, prob):

@@ -1,9 +1,9 @@
-"""The end of process groups whose collectives CUDA graphs hold.
+"""Ends CUDA graphs before the process groups whose collectives they hold.
 
-Layers that are split over tensor-parallel ranks are recorded with their collectives. NCCL destroys no
-communicator before all graphs are gone that hold one of its collectives (`commDestroySync` in its init.cc).
-So `torch.distributed.destroy_process_group()` would wait for ever while a model lives. It is patched to end
-the graphs first.
+Layers that are split over tensor-parallel ranks are recorded with their collectives. NCCL destroys a
+communicator only after all graphs that hold one of its collectives are gone (`commDestroySync` in its
+init.cc). So `torch.distributed.destroy_process_group()` would never return while a model lives. The patch
+ends the graphs first.
 """
 
 import functools
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from coat_ds.patches import Patch
 from coat_kernels.graphs import end_graphs
 
-# where torch's own modules, and where everybody else looks the function up
+# the name that torch's own modules look up, and the public one
 ENDS = [
     Patch(
         "end of process groups",
@@ -28,10 +28,10 @@ ENDS = [
 
 
 def end_graphs_first() -> None:
-    """From now on layers' CUDA graphs end before a process group of GPUs does. Does nothing a second time.
+    """From now on layers' CUDA graphs end before a process group of GPUs does. A second call does nothing.
 
-    A script that took the function itself by `from torch.distributed import destroy_process_group`, before
-    there was a model, has the one that waits.
+    A script that ran `from torch.distributed import destroy_process_group` before there was a model holds the
+    unpatched function, which never returns.
 
     Raises PatchError if this torch is not as expected.
     """
@@ -50,9 +50,9 @@ def _ending_graphs(destroy: Callable) -> Callable:
 
 
 def _is_of_gpus(group: dist.ProcessGroup | None) -> bool:
-    """Whether graphs may hold collectives of what ends with this group, which is all groups where it is None
-    or that of all ranks."""
+    """Whether graphs may hold collectives of the groups that end with this one. These are all groups if it is
+    None or the group of all ranks."""
     if not dist.is_initialized() or group is dist.GroupMember.NON_GROUP_MEMBER:
-        # torch says what is wrong
+        # torch raises the error
         return False
     return group in (None, dist.group.WORLD) or dist.get_backend(group) != "gloo"

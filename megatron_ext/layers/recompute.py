@@ -33,8 +33,8 @@ def installed() -> bool:
 
 
 def install(group_size: int = 128) -> None:
-    """From now on Megatron's recompute saves inputs in FP8 groups of `group_size`: 16, 32, 64 or 128. Does
-    nothing a second time.
+    """From now on Megatron's recompute saves inputs in FP8 groups of `group_size`: 16, 32, 64 or 128. A
+    second call does nothing.
 
     Raises ValueError for another group size, RuntimeError if this Megatron is not as expected.
     """

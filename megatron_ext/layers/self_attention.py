@@ -21,10 +21,10 @@ _NO_ARGUMENTS: Mapping[str, object] = MappingProxyType({})
 
 
 class CoatSelfAttention(TakesActivations, SelfAttention):
-    """Megatron's SelfAttention, in which plain rotary positions are applied to the fused projection's output
-    in one pass, or in one behind the norms of queries and keys. Where anything is unusual (inference, packed
-    sequences, gated queries, other norms of them, interleaved, scaled, partial or multimodal rotary
-    positions, a model under torch.compile) Megatron's own path is taken.
+    """Megatron's SelfAttention, which applies plain rotary positions to the fused projection's output in one
+    pass, or in one pass after the norms of queries and keys. Megatron's own path runs in all other cases:
+    inference, packed sequences, gated queries, other norms of queries and keys, interleaved, scaled, partial
+    or multimodal rotary positions, a model under torch.compile.
     """
 
     _tables = None
@@ -68,8 +68,8 @@ class CoatSelfAttention(TakesActivations, SelfAttention):
         return q, k, v
 
     def tables_of(self, angles, args=(), kwargs=_NO_ARGUMENTS) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Cosines and sines [s, d] of rotary angles [s, 1, 1, d], empty ones without; None where this layer,
-        the angles or the other arguments of forward are unusual."""
+        """Cosines and sines [s, d] of rotary angles [s, 1, 1, d], empty tensors without angles. None for a
+        layer, angles or other arguments of forward that the fused path does not support."""
         config = self.config
         unusual = (
             args
@@ -80,7 +80,7 @@ class CoatSelfAttention(TakesActivations, SelfAttention):
             or config.no_rope_freq
             or config.mrope_section
             or hasattr(config, "yarn_rotary_scaling_factor")
-            # of a class made from one of these, as torch's parametrizations make them, the forward is to run
+            # the forward of a subclass, such as one that torch's parametrizations create, has to run
             or type(self.q_layernorm) not in _NORMS
             or type(self.k_layernorm) is not type(self.q_layernorm)
             or config.num_query_groups < self.world_size
@@ -91,16 +91,16 @@ class CoatSelfAttention(TakesActivations, SelfAttention):
         if angles is None and d % 2 == 0:
             nothing = torch.empty(0, 0, device=self.linear_qkv.weight.device)
             return nothing, nothing
-        # partial rotary positions leave some channels as they are
+        # partial rotary positions leave some channels unrotated
         if not isinstance(angles, torch.Tensor) or angles.shape[-1] != d:
             return None
         if angles.numel() != angles.shape[0] * d:
             return None
-        # all layers of a forward are handed the same tensor
+        # all layers of a forward receive the same tensor
         tables = noted(angles, "tables")
         if tables is None:
-            # Megatron keeps the angles of an inference for training, whose backward needs tables that are no
-            # inference tensors
+            # Megatron keeps the angles of an inference for training, whose backward cannot use tables that
+            # are inference tensors
             with torch.inference_mode(False):
                 flat = angles.detach().flatten(1).float()
                 tables = flat.cos(), flat.sin()

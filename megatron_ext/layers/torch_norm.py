@@ -1,10 +1,10 @@
 """Norms for a Megatron without Transformer Engine: apex's where it can run, else torch's.
 
 Megatron's own choices fail in places. `WrappedTorchNorm`, torch's norms, refuses sequence parallelism,
-because it does not mark its parameters: each rank sees its own part of the sequence, so that their gradients
+because it does not mark its parameters: each rank processes its own part of the sequence, so their gradients
 have to be summed over the tensor-parallel ranks. It refuses persistent norms, the default of Megatron-LM's
-scripts, too. `FusedLayerNorm` is taken wherever something called apex can be imported, and fails where that
-is not NVIDIA's, has no kernels, or the model wants RMSNorm.
+scripts, too. Megatron uses `FusedLayerNorm` wherever a package called apex can be imported. It fails if that
+package is not NVIDIA's or has no kernels, or if the model uses RMSNorm.
 """
 
 import importlib.util
@@ -22,7 +22,7 @@ from coat_ds.patches import Patch, all_declared, declared
 def apex_has_layer_norm() -> bool:
     """Whether NVIDIA's apex is installed with the kernel of its LayerNorm.
 
-    Another project is called apex on the package index, and apex can be built without kernels.
+    Another project on the package index is called apex, and apex can be built without kernels.
     """
     return HAVE_FUSED_LAYER_NORM and importlib.util.find_spec("fused_layer_norm_cuda") is not None
 
@@ -53,13 +53,13 @@ class LocalNorm:
 
 
 def local_norm(found: type) -> type:
-    """`LocalNorm` in the place of Megatron's norms for when there is no Transformer Engine; others stay."""
+    """`LocalNorm` if `found` is a norm that Megatron uses without Transformer Engine; else `found`."""
     without_te = (WrappedTorchNorm, FusedLayerNorm) if HAVE_TE else (WrappedTorchNorm, FusedLayerNorm, TENorm)
     return LocalNorm if found in without_te else found
 
 
 def _final_norm(module: ModuleType, name: str) -> Patch:
-    """The patch of the global from which the blocks of `module` take the class of their final norm."""
+    """The patch of the global in `module` that holds the class of its blocks' final norm."""
     what, target = "Megatron's final norm", f"{module.__name__}:{name}"
     return declared(what, target) or Patch(
         what,
@@ -78,8 +78,8 @@ def replace_final_norm(module: ModuleType = transformer_block, name: str = "Laye
     """Patches the final norm of Megatron's blocks of layers with `LocalNorm` where there is no Transformer
     Engine.
 
-    There is no other way in: a block takes the class from a global of its `module`. A norm of Transformer
-    Engine's, or one that somebody else put there, stays. May be called again.
+    There is no other extension point: a block reads the class from a global of its `module`. A norm of
+    Transformer Engine's, or one that other code has set, stays. May be called repeatedly.
     Raises RuntimeError if this Megatron has no such global.
     """
     patch = _final_norm(module, name)

@@ -1,17 +1,17 @@
-"""`CoatAdamW` behind Megatron's own optimizers: the distributed one, with and without
+"""`CoatAdamW` in Megatron's own optimizers: the distributed one, with and without
 `--use-precision-aware-optimizer`, and those that are not distributed.
 
-Megatron builds its Adam from globals of `megatron.core.optimizer` and offers no other way in. `install()`
-patches the function that reads those globals: while it runs, they name the class below. It also patches the
-two methods by which every format of distributed checkpoints reads and writes an optimizer's state. They give
-and take FP32 tensors of the shard's shape, on the CPU, one at a time. So checkpoints are those of stock
-AdamW, in both directions and at any size. Moments are recovered to the bit from their values
-(`coat_ds/optim/recover.py`), so a run goes on as if it had not been interrupted. States that would go to
-other parameters are refused (`places.py`).
+Megatron builds its Adam from globals of `megatron.core.optimizer` and has no other extension point.
+`install()` patches the function that reads those globals: while it runs, they name the class below. It also
+patches the two methods through which every format of distributed checkpoints reads and writes an optimizer's
+state. They exchange FP32 tensors of the shard's shape, on the CPU, one at a time. So checkpoints are those of
+stock AdamW, in both directions and at any size. Moments are recovered to the bit from their values
+(`coat_ds/optim/recover.py`), so a resumed run equals an uninterrupted one. Loading states into other
+parameters is refused (`places.py`).
 
-With our optimizer the precision-aware one needs no Transformer Engine: Megatron's check for it passes. And a
+With this optimizer the precision-aware one needs no Transformer Engine: Megatron's check for it passes. And a
 distributed optimizer without Transformer Engine or apex can load its checkpoint. Stock AdamW cannot, since
-Megatron asks for the step count of a state that does not exist yet; ours always exists.
+Megatron reads the step count of a state that does not exist yet; MegatronAdamW's always exists.
 """
 
 import contextlib
@@ -57,14 +57,14 @@ class MegatronAdamW(CoatAdamW, torch.optim.AdamW):
 
     adam_w_mode: only True, decoupled weight decay.
     exp_avg_dtype, exp_avg_sq_dtype: FP32, Megatron's default, or uint8, its FP8; formats are the block's.
-    use_decoupled_grad: gradients stand in `decoupled_grad` of each parameter, FP32 or BF16, and parameters
+    use_decoupled_grad: gradients are in `decoupled_grad` of each parameter, FP32 or BF16, and parameters
         are the model's own, BF16 with the 16 bits that make an FP32 master in the state.
-    master_weights, store_param_remainders: nothing is left to choose.
-    counts_in_groups: Megatron looks for the step count in the parameter groups, where FusedAdam has it, and
-        not in the states.
-    options: of `CoatAdamW`.
+    master_weights, store_param_remainders: ignored; they leave nothing to choose.
+    counts_in_groups: Megatron reads the step count from the parameter groups, where FusedAdam stores it, and
+        not from the states.
+    options: `CoatAdamW`'s.
 
-    Raises CoatConfigError for others, naming Megatron's argument.
+    Raises CoatConfigError for other values, naming Megatron's argument.
     """
 
     def __init__(
@@ -102,15 +102,15 @@ class MegatronAdamW(CoatAdamW, torch.optim.AdamW):
         return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
 
     def step(self, closure: Callable[[], float] | None = None, **options: Any) -> float | None:
-        """As `CoatAdamW.step`."""
+        """Same as `CoatAdamW.step`."""
         if not self._decoupled:
             return super().step(closure, **options)
         params = [p for group in self.param_groups for p in group["params"]]
         for p in params:
             grad = getattr(p, "decoupled_grad", None)
             if grad is not None and grad.dtype != p.dtype:
-                # torch wants a gradient of the parameter's type unless told; FP32 parts cannot be told, as
-                # views of the model's
+                # torch requires a gradient of the parameter's dtype unless `grad_dtype` is None; it cannot be
+                # set on FP32 parts, which are views of the model's parameters
                 p.grad_dtype = None
             p.grad = grad
         try:
@@ -120,14 +120,15 @@ class MegatronAdamW(CoatAdamW, torch.optim.AdamW):
                 p.grad = None
 
     def link(self, groups: Iterable[tuple[int, torch.Tensor, Fragment]], distributed: bool) -> None:
-        """Says which parts of the model's parameters this optimizer holds (the group, the tensor, and its
-        place in the parameter), and creates the states."""
+        """Registers the parts of the model's parameters that this optimizer holds (the group, the tensor, and
+        its place in the parameter), and creates the states."""
         self._distributed = distributed
         for index, p, fragment in groups:
             self.set_fragments(p, [fragment], index)
 
     def keep(self, p: torch.Tensor, whether: bool = True) -> None:
-        """As `CoatAdamW.keep`. `p` is a tensor that this optimizer holds, and `link` has spoken of."""
+        """Same as `CoatAdamW.keep`. `p` is a tensor that this optimizer holds and that `link` has
+        registered."""
         (fragment,) = self._layouts.fragments[p]
         self.set_fragments(p, [fragment._replace(kept=whether)], self._layouts.group_index[p])
 
@@ -147,7 +148,7 @@ class MegatronAdamW(CoatAdamW, torch.optim.AdamW):
 
     @torch.no_grad()
     def take_tensors(self, p: torch.Tensor, group: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-        """Takes what `tensors_of` gave, or stock AdamW's."""
+        """Loads what `tensors_of` returned, or stock AdamW's tensors."""
         state = self.state[p]
         if "remainder" in state:
             for part in parts_of(p.numel()):
@@ -161,7 +162,7 @@ class MegatronAdamW(CoatAdamW, torch.optim.AdamW):
         pair_up(state, p)
 
     def state_dict(self) -> dict[str, Any]:
-        """The layout of `torch.optim.AdamW`, and FusedAdam's step count if that is what Megatron looks for.
+        """The layout of `torch.optim.AdamW`, and FusedAdam's step count if Megatron reads that one.
 
         Moments are FP32 on the CPU; under the distributed optimizer, which writes them by `tensors_of`, they
         are the optimizer's own.
@@ -176,7 +177,7 @@ class MegatronAdamW(CoatAdamW, torch.optim.AdamW):
         return taken
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads `state_dict`'s, `torch.optim.AdamW`'s or FusedAdam's."""
+        """Loads a state dict of this class, of `torch.optim.AdamW` or of FusedAdam."""
         state = {index: dict(entry) for index, entry in state_dict["state"].items()}
         groups = []
         for saved in state_dict["param_groups"]:
@@ -196,12 +197,12 @@ class MegatronAdamW(CoatAdamW, torch.optim.AdamW):
     ) -> FormatNames:
         state = self.state[p]
         if (remainder := state.get("remainder")) is not None and remainder.dtype == torch.float16:
-            # as state dicts view it
+            # the dtype in which state dicts hold it
             state["remainder"] = remainder.view(torch.int16)
         for name in SECOND_FIRST:
             value = state[name]
             if isinstance(value, Moment):
-                # the optimizer's own, handed back
+                # the optimizer's own, which Megatron passes through
                 state[name] = Moment(value.pieces, value.group_size, value.shape, pair=value.pair)
             else:
                 self._take_moment(p, group, name, value)
@@ -211,7 +212,8 @@ class MegatronAdamW(CoatAdamW, torch.optim.AdamW):
 
 
 def linked(host: MegatronOptimizer) -> Iterator[tuple[int, torch.Tensor, torch.Tensor, int]]:
-    """Group, parameter of the model, what the optimizer holds of it, and the latter's first element in it."""
+    """Group, parameter of the model, the tensor that the optimizer holds of it, and the tensor's first
+    element in the parameter."""
     if isinstance(host, DistributedOptimizer):
         for model_param, (group, order) in host.model_param_group_index_map.items():
             held = host.optimizer.param_groups[group]["params"][order]
@@ -257,21 +259,21 @@ def _link(host: MegatronOptimizer, model_chunks: Iterable[torch.nn.Module], conf
 
 
 def _say(line: str, level: int = logging.WARNING) -> None:
-    """To Megatron's log, on rank 0, which shows warnings alone."""
+    """Logs to Megatron's log, on rank 0, where only warnings are shown."""
     log_single_rank(logger, level, line)
 
 
 def _idle_keys(config: OptimizerConfig, names: list[str], held: list[torch.Tensor]) -> Iterator[str]:
-    """A line for each key that is of no effect."""
-    # a stage of a pipeline does not see the names of others
+    """A line for each key that has no effect."""
+    # a stage of a pipeline has the names of its own parameters only
     if parallel_state.get_pipeline_model_parallel_world_size() == 1:
         yield from idle_patterns(config.keep_fp32, names)
     yield from idle_bf16_params(config.bf16_params, held, "Add --use-precision-aware-optimizer")
 
 
 def _check_host(host: Any, model_chunks: Iterable[torch.nn.Module]) -> None:
-    """Raises CoatConfigError for a Megatron OptimizerConfig that asks for another optimizer, and for a model
-    whose optimizer would hold nothing that is known here."""
+    """Raises CoatConfigError for a Megatron OptimizerConfig that requests another optimizer, and for a model
+    whose optimizer would hold no registered parameter."""
     fsdp = any(getattr(chunk.ddp_config, "use_megatron_fsdp", False) for chunk in model_chunks)
     for argument, found in {
         f"--optimizer {host.optimizer}": host.optimizer != "adam",
@@ -292,7 +294,7 @@ _patch = functools.partial(Patch, "Megatron's optimizer", "megatron-core", way_o
 _DISTRIBUTED = f"{_MODULE}.distrib_optimizer:DistributedOptimizer"
 BUILD = _patch(
     f"{_MODULE}:_get_megatron_optimizer_based_on_param_groups",
-    "CoatAdamW behind Megatron's optimizers",
+    "CoatAdamW in Megatron's optimizers",
     parameters=("config", "model_chunks", "..."),
 )
 GET = _patch(
@@ -333,19 +335,19 @@ INSTALLED = (BUILD, GET, SET, SAVE, LOAD, POST_INIT)
 
 
 def _without_te(patch: Patch) -> contextlib.AbstractContextManager:
-    """A context in which a module may ask for the version of an absent Transformer Engine; 0.16 fails."""
+    """A context in which a module may query the version of an absent Transformer Engine; 0.16 fails."""
     if get_te_version() is not None:
         return contextlib.nullcontext()
     return patch.applied(lambda _: lambda *args, **kwargs: False)
 
 
 def installed() -> bool:
-    """Whether Megatron builds our optimizer."""
+    """Whether Megatron builds MegatronAdamW."""
     return BUILD.is_applied()
 
 
 def install(coat: CoatConfig | None = None) -> None:
-    """From now on Megatron's `adam` is `MegatronAdamW`, as `coat` says. A second call does nothing.
+    """From now on Megatron's `adam` is `MegatronAdamW`, configured by `coat`. A second call does nothing.
 
     Raises RuntimeError, before anything is changed, if this Megatron is not as expected.
     """
@@ -355,7 +357,7 @@ def install(coat: CoatConfig | None = None) -> None:
     for patch in (*INSTALLED, ADAM, IS_TORCH):
         patch.check()
     require("megatron-core", f"{_DISTRIBUTED}._get_model_param_range_map", ("param",), _WAY_OUT)
-    # which tensors keep FP32 moments is said by `link`: Megatron hands over no names
+    # `link` sets which tensors keep FP32 moments: Megatron passes no names
     options = {name: getattr(coat.optimizer, name) for name in LAYOUT} | {"keep_fp32": (), "log": _say}
     adam = functools.partial(MegatronAdamW, counts_in_groups=not IS_TORCH.original(), **options)
 
@@ -381,7 +383,7 @@ def _building(coat: CoatConfig, adam: Callable, build: Callable) -> Callable:
 
 
 def _held(optimizer: DistributedOptimizer, model_param: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
-    """What an optimizer holds of a parameter of the model, and its group."""
+    """The tensor that an optimizer holds of a parameter of the model, and its group."""
     group, order = optimizer.model_param_group_index_map[model_param]
     group = optimizer.optimizer.param_groups[group]
     return group["params"][order], group

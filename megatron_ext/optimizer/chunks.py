@@ -6,8 +6,8 @@ import torch
 
 
 class ModelChunks(torch.nn.Module):
-    """What this rank holds of a model, under the names that it has in the whole model: layers are numbered
-    over all stages of the pipeline. It gives names only; the chunks run by themselves.
+    """This rank's part of a model, under the names of the whole model: layers are numbered over all stages of
+    the pipeline. It provides names only; the chunks run by themselves.
 
     chunks: without the wrappers of data parallelism and of BF16.
     """
@@ -20,7 +20,7 @@ class ModelChunks(torch.nn.Module):
     def named_modules(
         self, memo: set | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, torch.nn.Module]]:
-        """As a module's own, of all chunks."""
+        """Same as `torch.nn.Module.named_modules`, over all chunks."""
         memo = set() if memo is None else memo
         for chunk in self.chunks:
             whole = {prefix: prefix}
@@ -34,7 +34,7 @@ class ModelChunks(torch.nn.Module):
 
 
 def whole_model(chunks: Iterable[torch.nn.Module]) -> ModelChunks:
-    """What this rank holds of a model, from the chunks that Megatron has wrapped."""
+    """This rank's part of a model, from the chunks that Megatron has wrapped."""
     return ModelChunks(map(_unwrapped, chunks))
 
 

@@ -1,11 +1,11 @@
-"""What stands where in optimizer checkpoints of `dp_reshardable`, Megatron-LM's default.
+"""The order of parameters in optimizer checkpoints of `dp_reshardable`, Megatron-LM's default.
 
-Their tensors are whole gradient buffers, in which a parameter is known by its place alone. A model with as
-many elements in another order, as with grouped experts in the place of experts one after another, or with
-another of two equal layers frozen, would read other parameters' masters and moments, in silence. So the
-shapes of a buffer's parameters stand beside the parameter groups, under `coat_shapes`, and under
-`coat_frozen` which of the model's are frozen. Both are compared when states are loaded. Checkpoints
-without them load as they are.
+Their tensors are whole gradient buffers, in which only the place identifies a parameter. A model with the
+same number of elements in another order would read other parameters' masters and moments, without an error.
+Examples are grouped experts in place of experts one after another, or the other one of two equal layers
+frozen. So the checkpoint has the shapes of a buffer's parameters, under `coat_shapes` in the parameter
+groups, and the names of the model's frozen parameters, under `coat_frozen`. Both are compared when states are
+loaded. Checkpoints without them load without a check.
 """
 
 import functools
@@ -19,7 +19,7 @@ SHAPES, FROZEN, SHARDING = "coat_shapes", "coat_frozen", "dp_reshardable"
 
 
 def _shapes(host: DistributedOptimizer) -> list[list[int]]:
-    """Of the parameters of all buffers, in order, without sizes of 1: one expert is as good as its matrix."""
+    """Shapes of the parameters of all buffers, in order, without sizes of 1: one expert equals its matrix."""
     return [[n for n in p.shape if n > 1] for buffer in host.buffers for p in buffer.params]
 
 
@@ -33,7 +33,7 @@ def _frozen(host: DistributedOptimizer) -> list[tuple[str, bool]]:
 
 
 def saving(save: Callable) -> Callable:
-    """Notes both in what `DistributedOptimizer.sharded_state_dict` gives for `dp_reshardable`."""
+    """Adds both to what `DistributedOptimizer.sharded_state_dict` returns for `dp_reshardable`."""
 
     @functools.wraps(save)
     def coat_sharded_state_dict(self, *args, **kwargs):
@@ -76,7 +76,7 @@ def _compare_shapes(host: DistributedOptimizer, saved: list[list[int]] | None) -
 
 def _compare_frozen(host: DistributedOptimizer, saved: list[bool] | None) -> None:
     own = _frozen(host)
-    # with as many parameters, since the same ones have other names in the hybrid stack
+    # only with equal numbers, since the same parameters have other names in the hybrid stack
     if saved is None or len(saved) != len(own):
         return
     for (name, here), there in zip(own, saved, strict=True):

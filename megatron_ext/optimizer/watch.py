@@ -1,14 +1,15 @@
-"""`coat_ds.watch` in Megatron: when a step is over, where readings go, and what checkpoints remember.
+"""`coat_ds.watch` in Megatron: the end of a step, the destinations of readings, and the state in checkpoints.
 
-Whatever trains with megatron-core builds its optimizer by `get_megatron_optimizer`. `install()` patches the
-function that builds the parts of it, which is given the model, and the constructor of the chain that holds
-them. From then on a chain has `coat_watch`, a `Watch` or None. A reading ends with `ChainedOptimizer.step`.
+All code that trains with megatron-core builds its optimizer by `get_megatron_optimizer`. `install()` patches
+the function that builds the optimizer's parts, which receives the model, and the constructor of the chain
+that holds them. From then on a chain has `coat_watch`, a `Watch` or None. A reading ends with
+`ChainedOptimizer.step`.
 
-Readings go to Megatron-LM's writers (`--tensorboard-dir`, `--wandb-project`), where its scripts run, and to
-`coat.watch.folder`. Both are written by the last rank, as Megatron-LM's own numbers are. Sums are over all
-ranks, under pipeline parallelism by the names that the whole model has, so that all ranks see the same and
-fall back together. What has fallen back stands beside the first optimizer's state in a checkpoint, under
-`coat_watch`, if anything has.
+Readings go to Megatron-LM's writers (`--tensorboard-dir`, `--wandb-project`), if its scripts run, and to
+`coat.watch.folder`. The last rank writes both, as it does Megatron-LM's own numbers. Sums are over all ranks,
+under pipeline parallelism by the names of the whole model, so that all ranks have the same readings and fall
+back together. A checkpoint stores the layers that have fallen back, if any, under `coat_watch` in the first
+optimizer's state.
 """
 
 import functools
@@ -44,21 +45,21 @@ _CHAIN = f"{_OPTIMIZER}.optimizer:ChainedOptimizer"
 _PART = f"{_OPTIMIZER}.optimizer:MegatronOptimizer"
 BUILD = _patch(
     f"{_OPTIMIZER}:_get_megatron_optimizer_based_on_param_groups",
-    "it is given the model",
+    "it receives the model",
     parameters=("config", "model_chunks", "..."),
 )
 CHAIN = _patch(f"{_CHAIN}.__init__", "it holds all optimizers", parameters=("chained_optimizers",))
 INSTALLED = (BUILD, CHAIN)
-# of one chain
+# patched on one chain
 STEP = _patch(f"{_CHAIN}.step", "a reading ends with a step", parameters=())
-# of the first of its optimizers
+# patched on the chain's first optimizer
 SAVE, SAVE_SHARDED = (
-    _patch(f"{_PART}.{name}", "what has fallen back is kept beside the states")
+    _patch(f"{_PART}.{name}", "layers that have fallen back are saved with the states")
     for name in ("state_dict", "sharded_state_dict")
 )
 LOAD = _patch(
     f"{_PART}.load_state_dict",
-    "what had fallen back does so before states are loaded",
+    "layers that had fallen back do so before states are loaded",
     parameters=("state_dict",),
 )
 # an attribute of a model whose layers the log has counted
@@ -66,10 +67,10 @@ SAID = "coat_layers_said"
 
 
 def watch_optimizer(chain: ChainedOptimizer, config: WatchConfig) -> Watch | None:
-    """Watches the model of a chain of optimizers that `install` has seen being built, as `config` says. None
-    without such a model, or where "every" is 0.
+    """Watches the model of a chain of optimizers whose construction `install` has patched, by `config`. None
+    without such a model, or if "every" is 0.
 
-    Call it on every rank. A chain that `install` has seen itself is watched already: that watch ends.
+    Call it on every rank. If `install` already watches the chain, that watch ends.
     """
     chunks = _chunks_of_chain(chain)
     if not chunks or not config.every:
@@ -93,7 +94,7 @@ def watch_optimizer(chain: ChainedOptimizer, config: WatchConfig) -> Watch | Non
                 optimizer.keep(own, whether)
 
     optimizers = [part.optimizer for part in ours]
-    # Megatron-LM counts steps; in a loop of one's own the watch does
+    # Megatron-LM counts steps; in a user's own loop the watch does
     host = options.megatron_lm()
     watch = Watch(
         model,
@@ -110,7 +111,7 @@ def watch_optimizer(chain: ChainedOptimizer, config: WatchConfig) -> Watch | Non
         keep=keep,
         say=_say,
     )
-    # of an earlier watch: Megatron chains optimizers anew for some
+    # of an earlier watch: Megatron builds a second chain for some optimizers
     STEP.remove(on=chain)
     for part in chain.chained_optimizers:
         if getattr(part, KEY, None) is not None:
@@ -159,7 +160,7 @@ def _loading(watch: Watch, load: Callable) -> Callable:
 
 
 def _steps_taken(optimizers: Iterable[CoatAdamW]) -> int:
-    """The most steps that an optimizer on any rank has taken: some ranks may hold no state."""
+    """The largest number of steps of an optimizer on any rank: some ranks may hold no state."""
     states = itertools.chain.from_iterable(optimizer.state.values() for optimizer in optimizers)
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, max((int(state["step"]) for state in states), default=0))
@@ -181,15 +182,15 @@ def _chunks_of(part: MegatronOptimizer) -> Iterator[torch.nn.Module]:
 
 
 def _union(names: list[str]) -> list[str]:
-    """The names of all ranks, in one order."""
+    """The names of all ranks, in the same order on each."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, names)
     return list(dict.fromkeys(itertools.chain.from_iterable(found)))
 
 
 def _writers() -> list[Callable]:
-    """What gives readings to Megatron-LM's writers, on all ranks if its arguments name any: the last rank has
-    them."""
+    """Functions that pass readings to Megatron-LM's writers, on all ranks if its arguments name any: the last
+    rank has the writers."""
     host = options.megatron_lm()
     if host is None:
         return []
@@ -201,23 +202,23 @@ def _writers() -> list[Callable]:
 
 def _samples_done() -> int:
     host = options.megatron_lm()
-    # Megatron-LM counts them behind the step
+    # Megatron-LM counts them after the step
     return 0 if host is None else host.get_args().consumed_train_samples + get_current_global_batch_size()
 
 
 def _say(line: str, level: int) -> None:
-    # Megatron-LM shows warnings, unless told otherwise
+    # Megatron-LM shows warnings by default
     log_single_rank(logger, max(level, logging.WARNING), line)
 
 
 def check_host(model_chunks: Iterable[torch.nn.Module], config: WatchConfig) -> bool:
-    """Whether a model of these chunks is watched. Raises CoatConfigError where it cannot be and `config` asks
-    for more than the defaults do."""
+    """Whether a model of these chunks is watched. Raises CoatConfigError if it cannot be watched and `config`
+    differs from the defaults."""
     sharded = [chunk for chunk in model_chunks if getattr(chunk.ddp_config, "use_megatron_fsdp", False)]
     if sharded and config.every and (config.folder or config.act != "off"):
         key = "folder" if config.folder else "act"
         raise CoatConfigError(
-            f"coat.watch.{key}: found {getattr(config, key)!r} beside --use-megatron-fsdp, whose parameters "
+            f"coat.watch.{key}: found {getattr(config, key)!r} with --use-megatron-fsdp, whose parameters "
             'come and go. Set "watch": false, or remove --use-megatron-fsdp.'
         )
     return not sharded
@@ -239,7 +240,7 @@ def _chaining(init: Callable) -> Callable:
     def coat_init(self, chained_optimizers):
         init(self, chained_optimizers)
         _say_left_to_adam(self)
-        # a subclass that shares layers out among ranks is a part of another chain
+        # a subclass that distributes layers over ranks is a part of another chain
         if type(self) is ChainedOptimizer:
             given = [part.coat_config for part in chained_optimizers if hasattr(part, "coat_config")]
             if not given and (line := options.idle_optimizer()) is not None:
@@ -251,8 +252,8 @@ def _chaining(init: Callable) -> Callable:
 
 
 def _say_layers(chunks: list[torch.nn.Module]) -> None:
-    """One line of what the layers of this rank do, as DeepSpeed's engines say it, where any is ours; once,
-    though Megatron may chain the optimizers of a model anew."""
+    """Logs one line on the layers of this rank, as DeepSpeed's engines do, if any is COAT's; once per model,
+    though Megatron may build several chains for it."""
     layers = layers_of(whole_model(chunks), "Megatron's own")
     if layers.made and not hasattr(chunks[0], SAID):
         setattr(chunks[0], SAID, True)
@@ -260,7 +261,8 @@ def _say_layers(chunks: list[torch.nn.Module]) -> None:
 
 
 def _say_left_to_adam(chain: ChainedOptimizer) -> None:
-    """A line where Muon, or another optimizer of matrices, does not get the weights of grouped experts."""
+    """Logs a line if Muon, or another optimizer of matrices, does not train the weights of grouped
+    experts."""
     inner = [type(getattr(part, "optimizer", part)) for part in chain.chained_optimizers]
     of_matrices = [
         cls.__name__
@@ -283,8 +285,8 @@ def installed() -> bool:
 
 
 def install() -> None:
-    """From now on watches what Megatron's optimizers train, as the block says: that of `optimizer.install`,
-    or else that of `COAT_CONFIG`. A second call does nothing.
+    """From now on watches the models that Megatron's optimizers train, by the block of `optimizer.install`,
+    or else of `COAT_CONFIG`. A second call does nothing.
 
     Raises RuntimeError, before anything is changed, if this Megatron is not as expected.
     """

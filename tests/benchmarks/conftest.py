@@ -1,4 +1,4 @@
-"""One process with Megatron's groups, for the layers that are measured."""
+"""One process with Megatron's groups, for the layers that the benchmarks measure."""
 
 import pytest
 from torch.nn.attention import SDPBackend, sdpa_kernel

@@ -1,4 +1,4 @@
-"""The convergence benchmark trains, stops and goes on, and tells apart what cannot be compared."""
+"""The convergence benchmark trains, stops and resumes, and refuses comparisons of unlike runs."""
 
 import argparse
 import csv
@@ -25,7 +25,7 @@ def work(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def converge_on(text):
-    """Calls the benchmark; its output and the rows of its table."""
+    """Runs the benchmark; returns its output and the rows of its table."""
 
     def call(folder, output, *arguments, fails=False):
         paths = ["--text", str(text), "--work", str(folder / "work"), "--output", str(output)]
@@ -38,7 +38,7 @@ def converge_on(text):
 
 
 def lines(folder, name):
-    """What a run left behind, without its speed."""
+    """The log lines of a run, without its speed."""
     found = {(r["step"], "loss" in r): r for r in read_metrics(folder / f"{name}.jsonl")}
     for record in found.values():
         record.pop("tokens_per_s", None)
@@ -47,7 +47,7 @@ def lines(folder, name):
 
 @pytest.fixture(scope="module")
 def trained(work, converge_on):
-    """Runs that were made in one piece."""
+    """Runs that were not interrupted."""
     return converge_on(work, work / "converge.csv", "--runs", *TRAINED)
 
 
@@ -57,13 +57,13 @@ def test_runs_learn_alike_and_a_change_goes_on_where_the_other_stopped(work, tra
     rows = {f"{row['run']}-seed{row['seed']}": row for row in rows}
     assert list(rows) == TRAINED
     for row in rows.values():
-        # 384 ids, of which nothing is known
+        # ln(384) is the loss of an untrained model with 384 ids
         assert float(row["val_loss_start"]) == pytest.approx(math.log(384), abs=0.3)
         assert float(row["val_loss"]) < float(row["val_loss_start"]) - 0.05
-    # FP8 rounds by 2^-4 of what the run has learned
+    # FP8 rounds by 2^-4 of the loss that the run has gained
     learned = float(rows[TRAINED[0]]["val_loss_start"]) - float(rows[TRAINED[0]]["val_loss"])
     bf16, coat, changed = (float(rows[name]["val_loss"]) for name in TRAINED)
-    # in the layers that were trained they are that loss, in the others they are rounded
+    # the loss in the layers of the training is that of the run; in the other layers it is rounded
     in_stock, in_fp8 = ([rows[name][f"val_loss_{x}"] for name in TRAINED] for x in ("bf16", "fp8"))
     assert in_stock[0] == rows[TRAINED[0]]["val_loss"] != in_fp8[0]
     assert in_fp8[1:] == [rows[name]["val_loss"] for name in TRAINED[1:]] and in_stock[1] != in_fp8[1]
@@ -78,7 +78,7 @@ def test_runs_learn_alike_and_a_change_goes_on_where_the_other_stopped(work, tra
     assert all(before[key]["run"] for key in before)
     for step in range(1, half + 1):
         assert after[step, True]["loss"] == before[step, True]["loss"]
-    # the same weights in other layers, which round by 2^-4 of what was learned up to here
+    # the same weights in other layers, which round by 2^-4 of the loss gained so far
     found, expected = after[half + 1, True]["loss"], before[half + 1, True]["loss"]
     assert 0 < abs(found - expected) < 2**-4 * (before[1, True]["loss"] - expected)
     assert (work / "converge.png").stat().st_size > 0
@@ -87,11 +87,11 @@ def test_runs_learn_alike_and_a_change_goes_on_where_the_other_stopped(work, tra
 @pytest.mark.long("a benchmark's dry run")
 def test_a_run_in_parts_gives_the_bits_of_one_piece_and_is_not_made_again(work, trained, converge_on):
     parts = work / "parts"
-    # no time at all: one step
+    # no time at all allows one step
     out, rows = converge_on(parts, parts / "converge.csv", "--runs", "coat", "--minutes", "0")
     assert "time is over after step 1 of" in out and not rows
     assert lines(parts / "converge", "coat-seed1").keys() == {(0, False), (1, True), (1, False)}
-    # what is complete is not made again, wherever it was made
+    # complete runs are not repeated, in whichever folder they are
     for suffix in (".json", ".jsonl"):
         shutil.copy(work / f"converge/bf16-seed1{suffix}", parts / "converge")
     out, rows = converge_on(parts, parts / "converge.csv", "--runs", "bf16", "coat")
@@ -135,7 +135,7 @@ def test_other_recipes_do_not_share_a_folder(work, trained, text):
 
 
 def conditions(tmp_path, *given):
-    """What runs share that are called with these options."""
+    """The conditions that runs with these options share."""
     parser = argparse.ArgumentParser()
     options(parser)
     arguments = parser.parse_args(["--work", str(tmp_path), *given])
@@ -162,7 +162,7 @@ def test_files_of_runs_with_dots_in_their_names_are_found(tmp_path):
         (tmp_path / f"work/{name}.json").write_text('{"conditions": {}}')
         carry(tmp_path / "work" / name, tmp_path / "out")
         assert (tmp_path / f"out/{name}.jsonl").read_text() == name
-    # the first folder's
+    # those of the first folder
     runs = complete_runs([tmp_path / "out", tmp_path / "work"], {})
     assert runs == {name: tmp_path / "out" / name for name in names}
 
@@ -207,7 +207,7 @@ def test_what_is_claimed_of_losses(seeds, losses, holds):
         ": holds." if holds else "not hold."
     )
     assert claims(rows[: len(seeds)]) == claims(rows[len(seeds) :]) == []
-    # where BF16 has other seeds, too
+    # also if BF16 has further seeds
     paired = f" nat, {losses[0] - seeds[0]:+.4f} to BF16 of the same seeds"
     assert (paired in said) == (len(losses) < len(seeds))
 

@@ -1,4 +1,5 @@
-"""Pretrained weights mean the same on both paths, the task can tell, and the dry run trains both."""
+"""Pretrained weights compute the same on both paths, the task can measure a difference, and the dry run
+trains both."""
 
 import argparse
 import csv
@@ -59,7 +60,7 @@ def test_both_paths_compute_the_same(megatron, tiny):
         expected = theirs.float()(batch.tokens, None, None, labels=batch.labels)
         found = ours.float()(batch.tokens, batch.position_ids, None, labels=batch.labels)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-    # transformers' own loss is the mean of these
+    # transformers' own loss is the mean of these losses
     labels = {"labels": batch.labels, "shift_labels": batch.labels}
     assert theirs.model(input_ids=batch.tokens, **labels).loss.item() == pytest.approx(expected.mean().item())
 
@@ -95,11 +96,11 @@ def test_a_model_that_knows_the_words_is_right(text, tmp_path, knows):
     assert len(rows.tokens) == 6 * cloze.CANDIDATES
 
     class Oracle(torch.nn.Linear):
-        """Finds tokens of first candidates likelier than others, or less likely."""
+        """Gives first candidates more probability than the others, or less."""
 
         def forward(self, tokens, positions, mask, *, labels):
             right = torch.arange(len(tokens)) % cloze.CANDIDATES == 0
-            # what is not of a candidate does not count
+            # tokens outside of a candidate do not count
             noise = 1e3 * (1 - rows.counts.float()) * torch.rand(labels.shape)
             return noise + (right[:, None] != knows).float()
 
@@ -124,7 +125,7 @@ def test_the_dry_run(text, tmp_path):
     for row in rows.values():
         assert float(row["val_loss"]) < float(row["val_loss_start"]) - 0.01
         assert 0 <= float(row["cloze"]) <= 1 and int(row["questions"]) > 0
-        # of the layers that are trained, and of the other ones
+        # of the layers used in training, and of the other ones
         same, other = ("bf16", "fp8") if row["system"] == "bf16" else ("fp8", "bf16")
         for end in ("", "_start"):
             own, alike, apart = (float(row[f"val_loss{name}{end}"]) for name in ("", f"_{same}", f"_{other}"))

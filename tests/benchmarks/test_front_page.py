@@ -1,4 +1,4 @@
-"""The README's table is that of the committed results, and compares what one run measured."""
+"""The README's table matches the committed results, and compares cases of one run."""
 
 import csv
 import shutil
@@ -17,7 +17,7 @@ def results(tmp_path):
 
 
 def change(path, system, **values):
-    """Rewrites the row at equal micro-batch of a system; without values, leaves it out."""
+    """Rewrites the row at equal micro-batch of a system; without values, removes it."""
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
     found = [r for r in rows if (r["system"], r["way"], r["limited"]) == (system, front_page.WAY, "False")]

@@ -25,7 +25,8 @@ def run(*arguments):
 
 
 def run_here(*arguments):
-    """The same within this process: for what starts no training and changes nothing, without the imports."""
+    """The same within this process, to save the imports: for commands that start no training and change
+    nothing."""
     out, err = io.StringIO(), io.StringIO()
     code = 0
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -54,7 +55,7 @@ def test_rows_of_different_columns_share_a_file_headed_by_the_environment(tmp_pa
     table = Table("name", tmp_path / "deep" / "name.csv")
     table.add(optimizer="copy", ms=2.0)
     table.add(optimizer="ours", ms=2.1, peak_mb=0.5)
-    # whoever is killed now has both
+    # after this point a kill loses neither row
     rows = list(csv.DictReader((tmp_path / "deep" / "name.csv").open()))
     assert [r["ms"] for r in rows] == ["2.0", "2.1"] and [r["peak_mb"] for r in rows] == ["", "0.5"]
     assert rows[0]["torch"] == torch.__version__ and rows[0]["commit"]

@@ -1,4 +1,4 @@
-"""The benchmark of DeepSpeed's ZeRO counts what is there; nothing here is timed."""
+"""The benchmark of DeepSpeed's ZeRO counts bytes correctly; nothing here is timed."""
 
 import csv
 
@@ -30,7 +30,7 @@ def test_every_rank_of_zero_holds_what_is_predicted(tmp_path):
         )
         # torch's AdamW counts steps in tensors; no border between ranks cuts a group
         assert states == pytest.approx(states_predicted, abs=1e-3), row
-        # angles of rotary positions, and norms that are whole at stage 3, come on top
+        # plus the angles of rotary positions, and norms, which stage 3 does not partition
         assert 0 <= held - predicted < 0.02 or torch.cuda.is_available(), row
         # as derived in tests/coat_ds/test_zero.py
         first, loss, difference = (float(row[name]) for name in ("loss_first", "loss", "loss_to_stock"))
@@ -40,7 +40,7 @@ def test_every_rank_of_zero_holds_what_is_predicted(tmp_path):
 
 
 def test_a_case_of_zero_that_fails_leaves_the_others_standing(monkeypatch):
-    # no such stage
+    # there is no stage 7
     cases = [zero.CASES[0], zero.Case(7, zero.STOCK), zero.CASES[0]]
     rows = zero.run_cases(cases, 1, zero.TINY, 1)
     assert [["note" in row for row in ranks] for ranks in rows] == [[False], [True], [False]]

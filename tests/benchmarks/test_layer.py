@@ -1,4 +1,5 @@
-"""Every maker's layer is the same function, and what is counted is what is there; nothing here is timed."""
+"""Every implementation's layer is the same function, and bytes are counted correctly; nothing here is
+timed."""
 
 import csv
 
@@ -48,8 +49,8 @@ def test_makers_agree_with_exact_arithmetic(device, name):
         layer.load(weights)
         errors = result_of(layer, x, grad).errors(expected, layer)
         assert errors.keys() == {"y", "dx", *weights}
-        # each operation rounds to BF16, by 2^-9 at most. Fewer than 64 lie on the way to any tensor, and the
-        # sums over tokens that give the gradients of norms and biases may be kept in BF16 too
+        # each operation rounds to BF16, by 2^-9 at most. Fewer than 64 roundings lie on the way to any
+        # tensor, and the sums over tokens that give the gradients of norms and biases may be kept in BF16 too
         assert max(errors.values()) < (64 + shape.tokens) ** 0.5 * 2**-9, errors
 
 
@@ -72,14 +73,14 @@ def test_flops_are_those_of_the_products(device, name):
         layer.forward(x).sum().backward()
     counts = counter.get_flop_counts()["Global"]
     products = sum(n for op, n in counts.items() if op in (torch.ops.aten.mm, torch.ops.aten.addmm))
-    # q k^T and its product with v: two a pair of positions and channel, each of which takes two operations;
-    # half of the pairs; three times for both passes
+    # q k^T and the GEMM with v: two per pair of positions and channel, each of two operations; half of the
+    # pairs; times three for both passes
     attention = 3 * 2 * 2 * shape.tokens * shape.sequence * shape.hidden / 2
     assert flops(shape) == products + attention
 
 
 class _Copying(torch.autograd.Function):
-    """A product that keeps a transposed copy of the weight, made anew or handed in."""
+    """A GEMM that keeps a transposed copy of the weight, either computed on each call or given."""
 
     @staticmethod
     def forward(ctx, x, weight, copy):

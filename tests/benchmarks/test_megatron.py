@@ -1,4 +1,4 @@
-"""Benchmarks of Megatron's step and of watching count what is there; nothing here is timed."""
+"""Benchmarks of Megatron's step and of watching count bytes correctly; nothing here is timed."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ def test_states_of_a_megatron_step_are_counted(tmp_path):
     assert result.returncode == 0, result.stderr
     rows = {row["optimizer"]: row for row in rows_of(path)}
     held = {name: float(row["held_bytes_per_parameter"]) for name, row in rows.items() if not row["note"]}
-    # weights 2, gradients 4, masters 4 or 2 beside the weights, moments 8 or 2.08; norms keep 8
+    # weights 2, gradients 4, masters 4, or 2 in addition to the weights, moments 8 or 2.08; norms keep 8
     for name, expected in {"Megatron's Adam": 18, "COAT": 12.08, "COAT, precision aware": 10.08}.items():
         assert expected < held[name] < expected + 0.1, name
 

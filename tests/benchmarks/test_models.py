@@ -1,4 +1,4 @@
-"""Converted models are measured; the times themselves are not tested."""
+"""Converted models are measured; the tests do not check the times."""
 
 import argparse
 import sys

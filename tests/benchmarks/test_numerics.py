@@ -1,4 +1,4 @@
-"""Errors of layers, and which of their differences are more than chance."""
+"""Errors of layers, and which of their differences are larger than chance."""
 
 import csv
 import math
@@ -13,7 +13,7 @@ BESIDE = "ours, saved E4M3"
 
 @pytest.fixture(scope="module")
 def table(tmp_path_factory):
-    """A tiny run, by data, layer and figure, and where its files are."""
+    """A tiny run by data, layer and figure, and the folder of its files."""
     path = tmp_path_factory.mktemp("numerics") / "numerics.csv"
     size = "--quick", "--steps", "2", "--models", "1"
     layers = "--layers", "BF16", "ours", BESIDE
@@ -27,7 +27,7 @@ def table(tmp_path_factory):
 def test_errors_are_those_of_the_formats_on_three_kinds_of_data(table):
     rows, path = table
     for data in ("trained", "outliers", "random"):
-        # BF16 rounds to 8 bits and E4M3 to 4: by 2^-9 and 2^-5 at most, and several times
+        # BF16 has 8 significant bits and E4M3 has 4: errors of 2^-9 and 2^-5 at most, several times
         assert float(rows[data, "BF16", "RMS error"]["linear_fc1"]) < 64**0.5 * 2**-9
         assert 2**-6 < float(rows[data, "ours", "RMS error"]["linear_fc1"]) < 64**0.5 * 2**-5
 
@@ -37,10 +37,10 @@ def test_ratios_have_standard_errors(table):
     rows, path = table
     for data in ("trained", "outliers", "random"):
         ratio, deviation = rows[data, "ours", f"to {BESIDE}"], rows[data, "ours", "standard error"]
-        # what is kept for backward does not change forward, to the bit
+        # the format saved for backward does not change the forward pass, to the bit
         assert (float(ratio["y"]), float(deviation["y"])) == (1, 0)
-    # of normal values E5M2 takes 5.3 % (RMS), which both have, E4M3 2.7 and square roots 0.7. Behind the
-    # gradient's 5.3 and the product's own 2.7, which both have as well, ours is 0.7 off and the other 2.7
+    # RMS errors of normal values: E5M2 5.3 %, in both; E4M3 2.7 %; square roots 0.7 %. To the gradient's 5.3
+    # and the GEMM's own 2.7, which both have, ours adds 0.7 and the other one 2.7
     expected = math.hypot(5.3, 2.7, 0.7) / math.hypot(5.3, 2.7, 2.7)
     found, deviation = (float(row["linear_fc2"]) for row in (ratio, deviation))
     assert abs(found - expected) < 0.03 and 0 < deviation < 0.01

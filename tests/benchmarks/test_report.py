@@ -1,4 +1,4 @@
-"""The page of results is what the committed files give."""
+"""The page of results matches the committed files."""
 
 import csv
 import shutil

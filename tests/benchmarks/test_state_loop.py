@@ -1,4 +1,4 @@
-"""Codes over many steps: a quick run, and what the figures have to be where they are known."""
+"""Codes over many steps: a quick run, and figures whose exact value is known."""
 
 import csv
 
@@ -32,7 +32,7 @@ def test_every_code_has_a_row_for_each_model_beta2_and_kind_of_matrix(tmp_path):
         for row in rows
         if (row["model"], row["kind"]) == ("small", "all")
     }
-    # eight bits of which four say how large a value is, against eight that all do
+    # E4M3 encodes the magnitude in four of its eight bits, ratio8 and log8 in all eight
     assert error["ratio8, log8", "0.95"] < 0.5 * error["fp8_expanded, fp8_expanded", "0.95"]
     # BF16 rounds each moment by 2^-9 at most, uniformly
     assert error["bf16, bf16", "0.95"] < 2**-9
@@ -71,12 +71,12 @@ def test_a_moment_of_ones_is_itself(beta2):
     x = torch.ones(512)
     for name, case in cases(beta2).items():
         for y in case.code(x, x, 1):
-            # half a step of the coarsest code, E4M3's, which is dithered in none
+            # half a step of the coarsest code, E4M3's; none of these is dithered
             assert (y - 1).abs().max() < 2**-4, name
 
 
 def moments() -> tuple[torch.Tensor, torch.Tensor]:
-    """Over nine decades, with zeros, and with second moments that lie below the least scales."""
+    """Moments over nine decades, with zeros, and with second moments below the smallest scales."""
     generator = torch.Generator().manual_seed(0)
     scale = torch.logspace(-11, -2, 64)[:, None]
     m = torch.randn(64, 256, generator=generator) * scale
@@ -105,7 +105,7 @@ def test_flashoptims_code_is_flashoptims():
     m, v = moments()
 
     def through(x, dtype, code, largest, sqrt, softsign):
-        """Its kernels without their tuning, which needs a GPU."""
+        """Runs its kernels without their tuning, which needs a GPU."""
         codes, scales, y = x.to(dtype), torch.empty(x.numel() // 32, dtype=torch.float16), torch.empty_like(x)
         of = {"GROUP_SIZE": 32, "SQRT": sqrt, "SOFTSIGN": softsign, "BLOCK_SIZE_N": 1024}
         grid = (x.numel() // 1024,)

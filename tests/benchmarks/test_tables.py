@@ -1,4 +1,4 @@
-"""The tables of docs/ are those of the committed results, and figures stand in tables alone."""
+"""The tables of docs/ match the committed results, and measured figures occur in tables only."""
 
 import csv
 import re
@@ -9,12 +9,12 @@ import pytest
 from benchmarks import tables
 from benchmarks.common.harness import RESULTS
 
-# what was measured, but for sizes that somebody chose
+# a measured figure; sizes that a user chooses are excluded
 FIGURE = re.compile(
     r"\d (?:ns|ms|MB|tokens per second|TFLOP/s)\b|\d(?:\.\d+)? times (?:as|faster|less)|\d\.\d (?:%|GB)"
 )
 BLOCK = re.compile(r"<!-- begin: .*?<!-- end -->|^```.*?^```", re.S | re.M)
-# of other sources: arithmetic that the page shows
+# from other sources: arithmetic that the page shows
 ELSEWHERE = {
     "install.md": ["It adds less than 1 ms to `import torch`"],
     "design.md": ["which gives 0.4 % more error"],

@@ -21,7 +21,7 @@ JOB = Job("llama2-7b", "zero2", "BF16", 32, 4)
 def search(
     fixed: float, slope: float, limit: float, fits=lambda peak, limit: peak <= limit, planned: int = 0
 ) -> list[dict]:
-    """Rows of a whole search, where the peak of micro-batch m is `fixed + slope * m` bytes."""
+    """Rows of a complete search, where the peak of micro-batch m is `fixed + slope * m` bytes."""
     rows = []
     while (case := next_case([JOB], rows, limit, {JOB: planned})) is not None:
         assert len(rows) < 20
@@ -62,7 +62,7 @@ def test_after_an_equal_batch_that_is_too_large_smaller_ones_are_tried():
     rows = [equal | {"note": "OutOfMemoryError: CUDA out of memory"}]
     assert next_case([JOB], rows, 80e9, {}) == (JOB, 2, True)
     assert next_case([JOB], rows, 80e9, {JOB: 3}) == (JOB, 3, True)
-    # the plan was wrong of what was measured already
+    # the plan is corrected by the measured rows
     assert next_case([JOB], rows, 80e9, {JOB: 4}) == (JOB, 2, True)
     rows = [equal | {"note": "ImportError: no such package"}]
     assert next_case([JOB], rows, 80e9, {}) is None and next_case([JOB], rows, None, {}) is None
@@ -104,16 +104,18 @@ def test_a_dry_run_counts_what_is_predicted(measured):
         assert row["gpus"] == 1 and row["micro_batch"] == 2 and row["limited"] is False
         if layers != 2:
             assert row["loss_first"] == pytest.approx(math.log(512), abs=0.1)
-        # what small layers save is their graphs' on a GPU, beside an input and two gradients of 64 channels
+        # on a GPU, small layers save tensors in their CUDA graphs, together with an input and two gradients
+        # of 64 channels
         saved = row["saved_predicted_mb"] or row["graphs_predicted_mb"] - 3 * 2 * (2 * 64) * 64 / 1e6
-        # on a CPU Megatron's layers keep more than on a GPU: FP32 inputs of norms, and qkv beside its parts
+        # on a CPU Megatron's layers save more than on a GPU: FP32 inputs of norms, and qkv in addition to its
+        # parts
         assert saved <= row["saved_mb"] < 1.6 * saved
     for system in systems:
         one, two, three = (found[system, layers] for layers in (1, 2, 3))
         assert two["extrapolated_from"] == "1 and 3 layers" and "loss_first" not in two
         for name in ("ms", "weights_mb", "states_mb", "saved_mb"):
             assert two[name] == pytest.approx((one[name] + three[name]) / 2)
-        # of a device that is not known
+        # for an unknown device
         assert "mfu" not in two
         assert two["tokens_per_s_gpu"] == pytest.approx(2 * 64 / two["ms"] * 1e3)
     assert found["COAT", 3]["saved_mb"] < 0.4 * found["BF16", 3]["saved_mb"]
@@ -129,7 +131,7 @@ def test_the_whole_is_extrapolated_from_rows_of_one_micro_batch():
     assert two["ms"] == 90.0 and two["peak_mb"] == 84e3
     assert two["layers"] == 40 and two["micro_batch"] == 2
     one = extrapolate("llama2-13b", "zero3", "COAT", 1, 2, rows)
-    # of 20 layers of 12 h^2 weights over two ranks: 2 + 2 + 4 + 2.0781 bytes; and what they save
+    # 20 layers of 12 h^2 weights over two ranks: 2 + 2 + 4 + 2.0781 bytes; plus the bytes that they save
     weights = 20 * (4 * 5120**2 + 3 * 5120 * 13824) / 2
     saved = 20 * 2048 * (17 / 16 * 2 * (5120 + 13824) + 2 * 4 * 5120 + 4 * 40)
     assert one["peak_mb"] == pytest.approx(40e3 + (10.0781 * weights + saved) / 1e6, rel=1e-3)
@@ -153,14 +155,14 @@ def test_rows_stay_and_what_cannot_run_is_one(measured):
 @pytest.mark.long("a benchmark's dry run")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a dry run, for machines without a GPU")
 def test_a_case_that_fails_leaves_the_others_standing(monkeypatch):
-    # negative: no process gets as far as a model
+    # negative: no process reaches the model
     jobs = [Job("tiny", "tp2", system, layers, 2) for system, layers in (("BF16", 0), ("COAT", 1))]
     rows, added = [], []
     settings = {"limit": None, "planned": {}, "steps": 1, "deadline": math.inf}
     run_jobs(jobs, rows, 2, settings, added.append)
     assert rows == added and [row["layers"] for row in rows] == [0, 1]
     assert rows[0]["note"] and "ms" in rows[1]
-    # two norms and the last one are whole on both ranks
+    # two norms and the last one are replicated on both ranks
     norms = 3 * MODELS["tiny"].layer.hidden
     parameters = (MODELS["tiny"].sizes(1).parameters - norms) / 2 + norms
     assert rows[1]["weights_mb"] == pytest.approx(2 * parameters / 1e6)
@@ -169,7 +171,7 @@ def test_a_case_that_fails_leaves_the_others_standing(monkeypatch):
 @pytest.mark.long("a benchmark's dry run")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a dry run, for machines without a GPU")
 def test_a_case_holds_nothing_of_one_before(monkeypatch):
-    """Megatron's buffer for gathered hidden states stays as large as the largest micro-batch wanted it."""
+    """Megatron's buffer for gathered hidden states stays as large as the largest micro-batch needed."""
     small = Job("tiny", "tp2", "COAT", 1, 2)
     held = []
     for jobs in ([small], [Job("tiny", "tp2", "BF16", 1, 16), small]):
@@ -177,7 +179,7 @@ def test_a_case_holds_nothing_of_one_before(monkeypatch):
         run_jobs(jobs, [], 2, {"limit": None, "planned": {}, "steps": 1, "deadline": math.inf}, rows.append)
         held.append(rows[-1]["between_steps_mb"])
         assert rows[-1]["micro_batch"] == 2
-    # of 64 tokens and 64 channels in BF16 the larger one would be 0.13 MB; loggers may keep some bytes
+    # the larger one would be 0.13 MB, for 64 tokens and 64 channels in BF16; loggers may keep some bytes
     assert held[1] == pytest.approx(held[0], abs=0.01)
 
 
@@ -207,10 +209,10 @@ def test_a_plan_needs_nothing(tmp_path):
     rows = read_rows(path)
     assert {row["system"] for row in rows} == set(BY_DEFAULT) and len(rows) == 2 * 2 * len(BY_DEFAULT)
     for row in rows:
-        # the roles have their most at different moments
+        # the roles peak at different moments
         parts = [row[f"{part}_predicted_mb"] for part in ROLES]
         assert max(parts) < row["all_predicted_mb"] <= sum(parts)
-        # 13 billion weights but for embeddings, twice, in FP8
+        # two FP8 copies of 13 billion weights, except embeddings
         copied = row["system"] == "COAT, fastest" or SYSTEMS[row["system"]].package
         cached = 2 * 12687.8 / (4 if row["way"] == "tp4" else 1) if copied else 0
         assert row["copies_predicted_mb"] == pytest.approx(cached, rel=1e-4)

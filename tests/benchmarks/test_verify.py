@@ -1,4 +1,5 @@
-"""The headline figures are those that are stored; the gate tells what holds from what does not."""
+"""The headline figures equal the stored ones, and the gate separates claims that hold from claims that do
+not."""
 
 import csv
 import math
@@ -46,7 +47,7 @@ def test_another_stored_figure_fails(tmp_path):
     shutil.copy(RESULTS / SPEED.file, tmp_path)
     assert verify.check_stored(SPEED, tmp_path).result == "pass"
     pick = {"way": "zero2", "system": "COAT", "limited": "False"}
-    # 1.650
+    # the ratio is then 1.650
     change(tmp_path / SPEED.file, pick, tokens_per_s_gpu="16990.0")
     assert "has another" in verify.check_stored(SPEED, tmp_path).reason
     (tmp_path / SPEED.file).unlink()
@@ -97,7 +98,7 @@ def test_figures_are_taken_from_the_rows_that_are_named():
     losses = [{"run": "bf16", "val_loss": v} for v in (1.0, 1.2)] + [{"run": "coat", "val_loss": 1.25}]
     assert verify.figures(LOSS, losses)[0] == pytest.approx(0.15)
     assert verify.figures(LOSS._replace(how="above"), losses)[0] == pytest.approx(0.05)
-    # a run that diverged is not within the spread
+    # a diverged run is not within the spread
     losses[2]["val_loss"] = math.nan
     assert math.isnan(verify.figures(LOSS._replace(how="above"), losses)[0])
 
@@ -152,7 +153,7 @@ def test_what_cannot_run_here_says_why(tmp_path, monkeypatch, capsys):
         verify.chosen(["nothing"])
 
 
-# a benchmark that says where it ran, and when
+# a benchmark that prints where and when it ran
 MEASURE = """
 import csv, os, sys, time
 begin, gpus, path = time.time(), os.environ["CUDA_VISIBLE_DEVICES"], sys.argv[-1]
@@ -170,14 +171,14 @@ def commands_of(folder, gpus, monkeypatch):
     script.write_text(MEASURE)
     monkeypatch.setattr(commands, "PROGRAM", (sys.executable, str(script)))
     monkeypatch.setattr(commands, "visible_gpus", lambda: [str(gpu) for gpu in range(gpus)])
-    # commands run elsewhere
+    # commands run in another folder
     monkeypatch.chdir(folder)
-    # small sizes, for which no GPU is needed
+    # small sizes, which need no GPU
     return Commands(Path("work"), time.monotonic() + 600, True)
 
 
 def test_gpus_are_filled_and_a_command_of_many_gets_its_turn(tmp_path, monkeypatch, capsys):
-    # more than there are: small sizes take what there is
+    # more GPUs than there are: small sizes use the GPUs that exist
     wanted = {"layer 1": 1, "layer 2": 1, "zero": 4, "train 3": 1}
     with commands_of(tmp_path, 2, monkeypatch) as measured:
         measured.want_all((command, Needs(gpus)) for command, gpus in wanted.items())
@@ -189,10 +190,10 @@ def test_gpus_are_filled_and_a_command_of_many_gets_its_turn(tmp_path, monkeypat
     assert max(first["begin"], second["begin"]) < min(first["end"], second["end"])
     assert sorted(both["gpus"].removeprefix("GPUs ").split(",")) == ["0", "1"]
     assert max(first["end"], second["end"]) <= both["begin"] and both["end"] <= last["begin"]
-    # only a command that stops in time is told of it
+    # only a command that stops in time gets the time limit
     printed = capsys.readouterr().out
     assert "layer 1 --quick --output" in printed and "train 3 --minutes 9." in printed
-    # a next call takes what is there, if it was of the same sizes
+    # a next call reuses existing rows if they are of the same sizes
     with commands_of(tmp_path, 2, monkeypatch) as again:
         assert again.rows("layer 1", Needs(1)) == [first]
         again.quick = False
@@ -204,7 +205,7 @@ def test_a_part_of_a_measurement_is_not_taken_for_the_whole(tmp_path, monkeypatc
         with pytest.raises(RuntimeError, match="exit status 1: it broke"):
             measured.rows("layer fail", Needs(1))
         measured.want("layer 1", Needs(1))
-        # one that the machine ends in the middle leaves rows behind, too
+        # a command that the machine interrupts also leaves rows
         measured._advance()
         (process,) = measured.running.values()
     assert process.popen.returncode
@@ -216,7 +217,7 @@ def test_a_part_of_a_measurement_is_not_taken_for_the_whole(tmp_path, monkeypatc
 def test_a_search_that_time_was_over_in_has_found_no_largest(tmp_path):
     measured, one = Commands(tmp_path, math.inf, False), LARGEST._replace(gpus=0)
     shutil.copy(RESULTS / one.file, measured._path(one.command))
-    # it has ended
+    # the command counts as ended
     measured.failures[one.command] = ""
     assert verify.check_again(one, measured).result == "pass"
     measured.cut.add(one.command)

@@ -1,4 +1,5 @@
-"""Pictures say what their labels say, the scores can tell, and the dry run names what COAT replaced."""
+"""Pictures match their labels, the scores can measure a difference, and the dry run names the modules that
+COAT replaced."""
 
 import csv
 

@@ -22,5 +22,5 @@ def test_every_case_has_a_row_of_each_rank(tmp_path):
         rows = list(csv.DictReader(file))
     found = [(int(r["stage"]), int(r["micro_batches"]), json.loads(r["keys"]), r["rank"]) for r in rows]
     assert found == [(*case, rank) for case in CASES for rank in "01"]
-    # all see the same tokens and weights
+    # all cases see the same tokens and weights
     assert len({r["loss"] for r in rows}) == 1 and not any(r.get("note") for r in rows)

@@ -485,7 +485,7 @@ def test_doctor_looks_at_a_model(capsys, tmp_path):
 
 def test_doctor_says_what_it_needs(capsys, tmp_path):
     text = said(capsys, "doctor", "--deepspeed", "configs/ds_zero2_coat.json", code=2)
-    assert "--deepspeed: a model is needed beside it. Give --model" in text
+    assert "--deepspeed: a model is needed with it. Give --model" in text
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"hidden_size": 64}))
     assert "model_type: found none" in said(capsys, "doctor", "--model", str(path), code=2)

@@ -117,7 +117,7 @@ def test_known_failures_are_of_the_versions_that_have_them():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without a GPU")
 def test_without_a_gpu_nothing_is_claimed(tmp_path):
     found = by_check(machine.check(str(tmp_path), None))
-    for name in ("GPUs", "FP8 product", "Triton", "NCCL", "pinned memory"):
+    for name in ("GPUs", "FP8 GEMM", "Triton", "NCCL", "pinned memory"):
         assert found[name].state == UNKNOWN, found[name]
     assert found["disk"].state == OK
 
@@ -137,7 +137,7 @@ def test_all_of_a_machine_is_looked_at(tmp_path, monkeypatch):
 def test_a_gpu_with_fp8_is_healthy(tmp_path):
     found = machine.check(str(tmp_path), None)
     assert not [finding for finding in found if finding.state in (PROBLEM, UNKNOWN)], found
-    assert by_check(found)["FP8 product"].details["error"] > 0
+    assert by_check(found)["FP8 GEMM"].details["error"] > 0
 
 
 def test_a_wrong_product_is_a_problem(monkeypatch):
@@ -382,7 +382,7 @@ def test_a_dry_run_leaves_the_model_as_it_was():
             {},
             "peak",
             WARNING,
-            "That saves next to nothing: most are buffers",
+            "That saves next to nothing: most bytes are buffers",
         ),
     ],
     ids=str,

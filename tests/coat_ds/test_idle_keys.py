@@ -171,5 +171,5 @@ def test_patterns_of_the_optimizer_need_names(caplog):
 
 @pytest.mark.parametrize("act", ["warn", "act"])
 def test_a_watch_that_measures_nothing_cannot_act(act):
-    with pytest.raises(coat_ds.CoatConfigError, match=f"watch.act: found '{act}' beside \"every\": 0"):
+    with pytest.raises(coat_ds.CoatConfigError, match=f"watch.act: found '{act}' with \"every\": 0"):
         WatchConfig(every=0, act=act)

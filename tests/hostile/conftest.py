@@ -1,17 +1,18 @@
-"""How many inputs the property-based tests of this folder try, all together, and where their files are."""
+"""The total number of inputs that the property-based tests of this folder try, and the folder of their
+files."""
 
 import os
 from pathlib import Path
 
 import pytest
 
-# `make test-hostile` asks for 100,000, drawn at random; `make test` tries the same few each time, in seconds
+# `make test-hostile` runs 100,000 random inputs; `make test` tries the same few each time, in seconds
 RANDOM = "COAT_HOSTILE_EXAMPLES" in os.environ
 EXAMPLES = int(os.environ.get("COAT_HOSTILE_EXAMPLES", "300"))
 
 
 def share(part: float) -> int:
-    """The number of inputs of a test that takes `part` of all."""
+    """The number of inputs of a test that takes `part` of the total."""
     return max(1, round(part * EXAMPLES))
 
 

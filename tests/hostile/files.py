@@ -1,4 +1,4 @@
-"""Bytes and JSON values that are nearly what a file should hold."""
+"""Bytes and JSON values that differ a little from valid contents of a file."""
 
 import json
 import struct
@@ -14,7 +14,7 @@ NUMBERS = [0, 1, 2, 3, 255, 2**31 - 1, 2**31, 2**32 - 1, 2**62, 2**63, 2**64 - 1
 
 
 def tries(part: float = 0.06):
-    """Settings of a test that takes `part` of all inputs."""
+    """Settings of a test that takes `part` of the total inputs."""
     return settings(
         max_examples=max(5, share(part)),
         derandomize=not RANDOM,
@@ -25,7 +25,8 @@ def tries(part: float = 0.06):
 
 @st.composite
 def damaged(draw, whole: bytes) -> bytes:
-    """The bytes with bits flipped, parts cut out, put in or repeated, and numbers in the place of others."""
+    """The bytes with bits flipped, parts removed, inserted or repeated, or numbers replaced by other
+    numbers."""
     data = bytearray(whole)
     for _ in range(draw(st.integers(1, 4))):
         at = draw(st.integers(0, len(data)))
@@ -66,7 +67,7 @@ HOSTILE_VALUES = st.recursive(
 
 
 def changed(whole):
-    """A JSON value with some of its parts exchanged, missing, or under other names."""
+    """A JSON value with some parts exchanged, missing, or under other names."""
     if isinstance(whole, dict):
         parts = {key: st.one_of(st.just(value), changed(value)) for key, value in whole.items()}
         more = st.dictionaries(HOSTILE_TEXT, HOSTILE_VALUES, max_size=1)

@@ -1,4 +1,5 @@
-"""What the entry point and launchers read: used as it should be, or refused by a message that names it."""
+"""Files that the entry point and launchers read: used as written, or refused by a message that names the file
+or key."""
 
 import argparse
 import dataclasses
@@ -52,7 +53,7 @@ def test_deepspeed_configs(folder, data):
         assert top == "coat" or top in config, error
         assert rest
         return
-    # what was taken is what was asked for
+    # an accepted config has the requested values
     assert isinstance(coat, CoatConfig) and coat.enabled == (config.get("coat") or {}).get("enabled", False)
 
 

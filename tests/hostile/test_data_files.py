@@ -1,4 +1,4 @@
-"""Text, records, indexed datasets and tokenizers: used as they should be, or refused by name."""
+"""Text, records, indexed datasets and tokenizers: used correctly, or refused by an error that names them."""
 
 import json
 import struct
@@ -29,7 +29,8 @@ IDX, BIN = indexed([[[1, 2, 3], [4]], [[5, 6, 7, 8, 9]], [], [[10, 11], [12, 13,
 
 
 def all_tokens(split) -> list[int]:
-    """Of a corpus of samples of one token and its label, which the next one begins with."""
+    """Every token of a corpus whose samples are one token and its label; the label is the first token of the
+    next sample."""
     return [int(split.sample(i)[0]) for i in range(len(split))] + [int(split.sample(len(split) - 1)[1])]
 
 
@@ -45,7 +46,7 @@ def test_indexed_datasets(folder, idx, tokens):
     except DataError as error:
         assert str(prefix) in str(error) or "part of the corpus has" in str(error), error
         return
-    # each token of the file once, whatever the documents are
+    # each token of the file occurs once, however documents are cut
     dtype = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}[idx[17]]
     assert sorted(found) == sorted(np.frombuffer(tokens, dtype).tolist())
 

@@ -1,9 +1,10 @@
-"""Whatever a user can reach is edited, in a hook or between forward and backward, beside stock PyTorch.
+"""Edits of every tensor that a user can access, in a hook or between forward and backward, against PyTorch.
 
-Edits are in place, of the whole or of a part, through an alias, or through `.data`, of which autograd knows
-nothing. Where we raise, stock raises, too. Where we do not, results and gradients are those of the function
-as it was computed, which stock gives if whatever it saves is copied, since then it raises for no edit; or, of
-an edit through `.data`, what stock makes of it. All within the error of FP8.
+Edits are in place, of the whole tensor or of a part, through an alias, or through `.data`, which autograd
+does not notice. Where we raise an error, stock PyTorch raises one too. Where we do not, results and gradients
+are those of the function as it was computed. Stock gives these if every saved tensor is copied, because it
+then raises for no edit. For an edit through `.data`, results are those of stock with the same edit. All
+comparisons are within the error of FP8.
 """
 
 import functools
@@ -25,9 +26,9 @@ from tests.util import rel_rms
 
 S, B, H, FFN, HEADS = 32, 2, 64, 96, 2
 
-# what shows: a sign, and eight times the magnitude, which saturates if somebody believes the old one
+# visible in the result: a sign, and eight times the magnitude, which saturates with the old scale
 FACTOR = -8.0
-# after forward, nobody looks for a weight's magnitude again
+# after forward the magnitude of a weight is not measured again
 LATER = -0.5
 
 
@@ -37,7 +38,7 @@ def in_place(t, factor):
 
 
 def recorded(t, factor):
-    """As a part of the model's function, which autograd records; leaves refuse it."""
+    """Edits within the model's function, which autograd records; leaves refuse them."""
     t.mul_(factor)
 
 
@@ -71,7 +72,7 @@ BEHIND_AUTOGRAD = {"data_in_place", "data_part", "data_replaced"}
 
 @dataclass(frozen=True)
 class Case:
-    """`edit` of the tensor called `target` at a place of the forward pass, or "after" it."""
+    """An `edit` of the tensor called `target` at a place of the forward pass, or "after" it."""
 
     target: str
     edit: str
@@ -81,25 +82,25 @@ class Case:
 
 @dataclass
 class Editor:
-    """Carries out a case, in one run; none by default."""
+    """Carries out one case, in one run; without a case, none."""
 
     case: Case = Case("", "", "never")
     seen: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def see(self, place: str, **tensors: torch.Tensor) -> None:
-        """At `place` the user gets hold of tensors."""
+        """At `place` the user's code can access these tensors."""
         self.seen |= tensors
         if place == self.case.when:
             EDITS[self.case.edit](self.seen[self.case.target], LATER if place == "after" else FACTOR)
 
 
 def run(model, case: Case) -> dict[str, torch.Tensor] | RuntimeError:
-    """Results by name, or what was raised."""
+    """Results by name, or the raised error."""
     editor, parameters = Editor(case), model.parameters()
     values = {name: p.detach().clone() for name, p in parameters.items()}
     device = next(iter(values.values())).device
     generator = torch.Generator().manual_seed(1)
-    # small beside what the branches add, so that their errors show
+    # small compared with the output of the branches, so that their errors are visible
     x, grad = torch.randn(2, S, B, H, generator=generator).to(device, model.dtype)
     x = (0.01 * x).requires_grad_(case.train)
     try:
@@ -121,7 +122,7 @@ def run(model, case: Case) -> dict[str, torch.Tensor] | RuntimeError:
 
 
 def outcome_of(case: Case, ours, stock, bound: float) -> str:
-    """What became of one edit; AssertionError if it went wrong."""
+    """The outcome of one edit; AssertionError if the result is wrong."""
     plain = run(stock, case)
     with saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
         faithful = run(stock, case)
@@ -132,7 +133,7 @@ def outcome_of(case: Case, ours, stock, bound: float) -> str:
     accepted = [faithful, plain] if case.edit in BEHIND_AUTOGRAD else [faithful]
     accepted = [result for result in accepted if not isinstance(result, RuntimeError)]
     if not accepted:
-        # it refuses in-place operations on some outputs and on parts of a split
+        # stock refuses in-place operations on some outputs and on parts of a split
         assert all(value.isfinite().all() for value in found.values()), case
         return "stock refuses"
     for name, value in found.items():
@@ -142,16 +143,16 @@ def outcome_of(case: Case, ours, stock, bound: float) -> str:
 
 
 def attack(cases: list[Case], ours, stock, bound: float) -> None:
-    """Tries as many of the cases as the folder's number of inputs allows: the same ones each time."""
+    """Tries cases up to the folder's number of inputs: the same cases each time."""
     tried = random.Random(0).sample(cases, min(len(cases), max(1, EXAMPLES // 4)))
     outcomes = Counter(outcome_of(case, ours, stock, bound) for case in tried)
     print(f"{len(tried)} of {len(cases)} edits: {dict(outcomes)}")
-    # the attack was one
+    # the edits had an effect
     assert outcomes["both raise"] and outcomes["both work"]
 
 
 class Stack:
-    """norm -> linear -> SwiGLU -> linear, ours or torch's own."""
+    """norm -> linear -> SwiGLU -> linear, either ours or torch's own."""
 
     dtype = torch.float32
     parts = ("norm", "up", "activation", "down")
@@ -198,9 +199,8 @@ class Stack:
 
 
 def times(edit: str, *within: str) -> tuple[str, ...]:
-    """When a weight is edited. Backward reads it again, and with FP8 takes its scale from forward: in between
-    nobody may write it through `.data`, nor with stock.
-    """
+    """The places at which a weight is edited. Backward reads the weight again, and with FP8 uses the scale of
+    the forward pass: between the two no code may write it through `.data`, as with stock."""
     return ("begin",) if edit in BEHIND_AUTOGRAD else ("begin", *within, "after")
 
 
@@ -208,7 +208,7 @@ def stack_cases() -> list[Case]:
     cases = []
     for edit in EDITS:
         for part in Stack.parts:
-            # a plain tensor's notes are for the caller to forget who writes into it unseen
+            # after a write through `.data` to a plain tensor, the caller has to remove its notes
             if edit not in ("data_in_place", "data_part"):
                 cases += [Case(part, edit, part), Case(part, edit, part, train=False)]
             cases.append(Case(part, edit, "after"))
@@ -220,21 +220,20 @@ def stack_cases() -> list[Case]:
 
 def test_edits_of_a_stack(device):
     ours, stock = Stack(True, device), Stack(False, device)
-    # without edits results are off by up to 0.10, and edits enlarge what is rounded
+    # without edits results differ by up to 0.10, and edits enlarge the rounded values
     attack(stack_cases(), ours, stock, bound=0.2)
 
 
 class Layer:
-    """A Megatron layer of `spec`, whose modules' inputs and outputs an editor sees by hooks: of those modules
-    alone that it names, since we look for hooks, too.
-    """
+    """A Megatron layer of `spec`. Hooks give an editor the inputs and outputs of the modules that it names,
+    and of no others, because the layer also checks for hooks."""
 
     dtype = torch.bfloat16
 
     def __init__(self, spec):
         from megatron_ext.model import ModelShape, build_gpt
 
-        # torch's RMSNorm on a CPU computes with a copy of its input, and so does not notice edits
+        # torch's RMSNorm on a CPU computes with a copy of its input, and so does not detect edits
         model = build_gpt(
             ModelShape(1, H, FFN, HEADS, HEADS), spec, seq_length=S, vocab_size=64, normalization="LayerNorm"
         )
@@ -242,7 +241,7 @@ class Layer:
         self.layer.train()
         torch.manual_seed(0)
         for name, p in self.layer.named_parameters():
-            # of scores too small for softmax to enlarge their errors
+            # small scores, so that softmax does not enlarge their errors
             p.data.mul_(0.1 if "qkv" in name else 1 + 0.5 * torch.randn_like(p) if "norm" in name else 1)
 
     def parameters(self):
@@ -283,7 +282,7 @@ OUTPUTS = (
 INPUTS = {
     "self_attention": 1,
     "self_attention.linear_qkv": 1,
-    # of v the BF16 layer keeps a copy, and so does not notice edits
+    # the BF16 layer saves a copy of v, and so does not detect edits
     "self_attention.core_attention": 2,
     "self_attention.linear_proj": 1,
     "pre_mlp_layernorm": 1,
@@ -304,7 +303,7 @@ def layer_cases(parameters) -> list[Case]:
         within = "input_layernorm:out", "pre_mlp_layernorm:in0", "mlp:in0"
         cases += [Case(name, edit, when) for name in parameters for when in times(edit, *within)]
         if edit in BEHIND_AUTOGRAD:
-            # not the tensor that this hook is given, but one of those that wait to be added up to it
+            # this hook does not get the tensor itself, but one of the addends of a pending sum
             within = "input_layernorm:out", "mlp:in0"
         cases += [Case(name, edit, when) for name in "xh" for when in ("begin", *within, "after")]
     return cases
@@ -316,6 +315,6 @@ def test_edits_of_a_megatron_layer():
 
         ours, stock = Layer(coat_layer_spec), Layer(sdpa_layer_spec)
         stock.layer.load_state_dict(ours.layer.state_dict())
-        # as many roundings as in test_layer.py's table, twice that since edits enlarge what is rounded
+        # the number of roundings in test_layer.py's table, times two since edits enlarge the rounded values
         bound = 2 * (21 * 0.026**2 + 4 * 0.053**2) ** 0.5
         attack(layer_cases(ours.parameters()), ours, stock, bound)

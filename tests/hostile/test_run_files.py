@@ -1,4 +1,4 @@
-"""What a run leaves behind: used as it should be, or refused by a message that names it."""
+"""Files that a run writes: used correctly, or refused by a message that names the file."""
 
 import contextlib
 import dataclasses
@@ -84,7 +84,7 @@ LAYOUT = {"data_parallel_size": 1, "tensor_parallel_size": 1, "zero_stage": 1}
 
 
 def attack_checkpoints(where: str) -> dict[str, int]:
-    """One rank with an engine saves once; then it meets what becomes of the files. Counts what came of it."""
+    """One rank with an engine saves once; then it loads damaged files. Counts the outcomes."""
     from megatron_ext import cpu
 
     cpu.enable()
@@ -134,7 +134,7 @@ def attack_checkpoints(where: str) -> dict[str, int]:
             return None
 
     def signed(files: dict[str, bytes]) -> dict[str, bytes]:
-        """With a manifest that says that they are as they should be."""
+        """The files with a manifest that declares them as valid."""
         said = {
             name: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
             for name, data in files.items()
@@ -157,7 +157,7 @@ def attack_checkpoints(where: str) -> dict[str, int]:
         try:
             checkpoints.load(engine, checkpoint, layout, folder)
         except checkpoints.CheckpointError:
-            # what it holds of a file that was refused is of no use to the next attack
+            # the values of a refused file would not help the next attack
             engine = built()
             checkpoints.load(engine, checkpoint, layout, folder)
 
@@ -166,7 +166,7 @@ def attack_checkpoints(where: str) -> dict[str, int]:
     def damage(name, data):
         files = {**whole, name: data.draw(damaged(whole[name]))}
         renew(files)
-        # a manifest may be written in another way and say the same
+        # a manifest may be spelled differently and mean the same
         same = files == whole or name == checkpoints.MANIFEST and _same(files[name], manifest)
         assert (found() is not None) == same
 
@@ -215,7 +215,7 @@ def attack_checkpoints(where: str) -> dict[str, int]:
 
 
 class Moved:
-    """What is pickled as a stored moment of these arguments."""
+    """Pickled as a stored moment with these arguments."""
 
     def __init__(self, arguments: tuple):
         self.arguments = arguments
@@ -235,7 +235,7 @@ def _same(data: bytes, value) -> bool:
 
 @st.composite
 def with_one_part_changed(draw, value, hostile):
-    """A copy of dicts and lists with something else in one place, however deep."""
+    """A copy of dicts and lists with another value in one place, at any depth."""
     if isinstance(value, dict) and value and draw(st.integers(0, 4)):
         key = draw(st.sampled_from(list(value)))
         if draw(st.integers(0, 9)) == 0:

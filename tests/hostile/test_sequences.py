@@ -1,7 +1,7 @@
-"""Random sequences of all that happens to an optimizer, on CoatAdamW and on torch.optim.AdamW beside it.
+"""Random sequences of operations on an optimizer, with CoatAdamW and with a model of it.
 
 The model is torch.optim.AdamW on FP32 parameters, whose moments are rounded as the format stores them after
-each step, and whose parameters are the masters that BF16 parameters stand for. Both have to agree to the bit
+each step, and whose parameters are the masters of BF16 parameters. Both have to agree to the bit
 after every operation.
 """
 
@@ -19,8 +19,8 @@ from coat_kernels.codecs import SIGNED_CODECS, get_codec
 from tests.hostile.files import tries
 
 BETAS, EPS = (0.9, 0.95), 1e-8
-# moments that are stored each by itself: of the others a write into one may round the other once more
-# (tests/coat_ds/test_pair.py)
+# moments that are stored independently: with the relative formats, a write into one moment may round the
+# other one again (tests/coat_ds/test_pair.py)
 FORMATS = [
     (name, v)
     for name, codec in SIGNED_CODECS.items()
@@ -109,7 +109,7 @@ class Run:
         return list(zip(self.params, self.mirrors, strict=True))
 
     def moment(self, p, mirror, name):
-        """Ours, and the model's."""
+        """The moment of our optimizer, and of the model."""
         state = self.stock.state[mirror]
         if name not in state:
             zeros = {name: torch.zeros(mirror.shape) for name in MOMENTS}
@@ -129,7 +129,7 @@ class Run:
             assert int(self.ours.state[p]["step"]) == int(self.stock.state[mirror]["step"]), "step"
 
     def goes_on(self):
-        """The model takes what ours holds, after a conversion that may round."""
+        """The model takes over our values, after a conversion that may round."""
         for p, mirror in self.pairs():
             mirror.data.copy_(self.master(p))
             for name in MOMENTS:
@@ -164,7 +164,7 @@ class Run:
                 if self.mode == "nearest":
                     mirror.data.copy_(p.detach().float() if same(mirror.bfloat16(), p.detach()) else mirror)
                 else:
-                    # above the largest BF16 a master is infinite
+                    # a master above the largest BF16 is infinite
                     mirror.data[mirror.abs() >= 3.3961775e38] *= torch.inf
             for name in MOMENTS:
                 _, model = self.moment(p, mirror, name)
@@ -199,7 +199,7 @@ class Run:
             edit(p)
             master = self.master(p)
             seen = p.detach().float()
-            # as BF16 it is what can be seen, at most half a step from it
+            # the BF16 value is what can be seen, at most half a step from it
             assert (
                 same(master.bfloat16() if p.dtype == torch.bfloat16 else master, p)
                 or (
@@ -228,7 +228,7 @@ class Run:
         model.copy_(torch.where(changed, self.rounded(p, name, model), before))
 
     def put_state(self):
-        """A plain tensor in a moment's place is encoded by the next step."""
+        """A plain tensor that replaces a moment is encoded by the next step."""
         p, mirror = self.rng.choice(self.pairs())
         name = self.rng.choice(MOMENTS)
         x = torch.rand(p.shape, generator=torch.Generator().manual_seed(self.rng.getrandbits(32)))
@@ -241,7 +241,7 @@ class Run:
         model.copy_(self.ours.state[p][name].decode())
 
     def resume(self, **more):
-        """In a new optimizer, by a file."""
+        """In a new optimizer, through a file."""
         self.ours._checkpoint_layout = self.rng.choice(["stock", "compressed"])
         file = io.BytesIO()
         torch.save(self.ours.state_dict(), file)
@@ -251,7 +251,7 @@ class Run:
         self.ours.init_states()
 
     def by_torch(self):
-        """Through torch.optim.AdamW, which keeps every moment, and back: the same codes again."""
+        """Through torch.optim.AdamW, which keeps every moment, and back: the same codes."""
         remainders = [self.ours.state[p].get("remainder") for p in self.params]
         self.ours._checkpoint_layout = "stock"
         other = torch.optim.AdamW([torch.nn.Parameter(p.detach().float()) for p in self.params])
@@ -267,14 +267,14 @@ class Run:
                 self.ours.state[p]["remainder"] = remainder
 
     def reformat(self):
-        """By a file into an optimizer of other formats, or of other groups."""
+        """Through a file into an optimizer of other formats, or of other groups."""
         old = [[self.moment(p, m, name)[1].clone() for name in MOMENTS] for p, m in self.pairs()]
         self.formats = self.rng.choice(FORMATS)
         self.storage["group_size"] = self.rng.choice([64, 128, 256])
         self.resume()
         for (p, _), moments in zip(self.pairs(), old, strict=True):
             for name, x in zip(MOMENTS, moments, strict=True):
-                # the values themselves where the new codes have them too
+                # the values themselves if the new codes can represent them
                 found, rounded = self.ours.state[p][name].decode(), self.rounded(p, name, x)
                 close = (torch.isclose(found, y, rtol=2e-4, atol=0, equal_nan=True) for y in (x, rounded))
                 assert (next(close) | next(close)).all()
@@ -287,13 +287,13 @@ class Run:
         self.ours.init_states()
         p.requires_grad and mirror.data.copy_(p.detach().float())
         if not p.requires_grad:
-            # its state is made ready when it is trained again
+            # its state is created when it is trained again
             p.requires_grad_(True)
             self.ours.init_states()
             mirror.data.copy_(p.detach().float())
 
     def remode(self):
-        """BF16 parameters rounded otherwise from now on."""
+        """From now on BF16 parameters are rounded differently."""
         self.mode = "nearest" if self.mode == "exact" else "exact"
         self.ours.param_groups[0]["bf16_params"] = self.mode
         for p, mirror in self.pairs():

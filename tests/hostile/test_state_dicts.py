@@ -1,4 +1,4 @@
-"""Random state dicts: of one optimizer into another, and damaged ones into CoatAdamW."""
+"""Random state dicts: loaded from one optimizer into another, and damaged ones loaded into CoatAdamW."""
 
 import copy
 import io
@@ -24,7 +24,7 @@ PEERS = ("AdamW", "Adam", "FusedAdam", "DeepSpeedCPUAdam", "CoatAdamW")
 
 SECOND = ("fp32", "fp8", "fp8_expanded", "fp8_expanded_e5m2", "log8")
 PAIRS = [(m, v) for m in SIGNED_CODECS for v in SECOND if get_codec(m).stands_beside(get_codec(v))]
-# the relative one as often as all others
+# the relative pair as often as all others together
 PAIRS += [("ratio8", "log8")] * len(PAIRS)
 
 
@@ -48,7 +48,7 @@ def optimizer_of(kind, params, rng):
     import deepspeed.ops.adam as adam
 
     without_compilation()
-    # asking the machine what it is takes a second each time
+    # the query of the CPU takes a second each time
     with mock.patch("cpuinfo.get_cpu_info", return_value=CPU):
         return getattr(adam, kind)(params, **options)
 
@@ -85,9 +85,10 @@ def moments_of(optimizer, p):
     st.integers(1, 3),
 )
 def test_states_go_through_any_chain_of_optimizers(seed, kinds, shapes, steps):
-    """Each has the moments, the steps and the options of the one before it, rounded where it stores less."""
+    """Each optimizer has the moments, the steps and the options of the one before it, rounded to its own
+    formats."""
     rng = random.Random(seed)
-    # others do not read each other's
+    # other optimizers cannot read each other's state dicts
     kinds = [kind for peer in kinds for kind in ("CoatAdamW", peer)] + ["CoatAdamW"]
     kinds = kinds[rng.randrange(2) :]
     params = params_of(shapes)
@@ -201,7 +202,7 @@ def test_damaged_state_dicts_are_refused_before_anything_changes(seed, name, of_
             new = moments_of(after, p) + [after.state[p]["step"].clone()]
             assert all(map(torch.equal, new, old))
     else:
-        # what could be loaded can make a step
+        # a state that loads can make a step
         train(after, params, 1, rng)
         for p in params:
             assert p.isfinite().all()

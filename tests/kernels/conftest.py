@@ -1,5 +1,5 @@
-"""Freshly allocated memory is poisoned, so that an element no kernel writes is seen; every launch says how it
-is compiled."""
+"""Fixtures of the kernel tests. New memory is filled with NaN, so that an element that no kernel writes is
+noticed. Every launch must pass `enable_fp_fusion=True`."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def poison(monkeypatch):
         def wrapper(*args, **kwargs):
             t = allocate(*args, **kwargs)
             if t.numel():
-                # all bits set is NaN in every floating type used here, and an absurd exponent
+                # all bits set: NaN in every floating type used here, and an extreme exponent
                 t.as_strided((t.numel(),), (1,)).view(torch.uint8).fill_(0xFF)
             return t
 
@@ -29,7 +29,8 @@ def poison(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def every_launch_is_fused(monkeypatch):
-    """What triton does unless told changes from release to release."""
+    """Launches set `enable_fp_fusion` explicitly, because triton's default changes from release to
+    release."""
     for kind in (JITFunction, InterpretedFunction):
 
         def run(self, *args, launch=kind.run, **how):
@@ -47,7 +48,8 @@ def seed():
 
 @pytest.fixture(params=[False, True], ids=["reference", "kernels"])
 def takes_kernels(request, device):
-    """Whether a test goes through the kernels, which a GPU always does; the test makes its modules do so."""
+    """Whether a test runs the kernels. A GPU always runs them; on a CPU the test switches its modules to
+    kernels."""
     if not request.param and device.type == "cuda":
         pytest.skip("a GPU takes the kernels")
     return request.param
@@ -55,7 +57,8 @@ def takes_kernels(request, device):
 
 @pytest.fixture
 def kernels(takes_kernels, monkeypatch):
-    """With the references, and with the kernels, of which programs take several tiles that end anywhere."""
+    """Runs a test with the references and with the kernels. Each kernel program covers several tiles, the
+    last one partial."""
     if takes_kernels:
         for module in (
             act.op,

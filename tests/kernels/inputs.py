@@ -12,12 +12,12 @@ SHAPES = ((1, 1), (3, 16), (5, 33), (13, 300), (130, 96))
 
 
 def wide(*shape: int, sigma: float = 2.0) -> torch.Tensor:
-    """Log-normally spread magnitudes with signs, as gradients have them."""
+    """Log-normally distributed magnitudes with signs, like gradients."""
     return torch.randn(shape) * torch.exp(sigma * torch.randn(shape))
 
 
 def check_sums(sums: torch.Tensor, x: torch.Tensor) -> None:
-    """That `sums`, FP32 [n], are those of the columns of `x` [m, n]."""
+    """Asserts that `sums`, FP32 [n], are the sums of the columns of `x` [m, n]."""
     assert sums.dtype == torch.float32 and sums.shape == x.shape[1:]
     assert summed(sums, x) <= 1
 
@@ -25,7 +25,7 @@ def check_sums(sums: torch.Tensor, x: torch.Tensor) -> None:
 def hard(n: int, signed: bool = True) -> dict[str, torch.Tensor]:
     """Named FP32 vectors of n elements: zeros, constants, wide ranges, extremes, non-finite values.
 
-    Without signs for codecs that store none: their magnitudes, the same cases.
+    With signed=False, the magnitudes of the same vectors, for codecs that store no sign.
     """
     some_zeros = wide(n)
     some_zeros[::3] = 0
@@ -49,7 +49,7 @@ def hard(n: int, signed: bool = True) -> dict[str, torch.Tensor]:
 
 
 def with_options(step):
-    """`step`, one of those that take `AdamWOptions`, with the options as keywords beside its own."""
+    """`step`, a function that takes `AdamWOptions`, with the fields of the options as additional keywords."""
     names = {f.name for f in dataclasses.fields(AdamWOptions)}
 
     def call(*tensors, **keywords):

@@ -17,7 +17,7 @@ from triton.runtime import JITFunction, driver
 
 from coat_kernels import device
 
-# before others import it by its name
+# set before other modules import it by name
 device.uses_kernels = lambda x, fp8=True: True
 if len(sys.argv) > 2:
     device.shared_memory = lambda device: int(sys.argv[2])
@@ -29,16 +29,16 @@ from coat_kernels.adamw import AdamWOptions, storing  # noqa: E402
 from coat_kernels.fp8 import E4M3  # noqa: E402
 from tests.kernels.steps import OPTIONS, states  # noqa: E402
 
-# of Hopper
+# compute capability of Hopper
 CAPABILITY = 90
-# RMSNorm with and without norms of heads, LayerNorm
+# RMSNorm with and without norms of heads, and LayerNorm
 MODELS = "llama", "qwen3", "gpt2"
 SUM = re.compile(r"\(tensor<\d+x\d+xf32, (#\w+)>\) -> tensor<\d+xf32")
 LAYOUT = re.compile(r"^(#\w+) = (#ttg\.blocked<.*>)$", re.MULTILINE)
 
 
 class Driver:
-    """What triton asks of a driver while it compiles."""
+    """The methods of a driver that triton calls while it compiles."""
 
     def __init__(self, capability: int):
         self.target = GPUTarget("cuda", capability, 32)
@@ -54,7 +54,7 @@ class Driver:
 
 
 def compile_only(capability: int) -> None:
-    """From now on launches compile, and print."""
+    """Makes every later launch compile its kernel and print a line, without running the kernel."""
     driver.set_active(Driver(capability))
     launch = JITFunction.run
 
@@ -80,7 +80,7 @@ def train(name: str) -> None:
 
 
 def norms() -> None:
-    """Trained and not, and written in FP8."""
+    """Norms with trained and with frozen weights, and with FP8 output."""
     x, weight = torch.empty(256, 128, dtype=torch.bfloat16), torch.ones(128, requires_grad=True)
     scale = tensorwise.PredictedScale(E4M3)
     for layer_norm in (False, True):
@@ -90,7 +90,7 @@ def norms() -> None:
     with torch.no_grad():
         norm.rms_norm(x, weight, 1e-5)
         norm.layer_norm(x, weight, None, 1e-5)
-    # rows that are as wide as those of the largest models, of which the most shared memory is taken
+    # rows as wide as in the largest models: these need the most shared memory
     for dtype, h in ((torch.bfloat16, 8192), (torch.bfloat16, 16384), (torch.float32, 8192)):
         wide = torch.empty(64, h, dtype=dtype)
         q = groups.quantize_groups_triton(wide, 16)
@@ -100,7 +100,7 @@ def norms() -> None:
 
 
 def others() -> None:
-    """What converted models do not call."""
+    """Kernels that converted models do not call."""
     x = torch.empty(256, 512, dtype=torch.bfloat16)
     largest = tensorwise.largest_triton(tensorwise.maxima_triton(x))
     codes = tensorwise.quantize_tensor_triton(x, largest, E4M3).rows
@@ -112,7 +112,7 @@ def others() -> None:
     groups.dequantize_groups_triton(kept, 16)
     out, one = torch.empty(256, 256), torch.ones(1)
     if driver.active.get_current_target().arch == CAPABILITY:
-        # Hopper alone adds to the output itself (`accumulate_matmul`)
+        # only the kernel of Hopper adds to the output itself (`accumulate_matmul`)
         linear.kernels.accumulate_matmul_triton(codes, codes, one, one, out)
     linear.kernels.add_triton(out, out)
     q = torch.empty(8, 2, 4, 64, dtype=torch.bfloat16)

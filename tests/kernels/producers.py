@@ -1,4 +1,4 @@
-"""Kernels that write the FP8 operands of the next GEMM: what they write, and the same tensor in BF16."""
+"""Kernels that write the FP8 operands of the next GEMM: their operands, and the same tensor in BF16."""
 
 import torch
 
@@ -12,7 +12,7 @@ KEEP = "sqrt8"
 
 
 class Norm:
-    """With `adds`, the sum that it normalizes is computed in the same pass."""
+    """A norm. With `adds`, the kernel also computes the sum that it normalizes."""
 
     fmt, sums, adds = E4M3, False, False
 
@@ -76,7 +76,7 @@ class RotationGradient:
     def __init__(self, device, shape=(3, 3, 1, 2, 16)):
         s, b, groups, m, d = shape
         grads = [torch.randn(b, s, n, d, device=device).bfloat16() for n in (groups * m, groups, groups)]
-        # as attention's backward leaves gradients: not contiguous
+        # not contiguous, like the gradients from attention's backward
         self.grads = [grad.transpose(0, 1) for grad in grads]
         angles = torch.rand(s, d // 2, device=device).repeat(1, 2)
         self.tables = angles.cos(), angles.sin()

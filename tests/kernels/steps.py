@@ -1,4 +1,4 @@
-"""Steps of AdamW by the reference and by the kernel, on states of any format."""
+"""Steps of AdamW by the reference and by the kernel, for states of any format."""
 
 import torch
 
@@ -10,14 +10,14 @@ from tests.kernels.inputs import with_options
 adamw_, adamw_list, adamw_reference = map(
     with_options, (adamw.adamw_, adamw.adamw_triton, adamw.adamw_reference)
 )
-# every pair of formats that may store two moments, and those that are somebody's default
+# every pair of formats that the two moments may have, and the pairs that are defaults
 PAIRS = [(m, v) for m in SIGNED_CODECS for v in CODECS if get_codec(m).stands_beside(get_codec(v))]
 DEFAULTS = [("fp8_expanded", "fp8_expanded"), ("fp8_expanded", "log8"), ("ratio8", "log8")]
 OPTIONS = {"group_size": 128, "lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 
 
 def adamw_triton(param, grad, exp_avg, exp_avg_sq, step, **options):
-    """The kernel for a list of one."""
+    """The kernel for a list of one tensor."""
     adamw_list([param], [grad], [exp_avg], [exp_avg_sq], [step], **options)
 
 
@@ -33,7 +33,8 @@ def values_of(codecs, stored):
 
 
 def run_list(run, params, grads, device, steps=3, **more):
-    """Three steps of `adamw_` (the reference on the CPU) or of the kernel; the moments' storages."""
+    """Three steps of `adamw_` (the reference on the CPU) or of the kernel; returns the storages of the
+    moments."""
     codecs, _ = states("fp8_expanded", "fp8_expanded", 1, device)
     ms, vs = ([codec.zeros(p.numel(), 128, device) for p in params] for codec in codecs.values())
     for step in range(1, steps + 1):

@@ -1,4 +1,4 @@
-"""Activations: formulas against autograd, kernels against references, and what is kept."""
+"""Activations: formulas against autograd, kernels against references, and the saved bytes."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ PLAIN = {
 
 
 def plain(x, kind, gated):
-    """The same by torch, differentiable, in the precision of x."""
+    """The same activation with torch's operations, differentiable, in the precision of x."""
     if not gated:
         return PLAIN[kind](x)
     gate, up = x.chunk(2, dim=-1)
@@ -40,9 +40,9 @@ def plain(x, kind, gated):
 @GATED
 @FORMATS
 def test_formulas_against_autograd_in_fp64(kind, gated, fmt):
-    """With values that the codes hold exactly, output and gradient are right to FP32's rounding."""
+    """For values that the codes hold exactly, output and gradient are right to FP32's rounding."""
     roots = torch.randint(-3, 4, (6, 96))
-    # the largest of a group is not 1 or 4, whose roots do not come out even in the scale of sqrt8
+    # the largest magnitude of a group is not 1 or 4, whose roots are inexact in the scale of sqrt8
     roots[:, ::16] = 3
     x = (roots * roots.abs() / 4).requires_grad_()
     y = act.activation(x, kind, gated=gated, saved_format=fmt)
@@ -61,8 +61,8 @@ def test_formulas_against_autograd_in_fp64(kind, gated, fmt):
 @GATED
 @FORMATS
 def test_against_autograd(kind, gated, fmt, device):
-    """Backward knows gate and up to one rounding each; slopes, whose own slope is at most 2 |x|, pass it
-    on about doubled."""
+    """Backward reads gate and up with one rounding each; slopes, whose own slope is at most 2 |x|, about
+    double it."""
     x = torch.randn(40, 160).to(device, torch.bfloat16).requires_grad_()
     y = act.activation(x, kind, gated=gated, saved_format=fmt)
     grad = torch.randn(y.shape).to(device, torch.bfloat16)
@@ -79,7 +79,7 @@ def same(actual, expected):
 
 
 def close(actual, expected):
-    """Equal where not finite, and of a small error elsewhere."""
+    """Equal where not finite; a small relative error elsewhere."""
     finite = expected.isfinite()
     same(actual.masked_fill(finite, 0), expected.masked_fill(finite, 0))
     assert rel_rms(actual.masked_fill(~finite, 0), expected.masked_fill(~finite, 0)) < KERNEL_RMS
@@ -116,13 +116,14 @@ def check_kernels(x, grad, kind, gated, group_size, keep):
 @GATED
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_kernels_agree_with_the_references(shape, gated, device, monkeypatch):
-    # the interpreter computes what is masked too: tiles not much larger than the tensors
+    # small tensors: the interpreter also computes masked elements, so tiles are not much larger than the
+    # tensors
     for name, rows in (("FORWARD_ROWS", 32), ("BACKWARD_ROWS", 32), ("COLUMNS_M", 32)):
         monkeypatch.setattr(act.kernels, name, rows)
     for name in ("FORWARD_COLUMNS", "BACKWARD_COLUMNS", "COLUMNS_N"):
         monkeypatch.setattr(act.kernels, name, 128)
     rows, f = shape
-    # two formulas with each shape, each formula with shapes of every sort
+    # two formulas for each shape, and each formula with shapes of every kind
     first = (SHAPES.index(shape) + gated) % 2
     for i, kind in list(enumerate(act.KINDS))[first::2]:
         dtype = (torch.bfloat16, torch.float32)[i % 2]
@@ -153,7 +154,7 @@ def test_kernels_agree_on_hard_inputs(case, kind, gated, device):
 
 @GATED
 def test_full_tiles_and_the_last_of_them(gated, device, monkeypatch):
-    """Programs without masks, and a tensor of several tiles that end anywhere."""
+    """Programs without masks, and a tensor of several tiles with partial ones at its ends."""
     for name in ("FORWARD", "BACKWARD"):
         monkeypatch.setattr(act.kernels, f"{name}_ROWS", 4)
         monkeypatch.setattr(act.kernels, f"{name}_COLUMNS", 32)
@@ -166,7 +167,7 @@ def test_full_tiles_and_the_last_of_them(gated, device, monkeypatch):
 
 @KIND
 def test_slopes_far_out(kind):
-    """Where the curve is flat or straight, no term overflows into NaN; NaN itself is passed on."""
+    """Where the curve is flat or straight, no term overflows into NaN; a NaN of the input is passed on."""
     x = torch.tensor([3e38, 1e30, 1e13, 200.0, -200.0, -1e13, -1e30, -3e38, torch.nan])
     value, slope = act.value_and_slope_reference(x, kind)
     assert value[-1].isnan() and slope[-1].isnan() and (value[4:-1] == 0).all() and (slope[4:-1] == 0).all()
@@ -180,7 +181,7 @@ def test_slopes_far_out(kind):
 @KIND
 @GATED
 def test_columns_are_the_output_quantized_and_transposed(kind, gated, device):
-    # many, since a few largest decide about the error of a product of squares
+    # many elements, since a few largest ones dominate the error of a product of squares
     x = torch.randn(37, 960, device=device).requires_grad_()
     y = act.activation(x, kind, gated=gated)
     f = y.shape[1]
@@ -190,7 +191,7 @@ def test_columns_are_the_output_quantized_and_transposed(kind, gated, device):
     expected = quantize_tensor_reference(y.detach(), largest, E4M3, columns=True)
     assert rows is None and scale.equal(expected.scale) and columns.shape == (f, 48)
     assert (columns.float()[:, 37:] == 0).all()
-    # one rounding of the product and one each of gate and up; a slope of y relative to y is 2 at most
+    # one rounding of the result and one each of gate and up; a slope of y relative to y is 2 at most
     assert rel_rms(columns.float()[:, :37].t() * scale, y) < 6**0.5 * E4M3_RMS
 
 

@@ -40,7 +40,7 @@ def test_reference_with_fp32_moments_is_torch_adamw(maximize):
 
 @pytest.mark.parametrize(
     "m_name,v_name,n",
-    # every pair of formats ends mid-group, and two of them anywhere
+    # every pair of formats with a partial last group, and two pairs with all sizes
     [(m, v, 1000) for m, v in PAIRS if v in ("fp8_expanded", "log8", "fp32")]
     + [(m, v, n) for m, v in DEFAULTS for n in (1, 127, 129, 128 * 5)],
 )
@@ -120,7 +120,8 @@ def test_kernel_is_deterministic(device):
 
 
 def test_list_is_what_its_tensors_are_one_by_one(device, monkeypatch):
-    """Sizes that end mid-group, nothing at all, several chunks of either size; steps of their own."""
+    """Sizes that end mid-group, an empty tensor, several chunks of either size; each tensor has its own step
+    count."""
     monkeypatch.setattr(adamw.chunks, "CHUNKS", (8, 2))
     sizes, steps = (128 * 19 + 5, 0, 1, 1024, 130), [3, 1, 7, 2, 1]
     runs = []
@@ -141,7 +142,7 @@ def test_list_is_what_its_tensors_are_one_by_one(device, monkeypatch):
 
 
 def test_tensors_that_start_anywhere(device):
-    """Views into flat buffers are not aligned to what a vector load wants."""
+    """Views into flat buffers are not aligned as vector loads require."""
     codecs, expected_state = states("fp8_expanded", "fp8_expanded", 300, device)
     _, actual_state = states("fp8_expanded", "fp8_expanded", 300, device)
     start, grad = wide(300).to(device), wide(300).to(device)

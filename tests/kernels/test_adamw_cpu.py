@@ -1,4 +1,4 @@
-"""The C++ step computes what the reference does."""
+"""The C++ step computes what the reference computes."""
 
 import pytest
 import torch
@@ -58,7 +58,7 @@ def test_compiled_is_the_reference(group_size, m_name, v_name, more):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_other_gradients_are_left_to_pytorch(dtype):
-    """The compiled step would read them as FP32, past their end."""
+    """The compiled step would read them as FP32, beyond their end."""
     names = dict(zip(("exp_avg_codec", "exp_avg_sq_codec"), map(get_codec, COMPILED[0]), strict=True))
     options = adamw.AdamWOptions(**OPTIONS, **names, group_size=128)
     p = torch.ones(300)
@@ -71,13 +71,14 @@ def test_without_a_compiler_steps_run_in_pytorch(error, monkeypatch, caplog):
         raise error("there is no g++\nand no ninja")
 
     monkeypatch.setattr("torch.utils.cpp_extension.load", fails)
-    # which is asked once
+    # the build is attempted once
     assert compiled_step.__wrapped__() is None
     assert caplog.messages == ["AdamW steps on the CPU run in PyTorch, slowly: there is no g++"]
 
 
 def test_machines_that_share_a_cache_build_for_their_own_cpus(tmp_path, monkeypatch):
-    """One file for cores of a kind, at whatever speed they run; another for a CPU with other instructions."""
+    """One file for all cores of a kind, at any clock speed; another file for a CPU with other
+    instructions."""
     names = []
     for model, flags, speed in (
         ("A", "avx2 avx512f", 1),
@@ -106,7 +107,7 @@ def test_what_is_not_finite_stays_where_it_is(names):
         assert all((a.codes == nan).sum() == 3 for a, nan in zip(moments, (-128, 255), strict=True))
         return
     for a, b in zip(moments, others, strict=True):
-        # the sign of what is not a number has no meaning
+        # the sign of a NaN has no meaning
         nan = (b.codes & 0x7F) == 0x7F
         assert torch.equal(torch.where(nan, a.codes & 0x7F, a.codes), torch.where(nan, 0x7F, b.codes))
 
@@ -115,7 +116,7 @@ def test_other_types_and_options_take_the_reference():
     for m_name, v_name, more in (
         ("fp8", "fp8_expanded", {}),
         ("fp8_expanded", "log8", {"dither": True}),
-        # compiled without dither only
+        # dither is not compiled
         ("fp8_expanded", "fp8_expanded", {"dither": True}),
     ):
         (p, *moments), (q, *others) = (
@@ -127,7 +128,7 @@ def test_other_types_and_options_take_the_reference():
 
 
 def test_pieces_are_the_whole():
-    """A tensor of several pieces has the noise and the groups of one."""
+    """A tensor stepped in several pieces has the noise and the groups of the whole tensor."""
     adamw_reference = with_options(adamw.adamw_reference)
     numel, codec = PIECE + 1000, get_codec("log8")
     m_codec = get_codec("fp8_expanded")

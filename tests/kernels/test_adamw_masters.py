@@ -1,4 +1,4 @@
-"""FP32 masters as BF16 weights and 16-bit remainders, and the step on them."""
+"""FP32 masters as BF16 weights and 16-bit remainders, and the step on these masters."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def test_master_splits_and_joins_exactly():
     weight, remainder = split_master(master)
     assert join_master(weight, remainder).view(torch.int32).equal(master.view(torch.int32))
     finite = master.abs() < 3.3e38
-    # the nearest BF16; a tie, which has 16 zero bits but the first, may go to the other side
+    # the nearest BF16; a tie (the lower 16 bits are 0x8000) may go to the other side
     away = weight[finite] != master[finite].bfloat16()
     assert (master[finite][away].view(torch.int32) & 0xFFFF == 0x8000).all()
 
@@ -36,7 +36,7 @@ def join_and_split_kernel(p_weight, p_remainder, p_master, p_weight_out, p_remai
 
 
 def join_and_split(weight, remainder):
-    """By the kernel's own functions; a power of two of elements."""
+    """Uses the kernel's own functions; the number of elements is a power of two."""
     master = torch.empty_like(weight, dtype=torch.float32)
     out = torch.empty_like(weight), torch.empty_like(remainder)
     n = min(weight.numel(), 2**14)
@@ -45,15 +45,15 @@ def join_and_split(weight, remainder):
 
 
 def assert_pairs_are_right(weight, remainder, by_kernel=True):
-    """Every pair with the same weight after a round trip, every pair that a split makes the same pair; by the
-    reference, and by the kernel's functions."""
+    """A round trip keeps the weight of every pair, and keeps every pair that a split makes exactly; tested
+    with the reference and with the kernel's functions."""
     master = join_master(weight, remainder)
     again = split_master(master)
     if by_kernel:
         for got, expected in zip(join_and_split(weight, remainder), (master, *again), strict=True):
             assert got.view(torch.uint8).equal(expected.view(torch.uint8))
     nan = weight.isnan()
-    # bit by bit: -0 is not 0; of a NaN only its quiet bit may change
+    # compared by bits: -0 is not 0; of a NaN only the quiet bit may change
     assert (
         again[0].view(torch.int16)
         == torch.where(nan, weight.view(torch.int16) | 0x40, weight.view(torch.int16))
@@ -61,13 +61,13 @@ def assert_pairs_are_right(weight, remainder, by_kernel=True):
     assert master.isnan().equal(nan) and master.isinf().equal(weight.isinf())
     alone = ~weight.isfinite() | ((weight == 0) & (remainder < 0))
     assert again[1].equal(torch.where(alone, 0, remainder))
-    # no jump: at most half a step, 2^-9 of what is normal and 2^-134 of what is not
+    # no jump: at most half a step, 2^-9 of a normal value and 2^-134 for subnormals
     off = (master.double() - weight.double()).abs().nan_to_num(0.0, 0.0, 0.0)
     assert (off <= (weight.double().abs().nan_to_num(0.0, 0.0, 0.0) * 2.0**-8).clamp_min(2.0**-134)).all()
 
 
 def pairs(first, weights, device):
-    """All remainders of each of `weights` weights from the bits `first` on."""
+    """Every remainder for each of `weights` weights, beginning with the bits `first`."""
     bits = torch.arange(first, first + weights, dtype=torch.int32, device=device).to(torch.int16)
     remainders = torch.arange(-(2**15), 2**15, dtype=torch.int16, device=device)
     weight = bits.view(torch.bfloat16).repeat_interleave(2**16)
@@ -104,7 +104,7 @@ def test_masters_that_no_finite_weight_rounds_to(device):
 @pytest.mark.parametrize("run", [adamw_, adamw_list])
 @pytest.mark.parametrize("mode", ["exact", "stochastic"])
 def test_a_bad_gradient_shows_in_the_bf16_weight(run, mode, device):
-    """CUDA's own NaN has all bits set, and so have others here."""
+    """CUDA's own NaN has all bits set, and so have other NaNs here."""
     bad = [0x7FFFFFFF, -1, 0x7F800001, 0x7FC00000, 0x7F800000, -0x00800000]
     grad = torch.cat((from_bits(bad, device), torch.ones(250, device=device)))
     weight = torch.ones(256, device=device, dtype=torch.bfloat16)
@@ -120,7 +120,7 @@ def test_a_bad_gradient_shows_in_the_bf16_weight(run, mode, device):
 @pytest.mark.parametrize("run", [adamw_, adamw_list])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_infinite_weights_stay_infinite(run, dtype, device):
-    """As in torch.optim.AdamW: masks are made of them."""
+    """As in torch.optim.AdamW: users build masks from infinities."""
     weight = torch.tensor([torch.inf, -torch.inf] * 128, device=device, dtype=dtype)
     start = weight.clone()
     more = (
@@ -134,7 +134,8 @@ def test_infinite_weights_stay_infinite(run, dtype, device):
 
 @pytest.mark.parametrize("run", [adamw_, adamw_list])
 def test_weights_edited_between_steps_keep_their_fp32_run(run, device):
-    """A mask after each step: what it leaves is the FP32 run to the bit, what it sets to zero moves on."""
+    """A mask after each step: weights that it keeps equal the FP32 run to the bit, weights that it sets to
+    zero go on changing."""
     mask = torch.arange(300, device=device) % 3 > 0
     master, grads = 0.02 * torch.randn(300, device=device), gradients((300,), device)
     weight, remainder = split_master(master)
@@ -144,7 +145,7 @@ def test_weights_edited_between_steps_keep_their_fp32_run(run, device):
         for p, (m, v), more in ((master, runs[0], {}), (weight, runs[1], {"remainders": [remainder]})):
             run([p], [grad], [m], [v], [step], **codecs, **OPTIONS, **more)
             assert (p != 0).all()
-            # multiplied, as users do: half of the zeros are negative
+            # by multiplication, as users do: half of the zeros are negative
             p.mul_(mask)
     assert weight.equal(split_master(master)[0]) and (weight == 0).sum() == 100
     assert join_master(weight, remainder)[mask].equal(master[mask])

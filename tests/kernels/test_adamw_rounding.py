@@ -24,21 +24,21 @@ from tests.kernels.steps import (
 
 
 def test_stochastic_rounding_is_unbiased_and_keyed_by_its_seed(device):
-    # every normal BF16, and a quarter of the way to the next one
+    # every normal BF16 value, plus a quarter of the step to the next one
     below = torch.arange(0x80, 0x7F7F, device=device, dtype=torch.int32) << 16
     x, below = (below + 0x4000).view(torch.float32), below.view(torch.float32)
     zero = torch.zeros_like(x)
     up = torch.stack(
         [round_stochastically(x, zero, 3, step).float() > below for step in range(1, 257)]
     ).float()
-    # a share that goes up has mean 1/4 and deviation sqrt(3/16 / n): six of them, for each element over the
-    # steps and for each step over the elements
+    # the share of values rounded up has mean 1/4 and deviation sqrt(3/16 / n): within six deviations, for
+    # each element over the steps and for each step over the elements
     for dim in (0, 1):
         assert ((up.mean(dim) - 0.25).abs() < 6 * (3 / 16 / up.shape[dim]) ** 0.5).all()
-    # neighbours, and steps that follow each other, are not correlated
+    # neighbouring elements and consecutive steps are not correlated
     for a, b in ((up[:, 1:], up[:, :-1]), (up[1:], up[:-1])):
         assert abs(((a - 0.25) * (b - 0.25)).mean().item()) < 6 * (3 / 16) / a.numel() ** 0.5
-    # equal weights differ by their gradients
+    # equal weights get different noise through their gradients
     same, grad = torch.full((100_000,), 1 + 2**-9, device=device), torch.randn(100_000, device=device)
     up = (round_stochastically(same, grad, 3, 1).float() > 1).float()
     assert (up.mean() - 0.25).abs() < 6 * (3 / 16 / len(up)) ** 0.5
@@ -73,16 +73,16 @@ def test_dithered_codes_are_right_on_average(name):
         power = storage.exponent.float() / 16 if codec.has_exponent else 1
         exact = fmt.max * (x / x.max()) ** power
         step = torch.exp2(exact.log2().floor() - (2 if codec.is_e5m2 else 3)).clamp_min(fmt.tiny)
-    # the largest is exact to nearest, and cannot be rounded up
+    # the largest is exact with rounding to nearest, and cannot be rounded up
     error = ((values[:n].mean(0) - exact) / step).abs()[:-1]
     assert error.max() < 5 * 0.5 / n**0.5 + 1 / 8 and error.mean() < 0.5 / n**0.5 + 1 / 64
-    # to nearest the error is a quarter of a step on average
+    # with rounding to nearest the error is a quarter of a step on average
     assert ((values[n] - exact) / step).abs()[:-1].mean() > 0.2
 
 
 def test_dither_fills_the_interval_evenly_in_steps_and_in_groups():
-    """Of n numbers, spread so, each lies within log2(n) / n of its place, where chance would leave
-    1 / sqrt(n); and where a tensor is cut, each group has what it had."""
+    """Each of n dither values lies within log2(n) / n of its place in an even spread, where random numbers
+    would be within 1 / sqrt(n). Where a tensor is cut into shards, each group keeps its values."""
     over_steps = torch.stack([dither_reference(step, 300, 128, "cpu") for step in range(1000, 1100)])
     for x in (*over_steps.T[:128], *over_steps[:, :128]):
         n = len(x)
@@ -94,7 +94,8 @@ def test_dither_fills_the_interval_evenly_in_steps_and_in_groups():
 
 @pytest.mark.parametrize("name", ["fp8_expanded", "log8"])
 def test_dither_lets_second_moments_decay_that_rounding_to_nearest_holds(name, device):
-    """One element of each group keeps its maximum up; the others, without gradients, decay to beta2^t."""
+    """One element of each group keeps the group's maximum up; the other elements, without gradients, decay to
+    beta2^t."""
     options = {**OPTIONS, "beta2": 0.999, "lr": 0.0}
     left = {}
     for dither in (False, True):
@@ -117,26 +118,27 @@ def test_dither_lets_second_moments_decay_that_rounding_to_nearest_holds(name, d
 
 
 def test_first_moments_without_gradient_vanish(device):
-    """Beside one that keeps the group's scale up: to nearest, codes below 8 would stay where they are, at a
-    hundredth of the largest and more, and the weight would go on moving."""
+    """The group has one element that keeps its scale up. With rounding to nearest, codes below 8 would not
+    change: these moments would stay at a hundredth of the largest or more, and the weight would go on
+    moving."""
     options = {**OPTIONS, "beta2": 0.999, "lr": 0.0}
     codecs, (m, v) = states("ratio8", "log8", 128, device)
     run = adamw_triton if device.type == "cuda" else adamw_reference
     kept = torch.arange(128, device=device) > 0
     for step in range(1, 121):
-        # of one sign, now and then larger
+        # of one sign, sometimes larger
         grad = torch.where(kept, torch.tensor(float(step <= 40), device=device), 1.0 + (step % 7 == 0))
         run(torch.zeros(128, device=device), grad, m, v, step, **codecs, **options, dither=True)
         first, second = values_of(codecs, (m, v))
         if step == 40:
             assert (first / second.sqrt() > 1).all()
-    # 80 steps leave 0.9^80, 0.0002, of it
+    # after 80 steps 0.9^80 = 0.0002 of it is left
     assert (first[kept].abs() <= 0.001 * second[kept].sqrt()).all() and first[0] > second[0].sqrt()
 
 
 @pytest.mark.parametrize("m_name,v_name", [*DEFAULTS, ("fp8_expanded", "fp8")])
 def test_stochastic_kernel_rounds_its_own_result_as_the_reference_does(m_name, v_name, device):
-    """The FP32 result is visible in the exact mode, as weight and remainder."""
+    """The exact mode shows the FP32 result, as weight and remainder."""
     sizes = (300, 128 * 6)
     start = [(0.02 * torch.randn(n)).to(device, torch.bfloat16) for n in sizes]
     grads = gradients(sizes, device, steps=1)[0]

@@ -1,4 +1,4 @@
-"""Attention that keeps its tensors in 8 bits: results, gradients, bytes, and other hooks around it."""
+"""Attention that saves its tensors in 8 bits: results, gradients, bytes, and nesting with other hooks."""
 
 import weakref
 from functools import partial
@@ -29,7 +29,7 @@ def kept_bytes(run) -> tuple[torch.Tensor, int]:
     storages = {}
 
     def pack(t):
-        # not the backend's row sums and seeds
+        # excludes the row sums and seeds of the backend
         if t.dtype in (torch.bfloat16, torch.int8, torch.uint8):
             storages[t.untyped_storage().data_ptr()] = t.untyped_storage()
         return t.detach()
@@ -48,13 +48,14 @@ def test_result_is_exact_and_gradients_see_one_rounding_of_each_tensor(groups, f
     expected = torch.autograd.grad(exact, inputs, grad)
     y = causal_attention(*inputs, group_size=16, saved_format=fmt)
     assert y.equal(exact)
-    # dv: probabilities, of rounded q and k. dq, dk: those, v and the output, and k or q themselves. A score
-    # is a sum of d products over sqrt(d): its error is sqrt(2) roundings of a standard Gaussian, by which
-    # every probability is multiplied; the softmax's gradient is a difference of two such terms.
+    # dv: error of the probabilities, from rounded q and k. dq, dk: the errors of the probabilities, of v and
+    # the output, and of k or q themselves. A score is a sum of d products over sqrt(d): its error is sqrt(2)
+    # roundings of a standard Gaussian, and multiplies every probability; the softmax's gradient is a
+    # difference of two such terms.
     score = 2**0.5 * ROUNDING[fmt]
     bounds = (2 * score + 2 * ROUNDING[fmt],) * 2 + (1.5 * score,)
     for a, e, bound in zip(torch.autograd.grad(y, inputs, grad), expected, bounds, strict=True):
-        # gradients are rounded to BF16 besides, by 2^-9 of themselves at most
+        # gradients are also rounded to BF16, by at most 2^-9 of themselves
         assert ROUNDING[fmt] / 4 < rel_rms(a, e) < bound + 2**-9
 
 
@@ -83,13 +84,13 @@ def test_origin_gives_the_output_again(group_size, device):
     largest = largest_magnitude(y)
     _, columns, scale, _ = origin.columns(*origin.tensors, largest, E4M3)
     rounded = (columns.float() * scale).t()[: S * B].view(S, B, -1)
-    # kept, and quantized for the product
+    # one rounding where it is saved and one where it is quantized for the GEMM
     assert rel_rms(rounded, y) < 1.1 * (1 if group_size is None else 2) ** 0.5 * E4M3_RMS
 
 
 @pytest.mark.parametrize("trained", "qkv")
 def test_heads_of_which_one_is_trained_are_kept_in_groups(trained, device):
-    """As where the projections of the others are frozen."""
+    """As with frozen projections for the other two tensors."""
     inputs = [t.detach().requires_grad_(name == trained) for name, t in zip("qkv", qkv(device), strict=True)]
     heads = [t.permute(1, 2, 0, 3) for t in inputs]
     attend = partial(F.scaled_dot_product_attention, is_causal=True)
@@ -119,8 +120,8 @@ def test_offloading_hooks_around_it_get_the_groups(device):
 
 
 def test_values_of_fewer_channels_are_kept_in_groups(device):
-    """No attention, but operations that save each of its tensors on every device: torch's fused attention of
-    CPUs wants values as wide as queries."""
+    """Uses operations that save each of the tensors on every device instead of attention: torch's fused
+    attention on CPUs requires values as wide as queries."""
     q, k, v = (t.transpose(0, 1).detach().requires_grad_() for t in qkv(device))
     v = v[..., : D // 2].detach().requires_grad_()
 
@@ -130,7 +131,7 @@ def test_values_of_fewer_channels_are_kept_in_groups(device):
     heads = [t.transpose(1, 2) for t in (q, k, v)]
     y, found = kept_bytes(lambda: kept_attention(attend, *heads, group_size=16))
     elements = S * B * HEADS * (2 * D + 2 * (D // 2))
-    # and the sums as they are, in BF16
+    # and the row sums unchanged, in BF16
     assert found == elements + elements // 16 + 2 * S * B * HEADS
     origin = origin_of(y)
     assert sum(t.numel() for t in origin.tensors) == y.numel() + y.numel() // 16
@@ -141,7 +142,7 @@ def test_values_of_fewer_channels_are_kept_in_groups(device):
 
 
 def test_what_is_saved_in_another_type_stays_as_it_is(device):
-    """As what some backends compute in FP32."""
+    """Some backends save results that they compute in FP32."""
     heads = [t.permute(1, 2, 0, 3) for t in qkv(device)]
 
     def attend(q, k, v):
@@ -153,7 +154,7 @@ def test_what_is_saved_in_another_type_stays_as_it_is(device):
 
 
 def padded_mask(length, device):
-    """Causal over two sequences, whose second one has five tokens of padding behind."""
+    """Causal mask over two sequences; the second sequence ends with five tokens of padding."""
     mask = torch.ones(length, length, device=device).tril().bool().repeat(B, 1, 1, 1)
     mask[1, ..., -5:] = False
     return mask
@@ -181,7 +182,7 @@ def test_repeated_heads_are_saved_once_and_layers_share_a_mask(device, size, dro
     (y, _), found = kept_bytes(layers)
     elements = length * B * D * (2 * HEADS + 2 * groups)
     if not dropout:
-        # two outputs; queries, keys and values of both, where they are kept as they are; and the mask
+        # two outputs; queries, keys and values of both calls, if saved unchanged; and the mask
         kept = elements + length * B * D * HEADS if size is None else elements * (1 + 1 / 16)
         assert found == 2 * kept + 2 * B * length * S
     torch.manual_seed(1)
@@ -210,7 +211,7 @@ def test_a_mask_is_made_once_and_its_rows_are_aligned(device):
 
 
 def test_rows_that_see_nothing_are_torchs(device):
-    """On CPUs they get zeros, and hand no gradient on."""
+    """On CPUs such rows get zeros, and pass no gradient on."""
     heads = [t.permute(1, 2, 0, 3).detach().requires_grad_() for t in qkv(device)]
     mask = padded_mask(S, device)
     mask[1, :, :5] = False
@@ -244,7 +245,7 @@ def test_an_evaluations_mask_is_one_for_training(device):
 @pytest.mark.parametrize("groups", [2, HEADS])
 @pytest.mark.parametrize("size", [None, 16])
 def test_a_mask_that_changed_before_backward_is_an_error(device, size, groups):
-    """As it is without hooks."""
+    """The same error as without hooks."""
     heads = [t[:-3].permute(1, 2, 0, 3) for t in qkv(device, groups)]
     added = additive_mask(padded_mask(S - 3, device), torch.bfloat16)
     attend = partial(F.scaled_dot_product_attention, attn_mask=added)
@@ -284,7 +285,7 @@ def test_keys_that_were_repeated_are_not_held_once_outer_hooks_took_them(device,
 
 @pytest.mark.parametrize("size", [None, 16])
 def test_a_forward_without_backward_is_let_go(device, size):
-    """Attention saves its output, which leads back to it."""
+    """Attention saves its output, which refers back to its node."""
     inputs = qkv(device, groups=2)
     attend = partial(kept_attention, F.scaled_dot_product_attention, times=HEADS // 2)
     for run, order in ((attend, (1, 2, 0, 3)), (partial(causal_attention, window=5), (0, 1, 2, 3))):
@@ -297,7 +298,7 @@ def test_a_forward_without_backward_is_let_go(device, size):
 
 @pytest.mark.parametrize("size", [None, 16])
 def test_windows_share_a_mask_and_keep_groups(device, size):
-    # of another length than heads are wide
+    # differs from the width of a head
     length, window = S - 3, 5
     inputs = [t[:length].detach().clone().requires_grad_() for t in qkv(device)]
     distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)
@@ -315,14 +316,14 @@ def test_windows_share_a_mask_and_keep_groups(device, size):
 
 
 def test_a_window_that_leaves_out_one_pair_of_tokens(device):
-    """The last token does not see the first; with a window of one more it does."""
+    """The last token does not attend to the first; with a window larger by one it does."""
     q, k, v = (t.detach() for t in qkv(device))
     first = v.clone()
     first[0] += 1
     for window, sees in ((S - 2, False), (S - 1, True)):
         y, other = (causal_attention(q, k, values, window=window) for values in (v, first))
         assert torch.equal(y[-1], other[-1]) != sees
-    # one that leaves out none needs no mask
+    # a window that leaves out no pair needs no mask
     inputs = qkv(device)
     kept = [kept_bytes(lambda w=w: causal_attention(*inputs, window=w))[1] for w in (None, S - 1)]
     assert kept[0] == kept[1]
@@ -357,7 +358,7 @@ def test_what_is_switched_off_is_left_out():
         assert switched_on(BACKENDS) == [b for b in BACKENDS if b != SDPBackend.CUDNN_ATTENTION]
     finally:
         torch.backends.cuda.enable_cudnn_sdp(True)
-    # in our order, not in theirs
+    # in our order of backends, not in theirs
     with sdpa_kernel([last, *rest[1:]]):
         assert switched_on(BACKENDS) == [*rest[1:], last]
     with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):

@@ -1,4 +1,5 @@
-"""What stock autograd refuses or does right, around operations that keep 8 bits: derivatives, edits."""
+"""Autograd's rules for operations that save 8 bits: second derivatives are refused, in-place edits are
+handled."""
 
 import ast
 import copy
@@ -23,7 +24,7 @@ ROWS, H, F = 24, 64, 96
 
 
 def functions() -> dict[str, ast.FunctionDef]:
-    """The `backward` of every `autograd.Function` in the project's own source, wherever it is defined."""
+    """The `backward` of every `autograd.Function` in the project's source, in any scope."""
     found = {}
     for room in ("kernels", "megatron_ext", "coat_ds", "launch"):
         for path in (ROOT / room).rglob("*.py"):
@@ -47,7 +48,7 @@ def leaf(*shape, device, dtype=torch.float32):
 
 
 def operations(device) -> dict:
-    """Functions of one activation [ROWS, H], alone and as layers put them one behind another."""
+    """Functions of one activation [ROWS, H]: single operations, and operations chained as in layers."""
     weight, bias = leaf(H, device=device), leaf(H, device=device)
     square, gated = leaf(H, H, device=device), leaf(2 * F, H, device=device)
     down = leaf(H, F, device=device)
@@ -72,7 +73,8 @@ def operations(device) -> dict:
 
 @pytest.mark.parametrize("name", operations(torch.device("cpu")))
 def test_second_derivatives_are_refused(device, name):
-    """Whether the incoming gradient is constant, as that of a sum, or not. First derivatives are as ever."""
+    """Refused both for a constant incoming gradient (that of a sum) and for any other. First derivatives are
+    unaffected."""
     function = operations(device)[name]
     for loss_of in (torch.sum, lambda y: y.square().sum()):
         x = leaf(ROWS, H, device=device)
@@ -88,13 +90,13 @@ def test_forward_mode_is_refused(device, name, trains):
     function, x = operations(device)[name], torch.randn(ROWS, H, device=device)
     with torch.autograd.forward_ad.dual_level(), torch.set_grad_enabled(trains):
         dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
-        # torch's own error is of the second type
+        # torch's own error is a NotImplementedError
         with pytest.raises((RuntimeError, NotImplementedError)):
             function(dual)
 
 
 class Stack:
-    """norm -> linear -> SwiGLU -> linear; `hooks` see the outputs of the parts."""
+    """norm -> linear -> SwiGLU -> linear; `hooks` receive the outputs of the parts."""
 
     def __init__(self, device, with_bias: bool = False):
         self.norm_weight, self.up = leaf(H, device=device), leaf(2 * F, H, device=device)
@@ -118,7 +120,8 @@ class Stack:
 @pytest.mark.parametrize("part", ["norm", "up", "activation", "down"])
 @pytest.mark.parametrize("ndim", [2, 3])
 def test_outputs_may_be_changed_in_place(device, part, ndim):
-    """As stock layers' may, whose outputs their own backward does not need; whoever reads them sees it."""
+    """As with stock layers: their own backward does not need the output, and every reader gets the changed
+    value."""
     stack, x = Stack(device), leaf(2, ROWS, H, device=device)
     x = x if ndim == 3 else x.detach()[0].clone().requires_grad_()
     wanted = [x, stack.norm_weight, stack.up, stack.down]
@@ -138,7 +141,7 @@ def test_outputs_may_be_changed_in_place(device, part, ndim):
 
 
 def by_hand(stack, x, part, change):
-    """What `stack` computes if the output of `part` is another tensor."""
+    """The result of `stack` if `change` replaces the output of `part` out of place."""
 
     def seen(name, t):
         return change(t) if name == part else t
@@ -155,7 +158,7 @@ def test_a_linear_layer_checks_the_norm_that_makes_its_input_again(device, param
     y = stack(x)
     with torch.no_grad():
         getattr(stack, parameter).mul_(2)
-    # who does not need it does not mind
+    # the gradient of `down` does not need the norm, so nothing is raised
     torch.autograd.grad(y.sum(), stack.down, retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         torch.autograd.grad(y.sum(), stack.up)
@@ -169,7 +172,7 @@ def test_outputs_are_saved_and_copied_without_notes(device):
         file = io.BytesIO()
         torch.save(y, file)
         file.seek(0)
-        # which reads nothing but tensors and what torch knows
+        # weights_only reads only tensors and types that torch allows
         again = torch.load(file, weights_only=True)
         assert again.equal(y) and origin_of(again) is None and maxima_of(again) is None
     y = rms_norm(x.detach(), stack.norm_weight.detach(), 1e-5)
@@ -178,7 +181,8 @@ def test_outputs_are_saved_and_copied_without_notes(device):
 
 @pytest.mark.parametrize("shape", [(0, H), (0, 2, H), (3, 0, H)], ids=str)
 def test_nothing_in_nothing_out(shape, takes_kernels, device, monkeypatch):
-    """Experts without tokens, empty batches: results and gradients are empty, those of weights zeros."""
+    """Experts without tokens and empty batches: results and gradients are empty, gradients of weights are
+    zero."""
     if takes_kernels:
         for module in (
             tensorwise.scale,
@@ -213,7 +217,7 @@ def test_nothing_in_nothing_out(shape, takes_kernels, device, monkeypatch):
 
 
 def wrong_shapes(device) -> dict:
-    """Calls with tensors that do not belong together, and the two sizes that the error has to name."""
+    """Calls with tensors whose sizes do not match, and the two sizes that the error has to name."""
 
     def t(*shape):
         return torch.randn(*shape, device=device)
@@ -241,7 +245,7 @@ def wrong_shapes(device) -> dict:
 
 @pytest.mark.parametrize("name", wrong_shapes(torch.device("cpu")))
 def test_wrong_shapes_are_named_before_anything_is_read(name, device):
-    """On a GPU what is too short would be read past its end."""
+    """On a GPU a tensor that is too short would be read beyond its end."""
     call, found = wrong_shapes(device)[name]
     with pytest.raises(ValueError, match=found):
         call()
@@ -249,7 +253,7 @@ def test_wrong_shapes_are_named_before_anything_is_read(name, device):
 
 @pytest.mark.gpu
 def test_kernels_read_no_further_than_their_inputs(device):
-    """Sizes end within a tile, and a norm of the wrong width launches nothing. To be run with
+    """Sizes end within a tile, and a norm of the wrong width launches no kernel. Run this with
     PYTORCH_NO_CUDA_MEMORY_CACHING=1, so that each tensor ends where its allocation ends, under
     compute-sanitizer --tool memcheck."""
     for rows, h in ((1, 16), (7, 80), (129, 208)):

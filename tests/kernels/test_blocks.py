@@ -1,6 +1,5 @@
-"""The fused blocks against the operations that they are made of, one by one: the same bits, forward and every
-gradient, whatever the scales that are predicted.
-"""
+"""The fused blocks against their operations, run one by one: the same bits for the output and every gradient,
+whatever scales are predicted."""
 
 import dataclasses
 import gc
@@ -22,14 +21,15 @@ from coat_kernels.tensorwise import PredictedScale, quantize_tensor, together
 from coat_kernels.weights import WeightCache
 from tests.util import rel_rms
 
-# tokens end in the middle of words of 16 and of every tile, channels in the middle of groups of 32
+# the number of tokens is no multiple of 16 or of a tile, the number of channels no multiple of the group size
+# 32
 S, B, H, F = 5, 2, 48, 80
 GROUPS, M, D, R = 2, 2, 16, 16
 
 
 @pytest.fixture
 def kernels(takes_kernels, monkeypatch):
-    """With the references, and with the kernels, of which programs take several tiles."""
+    """Runs a test with the references and with the kernels. Each kernel program covers several tiles."""
     if takes_kernels:
         for module in (
             act.op,
@@ -58,7 +58,7 @@ def linear_options(cache: str = "none") -> LinearOptions:
 
 @dataclasses.dataclass
 class Model:
-    """Parameters of both blocks, and how they compute."""
+    """Parameters of both blocks, and the options of their computation."""
 
     llama: bool
     dtype: torch.dtype
@@ -107,7 +107,7 @@ class Model:
         )  # fmt: skip
 
     def attention(self, q, k, v):
-        """Something that reads all three, and gives an origin of its own or none."""
+        """A function of q, k and v, whose output has an origin or none."""
         o = (q * (k + v).repeat_interleave(M, 2)).flatten(2)
         if not self.llama:
             return o
@@ -165,7 +165,7 @@ SUMS = ("qkv.bias", "proj.bias", "fc1.bias", "fc2.bias")
 def check_same(actual, expected):
     for name, value in expected.items():
         if name in SUMS and value.is_cuda and value.dtype == torch.float32:
-            # each addition of so many tokens rounds by at most 2^-24 of what it adds up to
+            # each of the S * B additions rounds by at most 2^-24 of the sum
             assert rel_rms(actual[name], value) <= S * B * 2.0**-24, name
         else:
             torch.testing.assert_close(actual[name], value, rtol=0, atol=0, equal_nan=True, msg=name)
@@ -178,7 +178,7 @@ def test_blocks_are_their_operations(llama, dtype, kernels, device):
     model = Model(llama, dtype, device)
     x, grad = inputs(device, dtype)
     expected = run(model, model.one_by_one, x, grad)
-    # with scales that nobody predicted yet, and with wrong ones
+    # with the initial scale 1, and with a wrong one
     for scale in (1.0, 2.0**40):
         for options in model.linears.values():
             for predicted in (options.x_scale, options.grad_scale, options.cache.prediction(E4M3)):
@@ -225,7 +225,7 @@ def test_gradients_are_added_where_the_caller_wants_them(device):
     for name in sums:
         assert not found.pop(name).any()
         exact = expected.pop(name)
-        # where sums need all bits the product is rounded to BF16 first, as the gradient is
+        # without fast accumulation the GEMM's result is rounded to BF16 first, like the gradient
         torch.testing.assert_close(sums[name], 1 + exact.float(), rtol=2**-8, atol=2**-8)
     check_same(found, expected)
 
@@ -237,7 +237,7 @@ def test_what_changes_between_forward_and_backward_is_refused(device):
         y = model.by_blocks(x.clone().requires_grad_())
         with torch.no_grad():
             parameter.add_(1)
-        # of the biases in front of a product the values are not read again
+        # the values of biases that are added to the input of a GEMM are not read in backward
         if name in ("qkv.bias", "proj.bias", "fc1.bias", "fc2.bias"):
             continue
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -245,8 +245,9 @@ def test_what_changes_between_forward_and_backward_is_refused(device):
 
 
 def test_weights_of_one_kind_are_quantized_in_one_launch(device, monkeypatch):
-    """Those of the second block, with attention's output if that can be made again; in backward fc2's go by
-    themselves, earlier. Kept ones, ones of other types and formats go each by itself, to the same bits."""
+    """The weights of the second block are quantized together, with attention's output if it can be
+    recomputed; in backward fc2's weights are quantized earlier, in a launch of their own. Cached weights and
+    weights of other types and formats are quantized one by one, to the same bits."""
     launches = []
     for name in ("rows_together", "columns_together"):
         original = getattr(blocks.mlp, name)
@@ -270,14 +271,14 @@ def test_weights_of_one_kind_are_quantized_in_one_launch(device, monkeypatch):
     model.linears["fc1"] = dataclasses.replace(options, formats=swapped, grad_scale=PredictedScale(E4M3))
     assert not run(model, model.by_blocks, x, grad)["y"].equal(expected["y"])
     assert not launches
-    # weights that lie in memory like no others
+    # a weight with another memory layout (transposed)
     model.linears["fc1"] = options
     model.weights["fc1"] = model.weights["fc1"].detach().t().contiguous().t().requires_grad_()
     assert not model.weights["fc1"].is_contiguous()
     check_same(run(model, model.by_blocks, x, grad), expected)
     assert launches == [4, 2]
     launches.clear()
-    # without an origin attention's output goes by rows and columns, by itself
+    # without an origin, attention's output is quantized by itself, by rows and by columns
     gpt = Model(False, torch.float32, device)
     run(gpt, gpt.by_blocks, *inputs(device, torch.float32))
     assert launches == [3, 2]
@@ -293,7 +294,7 @@ def test_double_backward_is_refused(device):
 
 @pytest.mark.parametrize("has_origin", [False, True])
 def test_nothing_is_held_behind_backward(has_origin, device):
-    """Neither the graph, nor, by a graph that is alive, what was kept for its backward."""
+    """Backward frees the graph. If the graph is still alive, it frees the tensors saved for backward."""
     model = Model(True, torch.bfloat16, device)
     x, grad = inputs(device, torch.bfloat16)
     origin, o = None, torch.randn(S, B, GROUPS * M * D, device=device).bfloat16()

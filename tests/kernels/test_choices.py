@@ -65,7 +65,7 @@ def _gradients(net, leaf, y, upstream):
 @reentrant
 @pytest.mark.parametrize("choose", CHOOSE)
 def test_gradients_are_those_of_the_rounded_inputs_with_the_first_choices(device, reentrant, choose):
-    """Bit for bit. Rounding alone would send some tokens elsewhere."""
+    """Equal to the bit. Rounding alone would route some tokens to other experts."""
     net = Mixture(device, CHOOSE[choose])
     x = torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(2)).to(device)
     upstream = torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(3)).to(device)
@@ -86,7 +86,7 @@ def test_gradients_are_those_of_the_rounded_inputs_with_the_first_choices(device
 
 
 def test_chosen_indices_may_be_changed_in_place(device):
-    """Backward adds its gradient where the forward pass has read."""
+    """Backward adds its gradient at the positions that the forward pass has read."""
     x, read = torch.randn(TOKENS, WIDTH, device=device, requires_grad=True), []
 
     def next_to_the_largest(x):
@@ -104,7 +104,8 @@ def test_chosen_indices_may_be_changed_in_place(device):
 
 @reentrant
 def test_regions_that_do_not_choose_by_these(device, reentrant):
-    """A compiled part is the same in both passes, and `out` gets what it gets without."""
+    """A compiled part computes the same in both passes, and `out` gets the same values as without the
+    context."""
     x = torch.randn(TOKENS, WIDTH, device=device, requires_grad=True)
     compiled = torch.compile(
         lambda x: x * x.sigmoid().topk(2).values.sum(-1, keepdim=True), backend="aot_eager"
@@ -140,7 +141,7 @@ def test_selective_checkpointing_counts_the_same_operations(device):
 
 @reentrant
 def test_two_backward_passes_and_an_error_between(device, reentrant):
-    """A forward that failed leaves nothing behind for the next one."""
+    """A failed forward leaves no recorded choices for the next forward."""
     net = Mixture(device, CHOOSE["topk"])
     leaf = torch.randn(TOKENS, WIDTH, device=device, requires_grad=True)
 

@@ -1,4 +1,4 @@
-"""What every 8-bit codec promises for any finite input, and what NaN and infinity may do to it."""
+"""Guarantees of every 8-bit codec for any finite input, and the effects of NaN and infinity."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ from tests.hosts import TEST_ALL
 from tests.kernels.test_codecs import GROUP, log2_error_bound
 
 EIGHT_BIT = [name for name, codec in CODECS.items() if codec.dtype == torch.uint8]
-# these keep what lies below their range; plain FP8 flushes it
+# these codecs keep values below their range; plain FP8 flushes them
 NEVER_FLUSHING = [name for name in EIGHT_BIT if get_codec(name).has_exponent]
 FLOOR = 2.0**-120
 RUNS = {
@@ -28,7 +28,7 @@ RUNS = {
 }
 
 SIZES = st.one_of(st.sampled_from([1, GROUP - 1, GROUP, GROUP + 1]), st.integers(1, 2 * GROUP + 40))
-# every bit pattern that is finite, and the edges more often than chance would have them
+# every finite bit pattern, with the edge values more often than by chance
 FINITE = st.one_of(
     st.floats(width=32, allow_nan=False, allow_infinity=False),
     st.sampled_from([0.0, -0.0, 2.0**-149, -(2.0**-126), FLOOR, -FLOOR, 1.0, 448.0, 3.4028234663852886e38]),
@@ -37,7 +37,8 @@ FINITE = st.one_of(
 
 @st.composite
 def vectors(draw) -> torch.Tensor:
-    """FP32 vectors of finite values, some with a few values many times over, some spread like moments."""
+    """FP32 vectors of finite values: some with a few values repeated many times, some distributed like
+    moments."""
     n = draw(SIZES)
     if draw(st.booleans()):
         return torch.from_numpy(draw(hnp.arrays(np.float32, n, elements=FINITE)))
@@ -49,8 +50,8 @@ def vectors(draw) -> torch.Tensor:
 
 
 def for_any_input(check):
-    """Runs `check(codec, x, encode, decode)` on many inputs by reference, on a few by the kernels; on more of
-    both by `make test-all`."""
+    """Runs `check(codec, x, encode, decode)` on many inputs by the reference and on a few by the kernels;
+    `make test-all` runs more inputs of both."""
 
     @pytest.mark.parametrize("run", list(RUNS))
     def test(name, run, device):
@@ -77,9 +78,9 @@ def for_any_input(check):
 
 
 def bound(codec, storage, expected):
-    """Largest |log2(decoded / expected)|. For the logarithmic code half a step, and FP32 arithmetic: two
+    """Largest |log2(decoded / expected)|. For the logarithmic code: half a step, plus FP32 arithmetic (two
     logarithms of up to 128, each to 2^-22 of itself on a GPU, and a reciprocal to 2^-23, which scales their
-    difference of up to 248; together less than 2^-13."""
+    difference of up to 248), together less than 2^-13."""
     if codec.signed:
         return log2_error_bound(codec, storage, expected)
     step = storage.exponent.float().repeat_interleave(GROUP)[: len(expected)] / 256
@@ -89,8 +90,9 @@ def bound(codec, storage, expected):
 @pytest.mark.parametrize("name", NEVER_FLUSHING)
 @for_any_input
 def test_error_is_within_the_derived_bound(codec, x, data, encode, decode):
-    """Zeros and signs are kept, no other value becomes zero, and every magnitude is off by half a step of its
-    code at most; those below 2^-120 count as 2^-120, or as the group's largest if that is smaller."""
+    """Zeros and signs are kept, no other value becomes zero, and every magnitude is off by at most half a
+    step of its code; magnitudes below 2^-120 count as 2^-120, or as the group's largest if that is
+    smaller."""
     storage = encode(x)
     decoded = decode(storage)
     assert decoded.sign().equal(x.sign())
@@ -136,7 +138,7 @@ def test_stored_metadata_gives_the_same_codes_again(codec, x, data, encode, deco
 @pytest.mark.parametrize("name", EIGHT_BIT)
 @for_any_input
 def test_bad_values_are_seen_and_harm_no_neighbour(codec, x, data, encode, decode):
-    """What is not finite comes back as NaN, and the rest as if a zero had stood in its place."""
+    """Values that are not finite decode to NaN; the other values decode as if these were zeros."""
     bad = data.draw(st.lists(st.integers(0, len(x) - 1), min_size=1, max_size=5, unique=True))
     without, broken = x.clone(), x.clone()
     for i in bad:
@@ -149,7 +151,7 @@ def test_bad_values_are_seen_and_harm_no_neighbour(codec, x, data, encode, decod
 
 
 def test_bound_of_the_logarithmic_code_is_not_vacuous():
-    """Second moments over six decades, some twenty octaves: each is off by 3 percent at most."""
+    """Second moments over six decades, about twenty octaves: each is off by 3 percent at most."""
     codec = get_codec("log8")
     x = torch.logspace(-9, -3, GROUP)
     storage = encode_reference(codec, x, GROUP)

@@ -60,7 +60,7 @@ def test_expanded_error_is_within_the_derived_bound(name, n, run, device):
         live = finite & (x != 0)
         error = (decoded[live].abs().log2() - x[live].abs().log2()).abs()
         bound = log2_error_bound(codec, storage, x)[live]
-        # magnitudes below 2^-120 are raised to it; they may only not vanish
+        # magnitudes below 2^-120 are raised to 2^-120; the only requirement is that they do not vanish
         normal = x[live].abs() >= 2.0**-120
         assert (error <= bound)[normal].all(), f"{case}: {(error / bound)[normal].max()} of the bound"
 
@@ -68,7 +68,7 @@ def test_expanded_error_is_within_the_derived_bound(name, n, run, device):
 @pytest.mark.parametrize("run", [by_reference, by_kernel])
 @pytest.mark.parametrize("name", [*EXPANDED, "log8"])
 def test_largest_of_each_group_is_exact(name, run, device):
-    """Constant groups, groups of one and the maxima of all others come back bit for bit."""
+    """Constant groups, groups of one element and the maxima of all groups are restored bit for bit."""
     codec = get_codec(name)
     x = wide(GROUP * 3 + 1).to(device)
     x[:GROUP] = -0.7
@@ -85,7 +85,8 @@ def test_largest_of_each_group_is_exact(name, run, device):
 @pytest.mark.parametrize("run", [by_reference, by_kernel])
 @pytest.mark.parametrize("name", EXPANDED)
 def test_zero_in_front_does_not_widen_the_range(name, run, device):
-    """The public minimum starts at the first lane, zero or not; k then falls to about 0.19."""
+    """The public kernel's minimum starts with the first lane even if it is zero; k then falls to about
+    0.19."""
     codec = get_codec(name)
     x = wide(GROUP, sigma=1.0).to(device)
     with_zero = torch.cat((torch.zeros(1, device=device), x[1:]))
@@ -97,7 +98,7 @@ def test_zero_in_front_does_not_widen_the_range(name, run, device):
 @pytest.mark.parametrize("share", [0.05, 0.2, 0.5])
 @pytest.mark.parametrize("name", ["fp8_expanded", "log8"])
 def test_zeros_anywhere_flush_no_neighbour(name, share, run, device):
-    """The public minimum loses whole lanes behind a zero, and what lies below it is flushed."""
+    """The public kernel's minimum loses whole lanes after a zero, and values below it are flushed."""
     codec = get_codec(name)
     x = wide(GROUP * 64, sigma=3.0).to(device)
     x = x if codec.signed else x.abs()
@@ -127,7 +128,8 @@ def test_one_bad_element_leaves_its_neighbours_alone(name, run, device):
 @pytest.mark.parametrize("run", [by_reference, by_kernel])
 @pytest.mark.parametrize("name", list(CODECS))
 def test_stored_metadata_gives_the_same_codes_again(name, run, device):
-    """What makes resuming exact: decode, then encode with the same scale and exponent, changes nothing."""
+    """Resuming is exact because decoding and then encoding with the same scale and exponent changes
+    nothing."""
     codec = get_codec(name)
     encode = encode_reference if run is by_reference else encode_kernel_launch
     for case, x in hard(1000, codec.signed).items():
@@ -140,14 +142,14 @@ def test_stored_metadata_gives_the_same_codes_again(name, run, device):
 @pytest.mark.parametrize("name", list(CODECS))
 @pytest.mark.parametrize("n", SIZES)
 def test_kernel_agrees_with_the_reference(name, n, device):
-    """Approximate logarithms may move k by one sixteenth and a code by one step, seldom."""
+    """Approximate logarithms may move k by one sixteenth and, rarely, a code by one step."""
     codec = get_codec(name)
     for case, x in hard(n, codec.signed).items():
         x = x.to(device)
         expected, actual = encode_reference(codec, x, GROUP), encode_kernel_launch(codec, x, GROUP)
         tipped = actual.scale != expected.scale
         if codec.relative:
-            # made of logarithms that are off by 2^-18, and rounded to 12 bits
+            # computed from logarithms that are off by 2^-18, and rounded to 12 bits
             torch.testing.assert_close(actual.scale, expected.scale, rtol=2**-11, atol=0, msg=case)
             assert tipped.sum().item() <= 1, case
         else:

@@ -1,4 +1,4 @@
-"""Which GPUs take the kernels, and which are refused."""
+"""The GPUs on which kernels run, and the GPUs that are refused."""
 
 import os
 import subprocess

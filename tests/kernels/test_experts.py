@@ -1,4 +1,4 @@
-"""Experts in one grouped product: output and every gradient against the reference, and what is kept."""
+"""Experts in one grouped GEMM: output and every gradient against the reference, and the saved bytes."""
 
 import functools
 
@@ -18,10 +18,10 @@ from tests.util import rel_rms
 
 T, K, E, HIDDEN, FFN = 50, 3, 7, 48, 64
 
-# the gradient of gate_up also knows rows by one rounding
+# the gradient of gate_up also has one rounding of the rows
 OF_ROWS = {fmt: (EXPERTS_BACKWARD[fmt] ** 2 + rms**2) ** 0.5 for fmt, rms in ROUNDING.items()}
 
-# rows in the experts' order: some experts have none, and whole tiles do not come out
+# rows in the experts' order: some experts have no rows, and some counts end within a tile
 OF_EACH = (9, 0, 16, 1, 21, 3, 0)
 IN_ORDER = torch.arange(E).repeat_interleave(torch.tensor(OF_EACH))[:, None]
 
@@ -29,19 +29,20 @@ PLAIN = {"silu": F.silu, "gelu_tanh": functools.partial(F.gelu, approximate="tan
 
 
 def plain(kind, both):
-    """The gate by torch's operations."""
+    """The gate with torch's operations."""
     gate, up = both.chunk(2, dim=1)
     return PLAIN[kind](gate) * up
 
 
 def own(both):
-    """A gate as GPT-OSS has it: interleaved and clamped."""
+    """The gate of GPT-OSS: interleaved and clamped."""
     gate, up = both[:, ::2].clamp(max=3), both[:, 1::2].clamp(-3, 3)
     return (up + 1) * gate * torch.sigmoid(1.702 * gate)
 
 
 def permuted(x, chosen, weights, **rest):
-    """`permuted_experts` with `grouped_experts`'s arguments, of tokens with one expert each, in order."""
+    """`permuted_experts` with the arguments of `grouped_experts`, for tokens with one expert each, in
+    order."""
     return permuted_experts(x, torch.bincount(chosen[:, 0], minlength=E), weights[:, 0], **rest)
 
 
@@ -79,26 +80,26 @@ def compare(chosen, tensors, gate, reference, fmt="sqrt8", function=grouped_expe
         assert grads[name].dtype == t.dtype, name
         bound = (OF_ROWS if function is permuted and name == "gate_up" else EXPERTS_BACKWARD)[fmt]
         if function is permuted and name == "weights":
-            # the sizes of T errors and of T gradients both spread by 1 / sqrt(2 T), hence their ratio by
-            # 1 / sqrt(T): twice that. Squared ReLU's tails make 17 % of it where T is 50, but its error is
-            # gate's alone, 4 of the bound's 5
+            # the sizes of T errors and of T gradients both spread by 1 / sqrt(2 T), so their ratio spreads by
+            # 1 / sqrt(T): twice that. Squared ReLU's tails make 17 % of it where T is 50, but its error comes
+            # from gate alone, 4 of the bound's 5
             bound *= 1 + 2 / T**0.5
         assert rel_rms(grads[name], wanted[name]) < bound, name
     return grads
 
 
-# the two that experts of transformers have; all are tested by themselves
+# the two kinds that experts of transformers have; each kind is tested by itself elsewhere
 @pytest.mark.parametrize("kind", PLAIN)
 @pytest.mark.parametrize("fmt", ROUNDING)
 def test_against_the_reference(kind, fmt, device, kernels):
     chosen, tensors = inputs(device)
     gate = KernelGate(kind, saved_format=fmt)
     grads = compare(chosen, tensors, gate, functools.partial(plain, kind), fmt)
-    # an expert without tokens
+    # the last expert has no tokens
     assert not grads["gate_up"][-1].any() and not grads["down"][-1].any()
 
 
-# where a value is clamped, E4M3 knows too coarsely for a bound
+# E4M3 is too coarse near a clamp for a bound
 @pytest.mark.parametrize("fmt, gate", [("sqrt8", own), ("e4m3", functools.partial(plain, "silu"))])
 def test_biases_and_gates_of_torchs_operations(fmt, gate, device):
     chosen, tensors = inputs(device, biases=True)
@@ -125,13 +126,13 @@ def test_rows_in_order_against_the_reference(kind, gated, fmt, device, kernels):
 @pytest.mark.parametrize("weights_in", [torch.float32, torch.bfloat16])
 def test_rows_in_order_with_biases_and_a_gate_of_torchs_operations(weights_in, device):
     chosen, tensors = inputs(device, IN_ORDER, weights_in, biases=True)
-    # not clamped: with one expert a token nothing averages over the few values that cross the clamp
+    # not clamped: with one expert per token, the few values that cross the clamp are not averaged
     gate = functools.partial(plain, "silu")
     compare(chosen, tensors, OwnGate(gate), gate, function=permuted)
 
 
 def test_experts_without_rows_where_products_leave_them_out(device, monkeypatch):
-    """As Blackwell's do."""
+    """The grouped GEMM of Blackwell leaves such rows out."""
     chosen, tensors = inputs(device, IN_ORDER)
     grad, product = torch.randn(T, HIDDEN, device=device).bfloat16(), F.grouped_mm
     _, expected = run(permuted, chosen, tensors, grad, KernelGate("silu"))
@@ -206,7 +207,7 @@ def test_frozen_parts_get_no_gradient_and_others_the_same(gate, device):
 
 
 def kept(call, tensors):
-    """The bytes of what autograd saves in `call()` beside `tensors`."""
+    """The bytes that autograd saves in `call()`, without `tensors`."""
     known, found = {t.data_ptr() for t in tensors.values()}, {}
 
     def pack(t):

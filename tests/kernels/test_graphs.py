@@ -1,4 +1,4 @@
-"""What CUDA graphs of functions need beside layers, whose tests are those of models."""
+"""CUDA graphs of functions. The tests of CUDA graphs of layers are with the models."""
 
 import gc
 import itertools
@@ -14,7 +14,7 @@ from coat_kernels.graphs.proof import compare, saved_for_backward
 
 
 class Node:
-    """Garbage that only a collection ends, with what it holds."""
+    """Garbage in a reference cycle: only the garbage collector frees it and what it holds."""
 
     def __init__(self, held=None):
         self.held, self.itself = held, self
@@ -22,7 +22,7 @@ class Node:
 
 @pytest.fixture
 def often():
-    """Collections after ten new containers that stay."""
+    """Runs the garbage collector after every ten new containers."""
     gc.collect()
     before = gc.get_threshold()
     gc.set_threshold(10, 1, 1)
@@ -78,7 +78,7 @@ def test_another_graph_is_recorded_behind_an_error():
 
 @pytest.mark.gpu
 def test_a_graph_that_becomes_garbage_does_not_end_in_a_recording(often):
-    """CUDA would refuse the recording."""
+    """CUDA would fail the recording."""
     old = [torch.cuda.CUDAGraph()]
     with torch.cuda.graph(old[0]):
         torch.zeros(1, device="cuda")
@@ -98,7 +98,7 @@ def test_a_graph_that_becomes_garbage_does_not_end_in_a_recording(often):
 
 @pytest.fixture
 def trusted(monkeypatch):
-    """A process whose graphs have not been found wrong yet."""
+    """A process in which no graph has failed its comparison yet."""
     monkeypatch.setattr(memory, "_distrusted", [])
 
 
@@ -111,7 +111,7 @@ REPLAYS = {
     "NaN in the eager pass": (torch.ones(2), [NAN], False),
     "a last bit": (torch.ones(2), [torch.ones(2) + 2**-23], True),
     "more than BF16 rounds by": (torch.ones(2), [torch.ones(2) + 2**-7], False),
-    # eager passes that are 0.01 apart
+    # eager passes that differ by 0.01
     "near": (torch.full((2,), 1.02), [torch.ones(2), torch.full((2,), 1.01)], True),
     "beyond": (torch.full((2,), 1.05), [torch.ones(2), torch.full((2,), 1.01)], False),
     "codes": (torch.tensor([1, 2], dtype=torch.int8), [torch.tensor([1, 3], dtype=torch.int8)], False),
@@ -123,7 +123,7 @@ def test_a_replay_must_be_as_near_as_eager_passes_are_to_each_other(case):
     replayed, eager, expected = REPLAYS[case]
     passes = itertools.cycle(eager)
     assert (compare([replayed], lambda: [next(passes)], bool)[0] is None) == expected
-    # and every rank of a group has to find so
+    # every rank of a group has to find the difference
     passes = itertools.cycle(eager)
     assert compare([replayed], lambda: [next(passes)], lambda ok: False)[0] is not None
 
@@ -139,7 +139,7 @@ def test_what_is_saved_for_backward_is_compared():
 
 
 def test_nothing_is_recorded_where_two_versions_of_a_library_are_mixed(trusted, monkeypatch, caplog):
-    """A replay might read memory that is not its own, which no comparison survives."""
+    """A replay might read memory that belongs to another tensor, which the comparison cannot survive."""
     monkeypatch.setattr(memory, "_mixed_libraries", lambda: "two versions of cudnn")
     first, second = (Memory(torch.device("cpu"), number) for number in range(2))
     assert first.record(lambda: 1) is None and second.record(lambda: 1) is None
@@ -148,7 +148,7 @@ def test_nothing_is_recorded_where_two_versions_of_a_library_are_mixed(trusted, 
 
 
 class Breakable:
-    """Numbers that kernels multiply by. In a recorded pass the number `wrong` is another one."""
+    """Numbers that kernels multiply by. A recorded pass reads another number as `wrong`."""
 
     def __init__(self, wrong: str):
         self.wrong = wrong
@@ -158,7 +158,7 @@ class Breakable:
 
 
 class Scale(torch.autograd.Function):
-    """x * w, and the gradients of both."""
+    """Computes x * w and the gradients of both."""
 
     @staticmethod
     def forward(ctx, x, w, numbers):
@@ -175,8 +175,8 @@ class Scale(torch.autograd.Function):
 @pytest.mark.gpu
 @pytest.mark.parametrize("wrong", ["nothing", "forward", "saved", "backward", "evaluation"])
 def test_a_wrong_replay_is_not_used(wrong, trusted, caplog):
-    """What is recorded differs from the eager pass: results and gradients stay those of the eager pass, and
-    the process goes on without graphs."""
+    """The recorded pass differs from the eager pass: results and gradients are those of the eager pass, and
+    the process continues without graphs."""
     numbers = Breakable(wrong)
 
     def function(x, w):
@@ -204,7 +204,8 @@ def test_a_wrong_replay_is_not_used(wrong, trusted, caplog):
 
 @pytest.mark.gpu
 def test_what_backward_adds_to_is_added_once(trusted):
-    """As Megatron's main_grad, by the comparison too."""
+    """The gradient is accumulated once, as into Megatron's main_grad, although the comparison runs the pass
+    too."""
     graphs, w = Graphs(), torch.full((1,), 3.0, device="cuda", requires_grad=True)
     total = torch.zeros(1, device="cuda")
 

@@ -1,4 +1,4 @@
-"""Eight bits in groups: kernels against references, errors, extremes."""
+"""8-bit codes in groups: kernels against references, errors, extremes."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def test_group_error_and_extremes(fmt):
 
     x = wide(64, 256)
     bound = ROUNDING[fmt]
-    # a few largest values dominate a log-normal sample: the mean over the binade is not reached
+    # a few largest values dominate a log-normal sample, so the error does not reach the mean over the binade
     assert 0.5 * bound < rel_rms(decoded(x), x) < 1.3 * bound
     x = torch.tensor([[3e38, 1.0, -3e38] + [0.0] * 13, [torch.inf, torch.nan, 2.0] + [0.0] * 13])
     y = decoded(x)
@@ -49,8 +49,8 @@ def test_group_error_and_extremes(fmt):
 
 
 def test_roots_keep_a_small_value_beside_an_outlier():
-    """Half a step of a root of 127 at 1000 is 1 / 8 at 1: (sqrt(1) + 1 / 8)^2 is 27 % off at most, where
-    integers in proportion would keep nothing, their half step being 1000 / 254."""
+    """Half a step of a root of 127 at 1000 is 1 / 8 at 1: (sqrt(1) + 1 / 8)^2 is 27 % off at most. Linear
+    integers would lose the value, since their half step is 1000 / 254."""
     x = torch.cat((torch.tensor([1000.0]), torch.linspace(0.5, 2, 15)))[None]
     y = groups.dequantize_groups_reference(groups.quantize_groups_reference(x, 16, "sqrt8"), 16)
     half_step = 1000**0.5 / 2 / 90

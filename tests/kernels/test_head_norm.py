@@ -1,5 +1,5 @@
-"""RMSNorm of heads with rotary positions: formulas against autograd, kernels against references, and what is
-kept."""
+"""RMSNorm of heads with rotary positions: formulas against autograd, kernels against references, and the
+saved bytes."""
 
 import pytest
 import torch
@@ -18,19 +18,19 @@ EPS = 1e-6
 # kernels and references differ by the order of FP32 sums and by fused products, then in the last bit of BF16
 # on a tie
 KERNEL_RMS = 1e-3
-# tokens, batch, heads, channels, channels that turn: all or none
+# tokens, batch, heads, channels, rotated channels: all or none
 SHAPES = [(1, 1, 1, 4, 4), (5, 2, 3, 16, 16), (7, 3, 4, 20, 20), (9, 1, 5, 66, 66), (3, 2, 2, 7, 0)]
 FORMATS = pytest.mark.parametrize("fmt", ROUNDING)
 
 
 def tables(s: int, r: int, device="cpu"):
-    """Cosines and sines; those of partners differ, so that a mistaken channel shows."""
+    """Cosines and sines; partner channels have different values, so that a wrong channel is noticed."""
     angles = 10 * torch.rand(s, r, device=device)
     return angles.cos(), angles.sin()
 
 
 def plain(x, weight, cos, sin, zero_centered=False):
-    """The same by torch, differentiable, in the precision of its inputs."""
+    """The same with torch's operations, differentiable, in the precision of the inputs."""
     y = F.rms_norm(x, x.shape[-1:], weight + 1 if zero_centered else weight, EPS)
     if cos.shape[1] == 0:
         return y
@@ -43,7 +43,7 @@ def plain(x, weight, cos, sin, zero_centered=False):
 @pytest.mark.parametrize("zero_centered", [False, True])
 @pytest.mark.parametrize("r", [32, 0], ids=["turns", "stays"])
 def test_formulas_against_autograd_in_fp64(r, zero_centered, fmt):
-    """With values that the codes hold exactly, output and gradients are right to FP32's rounding."""
+    """For values that the codes hold exactly, output and gradients are right to FP32's rounding."""
     roots = torch.randint(-3, 4, (5, 2, 3, 32))
     roots[..., ::16] = 3
     x = (roots * roots.abs()).float().requires_grad_()
@@ -62,7 +62,7 @@ def test_formulas_against_autograd_in_fp64(r, zero_centered, fmt):
 
 @FORMATS
 def test_gradients_against_autograd(fmt, device):
-    """Backward knows x to one rounding of its format, which enters a product of two terms."""
+    """Backward reads x with one rounding of its format; the error enters a product of two terms."""
     x = torch.randn(20, 2, 4, 64, device=device).bfloat16().requires_grad_()
     weight = (1 + 0.1 * torch.randn(64, device=device)).bfloat16().requires_grad_()
     cos, sin = tables(20, 64, device)
@@ -78,7 +78,7 @@ def test_gradients_against_autograd(fmt, device):
 
 
 def close(actual, expected):
-    """Equal where not finite, and of a small error elsewhere."""
+    """Equal where not finite; a small relative error elsewhere."""
     finite = expected.isfinite()
     ends = [t.float().masked_fill(finite, 0) for t in (actual, expected)]
     torch.testing.assert_close(*ends, rtol=0, atol=0, equal_nan=True)
@@ -111,7 +111,7 @@ def test_kernels_agree_with_the_references(shape, device):
     weight = torch.randn(shape[-1], device=device)
     check_kernels(x, grad, weight, cos, sin, True, 32, "e4m3")
     check_kernels(x.bfloat16(), grad.bfloat16(), weight, cos, sin)
-    # as attention leaves gradients: heads before tokens, and channels apart
+    # heads before tokens, and channels not adjacent, like the gradients from attention
     grad = torch.randn(shape[1], shape[2], shape[0], shape[3], device=device).bfloat16()
     check_kernels(x.bfloat16(), grad.permute(2, 0, 1, 3), weight.bfloat16(), cos, sin, True, 128)
     check_kernels(x.bfloat16(), grad.mT.contiguous().mT.permute(2, 0, 1, 3), weight, cos, sin)
@@ -119,7 +119,7 @@ def test_kernels_agree_with_the_references(shape, device):
 
 @pytest.mark.parametrize("case", hard(64))
 def test_kernels_agree_on_hard_inputs(case, device):
-    """The rest of the tensor is ordinary: what is wrong in a row stays in it."""
+    """The rest of the tensor is ordinary: an error in one row does not spread to other rows."""
     x, grad = torch.randn(2, 4, 1, 2, 64, device=device).bfloat16()
     x[1, 0, 1] = hard(64)[case].to(x)
     grad[2, 0, 0] = hard(64)[case].to(x)
@@ -127,7 +127,7 @@ def test_kernels_agree_on_hard_inputs(case, device):
 
 
 def test_rows_of_many_tiles_and_programs(device, monkeypatch):
-    """Backward programs go through several tiles of rows each, the last not full."""
+    """Backward programs process several tiles of rows each; the last tile is partial."""
     monkeypatch.setattr(heads.kernels, "PROGRAMS", 3)
     monkeypatch.setattr(heads.kernels, "BACKWARD_TILE", 256)
     monkeypatch.setattr(heads.kernels, "FORWARD_TILE", 256)
@@ -169,7 +169,7 @@ def test_what_is_kept(device):
     y, size = kept(x, weight)
     assert size > 0
     assert torch.autograd.grad(y.float().sum(), weight)[0].isfinite().all()
-    # what was made of x stays as it was when x changes
+    # values computed from x do not change when x changes
     before = kept(trained, weight)[0]
     with torch.no_grad():
         expected = rotate(F.rms_norm(x.float(), (64,), weight, EPS), cos, sin).bfloat16()

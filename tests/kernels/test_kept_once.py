@@ -1,4 +1,4 @@
-"""Linear layers that read the same tensor keep it once, as q, k and v do where no norm is in front."""
+"""Linear layers that read the same tensor save it once. Example: q, k and v without a norm before them."""
 
 import gc
 
@@ -19,7 +19,8 @@ SIZES = 7, 16, 64, 32
 
 @pytest.fixture
 def inputs(device):
-    """What the input is made from, three weights, and the gradient of the three outputs, joined."""
+    """The tensor that the input is computed from, three weights, and the gradient of the three outputs,
+    joined."""
     torch.manual_seed(0)
     *tokens, k, n = SIZES
     made = torch.randn(*tokens, k), *torch.randn(3, n, k)
@@ -28,7 +29,7 @@ def inputs(device):
 
 
 def outputs(x, weights, copies=False):
-    # the last one is handed a view, as tensor parallelism does
+    # the last layer gets a view, as with tensor parallelism
     read = [x.clone() for _ in weights] if copies else [x, x, x.view_as(x)]
     return torch.cat([fp8_linear(t, w) for t, w in zip(read, weights, strict=True)], -1)
 
@@ -43,7 +44,7 @@ def gradients(inputs, forward):
 
 
 def check(found, wanted):
-    """The same bits, but for the input's gradient: three are added in another order."""
+    """The same bits, except in the input's gradient: its three terms are added in another order."""
     for i, (a, e) in enumerate(zip(found, wanted, strict=True)):
         assert rel_rms(a, e) < 2**-7 if i == 1 else torch.equal(a, e)
 
@@ -73,7 +74,7 @@ def test_codes_outputs_and_gradients_are_the_same_as_alone(inputs):
 
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "hooks"])
 def test_checkpoints_keep_nothing_more_and_recompute_the_same(inputs, reentrant):
-    """Of a region's input, which checkpointing keeps, a note would keep the codes until backward."""
+    """A note on a region's input, which checkpointing keeps, would keep the codes until backward."""
     _, weights, _ = inputs
     before = codes_alive()
     kept = []
@@ -102,7 +103,7 @@ def test_evaluation_keeps_nothing(inputs):
     with torch.no_grad():
         y = outputs(x, weights)
     assert codes_alive() == before
-    # and who trains then keeps what it needs
+    # a training pass after evaluation saves what it needs
     check(
         gradients(inputs, lambda _: outputs(leaf * 1, weights)),
         gradients(inputs, lambda x: outputs(x, weights)),
@@ -116,7 +117,7 @@ def by_reference(a, b, scale_a, scale_b, bias, dtype, fast):
 
 @pytest.mark.parametrize("what", ["format", "change", "leaf"])
 def test_who_shares_nothing(inputs, what, monkeypatch):
-    """Another format, a tensor that was changed meanwhile, and a leaf, into which CUDA graphs write."""
+    """Another format, a tensor changed between the reads, and a leaf, into which CUDA graphs write."""
     leaf, (weight, other, _), _ = inputs
     if what == "format":
         # GPUs multiply no E5M2 by E5M2
@@ -136,7 +137,7 @@ def test_who_shares_nothing(inputs, what, monkeypatch):
 
 
 def test_views_of_other_values_share_nothing(device):
-    """Of the same shape: a transposed matrix, and a part that ends elsewhere."""
+    """Views of the same shape: a transposed matrix, and a part that ends elsewhere."""
     whole = torch.randn(33, 32, device=device).bfloat16().requires_grad_() * 1
     weight, other = (torch.randn(16, 32, device=device).bfloat16().requires_grad_() for _ in range(2))
     x, later = whole[:32], whole[1:]

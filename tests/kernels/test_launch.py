@@ -1,4 +1,4 @@
-"""Launches: helpers are the same as triton's and torch's, and a prepared launch is triton's own."""
+"""Launches: helpers return the same as triton's and torch's, and a prepared launch equals triton's own."""
 
 import inspect
 
@@ -42,7 +42,7 @@ def test_kernels_run_where_their_tensors_are():
 
 
 class Specialization:
-    """What triton itself specialises a kernel for, for NVIDIA's GPUs."""
+    """The properties of arguments by which triton specializes a kernel for NVIDIA GPUs."""
 
     def __init__(self, count: int):
         names = ", ".join(f"a{i}" for i in range(count))
@@ -62,7 +62,7 @@ class Specialization:
 
 @st.composite
 def arguments(draw):
-    """One argument of a launch; tensors are CPU tensors, of which triton asks the same things."""
+    """One argument of a launch. Tensors are CPU tensors: triton reads the same properties from them."""
     floats = st.sampled_from([torch.float32, torch.bfloat16, torch.uint8, torch.float8_e4m3fn])
     tensors = st.builds(lambda dtype, start: torch.zeros(64, dtype=dtype)[start:], floats, st.integers(0, 32))
     edges = st.sampled_from([0, 1, -1, 15, 16, 17, 2**31 - 1, 2**31, -(2**31), -(2**31) - 1, 2**40, 2**63])
@@ -73,7 +73,7 @@ def arguments(draw):
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.tuples(arguments(), arguments()), min_size=1, max_size=4))
 def test_one_signature_means_one_compiled_kernel(pairs):
-    """Wherever triton would compile another kernel, the key of a prepared launch is another one."""
+    """If triton would compile another kernel, the key of a prepared launch differs."""
     left, right = zip(*pairs, strict=True)
     specialized = Specialization(len(pairs))
     if specialized(left) != specialized(right):
@@ -103,7 +103,7 @@ def add_if_there_kernel(p_x, p_y, p_out, n, step, factor, BLOCK: tl.constexpr):
     tl.store(p_out + o_x, b_x, mask=o_x < n)
 
 
-# what differs from launch to launch: offset of x, its dtype, whether there is y, n, step, factor
+# values that differ between launches: offset of x, its dtype, whether there is y, n, step, factor
 LAUNCHES = [
     (offset, dtype, has_y, n, step, factor)
     for offset, dtype in ((0, torch.float32), (1, torch.float32), (0, torch.bfloat16), (3, torch.bfloat16))
@@ -123,7 +123,7 @@ def check_launches(device: torch.device) -> None:
 
 
 def test_prepared_launches_compute_what_first_ones_do(device):
-    # each signature is met three times; the second and third launches are the prepared ones
+    # each signature occurs three times; the second and third launches are prepared launches
     for _ in range(3):
         check_launches(device)
 
@@ -141,7 +141,7 @@ def test_a_signature_goes_through_triton_once(monkeypatch):
     assert len(met) == 1
     kernel[(1,)](x[1:], None, out, 16, 1, 1.0, BLOCK=16)
     assert len(met) == 2
-    # a profiler sees every launch
+    # a profiler records every launch
     seen = []
     hooks = triton.knobs.runtime.launch_enter_hook
     hooks.add(seen.append)

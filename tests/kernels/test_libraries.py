@@ -1,4 +1,4 @@
-"""Libraries of a process, read from the text of its /proc/PID/maps."""
+"""Libraries of a process, parsed from the text of its /proc/PID/maps."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ MIXED = [TORCH / "libcudnn.so.9", SYSTEM / "libcudnn_graph.so.9.14.0", SYSTEM / 
 CASES = {
     "none": ([], ()),
     "one cuDNN": (ONE, ()),
-    # another package mapped its entry library, which finds the sub-libraries of torch's
+    # another package's entry library is mapped; it finds the sub-libraries of torch's
     "two entries": ([*ONE, SYSTEM / "libcudnn.so.9.14.0"], ()),
     "system's alone": ([SYSTEM / f"libcudnn{part}.so.9.14.0" for part in ("", "_graph", "_ops")], ()),
     "mixed": (MIXED, ("cudnn",)),

@@ -1,4 +1,4 @@
-"""The FP8 linear layer: results and gradients, what it keeps, what it refuses."""
+"""The FP8 linear layer: results and gradients, saved tensors, refused arguments."""
 
 import dataclasses
 
@@ -40,8 +40,8 @@ def gradients(y, grad, inputs):
 @pytest.mark.parametrize("tokens", [(1,), (7, 3), (33,), (16, 4)], ids=str)
 @pytest.mark.parametrize("bias", [False, True])
 def test_linear_against_autograd(tokens, bias, device):
-    """A product's error is that of its two rounded operands, independent of each other: sqrt(2) * E4M3_RMS
-    forward, sqrt(E4M3_RMS^2 + E5M2_RMS^2) backward, and a tenth for small samples."""
+    """The error of a GEMM is that of its two rounded operands, independent of each other: sqrt(2) * E4M3_RMS
+    forward, sqrt(E4M3_RMS^2 + E5M2_RMS^2) backward, and a tenth more for small samples."""
     inputs = leaves(torch.randn(*tokens, 192), torch.randn(256, 192), torch.randn(256), device=device)
     inputs = inputs if bias else inputs[:2]
     grad = torch.randn(*tokens, 256).to(device, torch.bfloat16)
@@ -85,7 +85,7 @@ def test_shapes_that_do_not_belong_together_are_refused(device):
     x, weight = leaves(torch.randn(16, 32), torch.randn(48, 32), device=device)
     with pytest.raises(ValueError, match="the weight takes 32 columns, x has 16"):
         fp8_linear(x[:, :16], weight)
-    # each would be broadcast
+    # each of these would be broadcast
     for bias in (x.new_zeros(1), x.new_zeros(16, 48)):
         with pytest.raises(ValueError, match="of 48 outputs"):
             fp8_linear(x, weight, bias)
@@ -95,7 +95,7 @@ def test_shapes_that_do_not_belong_together_are_refused(device):
 
 
 def test_frozen_weight_or_input_costs_no_product(device, monkeypatch):
-    """LoRA's frozen weights have no weight gradient, a first layer no input gradient."""
+    """LoRA's frozen weights need no weight gradient, a first layer needs no input gradient."""
     x, weight = leaves(torch.randn(16, 32), torch.randn(32, 32), device=device)
     products = []
     product = linear.op.scaled_matmul
@@ -107,7 +107,7 @@ def test_frozen_weight_or_input_costs_no_product(device, monkeypatch):
 
 
 def test_cpus_take_any_sizes():
-    """A weight that is no whole multiple of 16 is padded for the gradient of the input."""
+    """A weight whose size is no multiple of 16 is padded for the gradient of the input."""
     inputs = leaves(torch.randn(10, 20), torch.randn(24, 20), device="cpu")
     exact = [t.detach().float().requires_grad_() for t in inputs]
     upstream = torch.randn(10, 24).bfloat16()
@@ -119,7 +119,8 @@ def test_cpus_take_any_sizes():
 
 @pytest.mark.parametrize("trains", [(True, True), (False, True), (True, False), (False, False)], ids=str)
 def test_a_bias_gets_the_sum_over_the_tokens(trains, device):
-    """Whatever else is frozen, in FP32 if the bias is; on its own it costs no product."""
+    """Whatever else is frozen; the sum is FP32 if the bias is FP32. If only the bias is trained, there is no
+    GEMM."""
     x, weight = (torch.randn(shape, device=device).bfloat16() for shape in ((3, 7, 32), (48, 32)))
     x.requires_grad_(trains[0])
     weight.requires_grad_(trains[1])
@@ -175,7 +176,7 @@ def test_what_is_noted_of_a_tensor_is_noted_of_its_alias():
     with_maxima(x, maxima)
     alias = share_notes(x, x.detach())
     assert maxima_of(alias) is maxima
-    # whichever is asked first gets what was noted on the other one later
+    # of the two aliases, the one that is read first returns notes made on the other one later
     with_stand_in(alias, stand_in, x)
     assert take_stand_in(x) is stand_in and take_stand_in(alias) is alias
     with_stand_in(x, stand_in, x)
@@ -200,7 +201,7 @@ def test_maxima_of_the_producers_are_used(device, monkeypatch):
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_predicted_scales_change_no_bit(compiled, device, monkeypatch):
-    """Whatever the tensors of the last time were like. Kernels then read nothing for its scale alone."""
+    """Whatever the tensors of the previous pass were. Kernels then make no extra pass for the scale."""
     if not compiled:
         for module in (tensorwise.operands, tensorwise.scale, tensorwise.quantize, tensorwise.transpose):
             monkeypatch.setattr(module, "uses_kernels", lambda x: True)
@@ -226,7 +227,7 @@ def test_predicted_scales_change_no_bit(compiled, device, monkeypatch):
 
 
 def test_formats_and_autocast(device):
-    """E4M3 gradients have half of E5M2's error; autocast decides the type of the product."""
+    """E4M3 gradients have half of E5M2's error; autocast decides the dtype of the GEMM's output."""
     x, weight = leaves(torch.randn(64, 192), torch.randn(256, 192), device=device)
     grad = torch.randn(64, 256, device=device, dtype=torch.bfloat16)
     y = fp8_linear(x, weight, formats=LinearFormats(E4M3, E4M3))
@@ -260,7 +261,8 @@ def test_one_weight_used_twice(device):
 @pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_weight_gradient_goes_where_it_is_told(compiled, fast, device):
-    """Other gradients stay the same bits, and what autograd gets for the weight takes no memory."""
+    """Other gradients are the same bits, and the placeholder that autograd gets for the weight takes no
+    memory."""
     formats = LinearFormats(fast_weight_grad=fast)
     inputs = leaves(torch.randn(33, 64), torch.randn(48, 64), torch.randn(48), device=device)
     grad = torch.randn(33, 48, device=device, dtype=torch.bfloat16)
@@ -277,9 +279,9 @@ def test_weight_gradient_goes_where_it_is_told(compiled, fast, device):
         assert grad_x.equal(expected[0]) and grad_bias.equal(expected[2])
         assert grad_w.shape == (48, 64) and grad_w.count_nonzero() == 0
         assert compiled or grad_w.untyped_storage().nbytes() == 2
-        # twice the same number is exact
+        # exact, since the same number is added twice
         assert (main / passes).bfloat16().equal(expected[1])
-    # fast sums are not rounded where there is no GPU, or the product is large
+    # fast sums are not rounded on a CPU or in a large GEMM
     assert main.bfloat16().float().equal(main) == (not fast or device.type == "cuda")
 
 
@@ -291,7 +293,7 @@ def test_weight_gradient_goes_into_what_is_there_in_backward(device):
     into[0] = second
     gradients(y.sum(), None, [x, weight])
     assert first.count_nonzero() == 0 and second.count_nonzero() > 0
-    # a frozen weight has nothing to add
+    # a frozen weight adds nothing
     gradients(fp8_linear(x, weight.detach(), weight_grad_into=into.pop).sum(), None, [x])
 
 
@@ -307,7 +309,7 @@ def test_fast_weight_gradients_take_no_memory():
     held = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     torch.autograd.grad(y, weight, grad)
-    # operands of 64 tokens alone, two bytes and less an element, and what the allocator rounds up
+    # operands of 64 tokens only, at most two bytes per element, and the rounding of the allocator
     assert torch.cuda.max_memory_allocated() - held < 4 * 64 * n * 2
     assert main.count_nonzero() > 0
 
@@ -321,7 +323,7 @@ def test_no_grad_keeps_nothing_and_equals_training(device):
 
 
 def test_compiled_calls_can_make_options():
-    """torch.compile of torch 2.11 makes a dataclass only where its defaults are constants."""
+    """torch.compile of torch 2.11 can construct a dataclass only if its defaults are constants."""
     defaults = {field.default for field in dataclasses.fields(LinearOptions)}
     assert defaults == {None, dataclasses.MISSING}
 
@@ -338,7 +340,7 @@ def test_compiled_equals_eager(device):
         assert a.equal(e)
     a = torch.zeros(16, 16, device=device).to(torch.float8_e4m3fn)
     one = torch.ones(1, device=device)
-    # its test of the schema would multiply FP8 elements, which torch does not do
+    # torch's schema test would multiply FP8 elements, which torch does not support
     utils = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     arguments = (a, a, one, one, None, torch.bfloat16, True)
     torch.library.opcheck(linear.scaled_matmul.op, arguments, test_utils=utils)

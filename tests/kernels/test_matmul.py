@@ -1,4 +1,4 @@
-"""FP8 products that are added to a tensor: kernels against references, and which of them is taken."""
+"""FP8 GEMMs that accumulate into a tensor: kernels against references, and the choice of the kernel."""
 
 import pytest
 import torch
@@ -12,15 +12,15 @@ from tests.util import rel_rms
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 on_hopper = pytest.mark.skipif(torch.cuda.is_available() and not HOPPER, reason="the kernel is Hopper's")
-# of one tile and less, cut off in every dimension, of two groups of rows; the last, too slow for the
-# interpreter, of more tiles than a GPU has multiprocessors
+# at most one tile, partial in every dimension, with two groups of rows; the last shape, too slow for the
+# interpreter, has more tiles than a GPU has multiprocessors
 RAGGED = [(16, 16, 16), (128, 256, 128), (144, 272, 144), (1168, 528, 48)]
 RAGGED += [(13 * 128 - 112, 11 * 256 - 112, 400)] if HOPPER else []
 SCALES = 0.25, 2.0**-9
 
 
 def integers(rows: int, t: int, fmt, device) -> torch.Tensor:
-    """Codes of -2 to 2: their sums over up to 400 terms have no more than 11 bits, however they are added."""
+    """Codes of -2 to 2: sums of up to 400 products have at most 11 bits, in any order."""
     return torch.randint(-2, 3, (rows, t), device=device).to(fmt.dtype)
 
 
@@ -35,7 +35,7 @@ def quantized(x, y, fmt):
 
 
 def guarded(n: int, k: int, dtype, device) -> tuple[torch.Tensor, torch.Tensor]:
-    """An integer tensor [n, k], and it with four rows of ones before and behind."""
+    """An integer tensor [n, k], and its storage with four rows of ones before and after it."""
     whole = torch.ones(n + 8, k, dtype=dtype, device=device)
     whole[4:-4] = torch.randint(-9, 10, (n, k), device=device)
     return whole[4:-4], whole
@@ -47,7 +47,7 @@ def guarded(n: int, k: int, dtype, device) -> tuple[torch.Tensor, torch.Tensor]:
 def test_kernel_adds_the_exact_product(n, k, t, fmt, device):
     a, b = integers(n, t, fmt, device), integers(k, t, E4M3, device)
     out, whole = guarded(n, k, torch.float32, device)
-    # in units of the product of the scales, so that nothing is rounded
+    # in units of the product of the two scales, so that nothing is rounded
     unit = SCALES[0] * SCALES[1]
     out *= unit
     expected = out.double() + 2 * unit * (a.double() @ b.double().t())
@@ -91,7 +91,7 @@ def test_nan_spoils_its_row_or_column(accumulate, device):
 @on_hopper
 @pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda f: f.name)
 def test_fast_sums_of_the_kernel(fmt):
-    """Products of FP8 are exact."""
+    """Products of two FP8 numbers are exact."""
     t = 2048
     x, y = torch.randn(512, t, device="cuda"), torch.randn(768, t, device="cuda")
     a, b, scale_a, scale_b = quantized(x, y, fmt)
@@ -104,7 +104,8 @@ def test_fast_sums_of_the_kernel(fmt):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("fast", [False, True])
 def test_what_a_product_is_rounded_to(fast, dtype, device):
-    """Fast sums go into FP32 as they are if there is no GPU, or the product is large; all else is rounded."""
+    """Fast sums are added to FP32 without rounding on a CPU and for a large GEMM; all other results are
+    rounded."""
     x, y = torch.randn(2, 48, 64, device=device)
     operands = quantized(x, y, E5M2)
     out = torch.randn(48, 48, device=device).to(dtype)
@@ -165,7 +166,7 @@ def test_added_tensors_equal_torchs_bit_for_bit(dtype, of, device):
 
 def test_operator_is_sound(device):
     a = torch.zeros(16, 16, device=device).to(torch.float8_e4m3fn)
-    # its test of the schema would multiply FP8 elements, which torch does not do
+    # torch's schema test would multiply FP8 elements, which torch does not support
     utils = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     for fast in (False, True):
         arguments = a, a, *scales(device), torch.zeros(16, 16, device=device), torch.bfloat16, fast

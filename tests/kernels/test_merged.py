@@ -1,4 +1,4 @@
-"""One product with several weights against the same product with their concatenation."""
+"""One GEMM with several weights against the same GEMM with their concatenation."""
 
 import pytest
 import torch
@@ -14,14 +14,14 @@ ROWS, K, TOKENS = (48, 16, 32), 64, 24
 
 def weights_of(device, trained=True):
     generator = torch.Generator().manual_seed(0)
-    # the largest of all is in the last
+    # the largest magnitude is in the last weight
     weights = [torch.randn(n, K, generator=generator) * (i + 1) for i, n in enumerate(ROWS)]
     return tuple(torch.nn.Parameter(w.to(device, torch.bfloat16), requires_grad=trained) for w in weights)
 
 
 @pytest.fixture(params=[False, True], ids=["reference", "kernels"])
 def kernels(request, device, monkeypatch):
-    """On a GPU kernels are taken anyway."""
+    """Runs a test with the kernels. A GPU uses them anyway."""
     if request.param:
         monkeypatch.setattr(merging, "uses_kernels", lambda x: True)
 
@@ -42,7 +42,7 @@ def test_codes_are_those_of_the_whole(keep, kernels, device):
         for codes in (rows, columns, bound.rows(None, found, E4M3)):
             assert codes.scale.equal(expected.scale)
         if merging.uses_kernels(weights[0]):
-            # which spares the next forward the codes of a wrong one
+            # so the next forward does not quantize with a wrong scale
             assert cache._predicted.on(device).equal(expected.scale)
         assert rows.rows.float().equal(expected.rows.float())
         assert columns.columns.float().equal(expected.columns.float())
@@ -63,7 +63,7 @@ def test_products_and_gradients_are_those_of_the_whole(device):
     found_x, *found = torch.autograd.grad(y, (x, *weights), grad)
     assert y.equal(expected) and found_x.equal(grad_x)
     assert torch.cat(found).equal(grad_w)
-    # parts of one product's output, which nobody has copied
+    # slices of one GEMM's output, without a copy
     assert len({g.untyped_storage().data_ptr() for g in found}) == 1
     frozen = weights_of(device, trained=False)
     y = fp8_linear(x, merged(frozen), cache=cache.of(frozen), **scales)
@@ -85,7 +85,7 @@ def test_what_is_kept_belongs_to_these_weights(device):
     assert cache.of(weights).forward(None, E4M3)[0] is first
     others = weights_of(device)
     assert cache.of(others).forward(None, E4M3)[0] is not first
-    # a backward comes later than the forward with other weights
+    # a backward pass runs after the forward pass of other weights
     smaller = tuple(torch.nn.Parameter(w / 300) for w in weights)
     bound = cache.of(smaller)
     kept, largest = bound.forward(None, E4M3)
@@ -135,10 +135,10 @@ def test_other_weights_at_the_same_place(weight_of, keep, device):
     memories = [torch.empty(n, K, device=device) for n in ROWS]
     cache, x = MergedCache(keep), torch.randn(TOKENS, K, device=device)
     for _ in range(3):
-        # tensors of their own, whose changes are counted from 0 again
+        # separate tensors, whose version counters start at 0
         weights = tuple(weight_of(m.data, torch.randn(m.shape, device=device)) for m in memories)
         y = fp8_linear(x, merged(weights), cache=cache.of(weights))
         assert y.equal(fp8_linear(x, merged(weights), cache=MergedCache().of(weights)))
         del weights
-    # of computed weights nothing is kept
+    # codes of computed weights are not cached
     assert (cache.nbytes > 0) == (keep == "fp8" and weight_of is parameter)

@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm: formulas against autograd, kernels against references, and what is kept."""
+"""RMSNorm and LayerNorm: formulas against autograd, kernels against references, and the saved bytes."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ LAYER_NORM = pytest.mark.parametrize("layer_norm", [False, True], ids=["rms", "l
 
 
 def plain(x, weight, bias, layer_norm, zero_centered=False):
-    """The same by torch, differentiable, in the precision of its inputs."""
+    """The same with torch's operations, differentiable, in the precision of the inputs."""
     gamma = weight + 1 if zero_centered else weight
     if layer_norm:
         return F.layer_norm(x, x.shape[-1:], gamma, bias, EPS)
@@ -37,14 +37,14 @@ def apply(x, weight, bias, layer_norm, **options):
 
 
 def exactly_kept(x, layer_norm, group_size=16):
-    """x whose centered values groups of either format hold without error, and those values: squares, of which
-    the largest of each group is not 1 or 4, whose roots do not come out even in the scale of sqrt8."""
+    """x whose centered values are exact in groups of either format, and these values: squares. The largest of
+    each group is not 1 or 4, whose roots are inexact in the scale of sqrt8."""
     roots = torch.randint(-3, 4, x.shape)
     roots[:, ::group_size] = 3
     codes = (roots * roots.abs()).float()
     if not layer_norm:
         return codes, codes
-    # rows that sum to zero have mean zero: whatever is added is the mean
+    # rows sum to zero, so the mean is the constant that is added
     codes[:, 1::2] = -codes[:, 0 : codes.shape[1] - 1 : 2]
     return codes + 3.0, codes
 
@@ -53,7 +53,7 @@ def exactly_kept(x, layer_norm, group_size=16):
 @FORMATS
 @pytest.mark.parametrize("zero_centered,residual", [(False, False), (True, True)])
 def test_formulas_against_autograd_in_fp64(layer_norm, fmt, zero_centered, residual):
-    """With values that the codes hold exactly, output and gradients are right to FP32's rounding."""
+    """For values that the codes hold exactly, output and gradients are right to FP32's rounding."""
     x, _ = exactly_kept(torch.empty(6, 48), layer_norm)
     weight, bias, grad = torch.randn(48), torch.randn(48) if layer_norm else None, torch.randn(6, 48)
     inputs = [t.requires_grad_() for t in (x, weight, bias) if t is not None]
@@ -80,8 +80,8 @@ def test_formulas_against_autograd_in_fp64(layer_norm, fmt, zero_centered, resid
 @pytest.mark.parametrize("layer_norm,bias", [(False, False), (True, False), (True, True)])
 @FORMATS
 def test_gradients_against_autograd(layer_norm, bias, fmt, device):
-    """Backward knows the centered input to one rounding of its format, which enters a product of two terms. A
-    large mean makes that no worse for LayerNorm, of which only the deviation is kept."""
+    """Backward reads the centered input with one rounding of its format; the error enters a product of two
+    terms. A large mean adds no error in LayerNorm, since only the deviation is saved."""
     x = torch.randn(40, 80) + (30 if layer_norm else 0)
     parameters = [1 + 0.1 * torch.randn(80), torch.randn(80)][: 1 + bias]
     inputs = [t.to(device, torch.bfloat16).requires_grad_() for t in (x, *parameters)]
@@ -101,7 +101,7 @@ def same(actual, expected):
 
 
 def close(actual, expected):
-    """Equal where not finite, and of a small error elsewhere."""
+    """Equal where not finite; a small relative error elsewhere."""
     finite = expected.isfinite()
     same(actual.masked_fill(finite, 0), expected.masked_fill(finite, 0))
     assert rel_rms(actual.masked_fill(~finite, 0), expected.masked_fill(~finite, 0)) < KERNEL_RMS
@@ -114,7 +114,7 @@ def check_kernels(x, grad, grad_residual, weight, bias, layer_norm, zero_centere
     close(actual[0], expected[0])
     assert actual[1].amax() == torch.where(actual[0].isfinite(), actual[0].float().abs(), 0).amax()
     close(actual[3], expected[3])
-    # a mean in another order moves deviations by 2^-24 of the row's largest value, and few of them to
+    # a mean summed in another order moves deviations by 2^-24 of the row's largest value, and few of them to
     # another code
     values = [dequantize_groups_reference(q, group_size) for q in (actual[2], expected[2])]
     close(*values) if layer_norm else same(*values)
@@ -152,7 +152,7 @@ def test_kernels_agree_with_the_references(shape, layer_norm, device):
 @LAYER_NORM
 @pytest.mark.parametrize("case", hard(64))
 def test_kernels_agree_on_hard_inputs(case, layer_norm, device):
-    """The rest of the tensor is ordinary: what is wrong in a row stays in it."""
+    """The rest of the tensor is ordinary: an error in one row does not spread to other rows."""
     x, grad = torch.randn(2, 4, 64, device=device)
     x[1] = hard(64)[case].to(device)
     grad[2] = hard(64)[case].to(device)
@@ -164,7 +164,7 @@ def test_kernels_agree_on_hard_inputs(case, layer_norm, device):
 
 @LAYER_NORM
 def test_a_row_of_many_tiles_and_programs(layer_norm, device, monkeypatch):
-    """Backward programs go through several tiles of rows each, the last not full."""
+    """Backward programs process several tiles of rows each; the last tile is partial."""
     monkeypatch.setattr(norm.kernels, "PROGRAMS", 3)
     monkeypatch.setattr(norm.kernels, "BACKWARD_TILE", 256)
     x, grad, grad_residual = torch.randn(3, 29, 128, device=device)
@@ -181,7 +181,7 @@ def test_columns_are_the_output_quantized_and_transposed(layer_norm, device):
     expected = quantize_tensor_reference(y.detach(), largest, E4M3, columns=True)
     assert rows is None and scale.equal(expected.scale) and columns.shape == (48, 48)
     assert (columns.float()[:, 37:] == 0).all()
-    # both are rounded by columns' scale, one of them had been rounded in groups before
+    # both are rounded with the scale of the columns; one of them was rounded in groups before
     assert rel_rms(columns.float() * scale, expected.columns.float() * scale) < 2 * E4M3_RMS
     assert rel_rms(columns.float()[:, :37].t() * scale, y) < 2 * E4M3_RMS
 
@@ -250,7 +250,7 @@ def test_residual_gradients_join_in_any_combination(layer_norm, device):
 
 
 class Look(torch.autograd.Function):
-    """Passes everything on and notes the maxima that its gradient comes with."""
+    """Passes its input on and records the maxima noted on its gradient."""
 
     seen: list = []
 
@@ -277,7 +277,8 @@ def test_maxima_travel_with_the_gradient(device):
 @LAYER_NORM
 @pytest.mark.parametrize("changed", ["weight", "bias"])
 def test_an_output_is_not_made_again_of_what_has_changed(layer_norm, changed, device):
-    """The linear layer behind the norm keeps its input, and its weight's gradient is that of the forward."""
+    """The linear layer that reads the norm's output saves its own input, and its weight's gradient is that of
+    the forward values."""
     parameters = {name: torch.ones(64, device=device, requires_grad=True) for name in ("weight", "bias")}
     x = torch.randn(16, 64, device=device, requires_grad=True)
     y, w = apply(x, *parameters.values(), layer_norm), torch.randn(32, 64, device=device, requires_grad=True)
@@ -297,7 +298,7 @@ def test_operators_for_compile(layer_norm, device):
     for keep in ("sqrt8", "e4m3"):
         torch.library.opcheck(norm.norm_forward.op, (x, weight, bias, EPS, *options, keep))
     _, maxima, *kept = norm.norm_forward(x, weight, bias, EPS, *options, "e4m3")
-    # the test of the schema compares inputs before and after, which torch cannot do with FP8
+    # torch's schema test compares inputs before and after, which torch does not support for FP8
     tests = "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"
     for needs in ((True, True, True), (False, True, False)):
         arguments = x, None, *kept, weight, *options, *needs
@@ -333,7 +334,7 @@ def test_a_zero_sized_batch(device):
 @LAYER_NORM
 @pytest.mark.parametrize("h", [96, 128, 576])
 def test_every_way_to_an_output_gives_the_same_bits(layer_norm, h, device):
-    """Trained or not, and quantized by the norm itself."""
+    """With trained and with frozen weights, and quantized by the norm itself."""
     weight, bias = (torch.randn(h, device=device, dtype=torch.bfloat16).requires_grad_() for _ in range(2))
     x = torch.randn(2048, h, device=device, dtype=torch.bfloat16)
     y = apply(x, weight, bias, layer_norm)
@@ -345,7 +346,7 @@ def test_every_way_to_an_output_gives_the_same_bits(layer_norm, h, device):
 
 
 def test_kept_input_has_its_own_groups(device):
-    """A last group that is not full is one of its own, in every row."""
+    """A partial last group is a group of its own, in every row."""
     x = torch.ones(2, 40, device=device)
     x[:, 32:] = 1e-3
     _, _, q, _ = norm.norm_forward_triton(

@@ -1,4 +1,4 @@
-"""Kernels as a GPU would run them, compiled without one."""
+"""Kernels compiled for a GPU on a machine without one."""
 
 import importlib
 import json
@@ -19,13 +19,13 @@ pytestmark = pytest.mark.early
 # bytes of shared memory of a block (CUDA C++ Programming Guide, by compute capability): Ada, Hopper,
 # Blackwell of data centres and of workstations
 SHARED = {89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
-# the others have no kernel that adds a product to its output
+# other GPUs have no kernel that accumulates a GEMM into its output
 HOPPER_ALONE = {"accumulate_kernel"}
 
 
 def compile_for(capability: int) -> list[tuple[str, list[str], int]]:
     """Names of kernels, the layouts of the rows that they sum, and the shared memory of a block."""
-    # a process without the interpreter
+    # in a process without triton's interpreter
     command = [sys.executable, "-m", "tests.kernels.offline", str(capability), str(SHARED[capability])]
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True, text=True)
@@ -38,7 +38,7 @@ def compiled() -> list[tuple[str, list[str], int]]:
 
 
 def kernels() -> set[str]:
-    """All of the package: those of functions that triton knows whose names say so."""
+    """All kernels of the package: functions of triton's type whose names end in `_kernel`."""
     kinds = (PreparedKernel, triton.runtime.JITFunction, triton.runtime.interpreter.InterpretedFunction)
     modules = pkgutil.walk_packages(coat_kernels.__path__, "coat_kernels.")
     named = [item for module in modules for item in vars(importlib.import_module(module.name)).items()]
@@ -59,8 +59,8 @@ def test_every_kernel_compiles_for_other_gpus(capability):
 
 
 def test_norms_sum_a_row_in_one_order(compiled):
-    """However the output is asked for. The order follows from how threads hold the row: beside stores of
-    bytes otherwise than beside those of BF16 alone."""
+    """For every kind of output. The order follows from the layout of the row in threads, which differs
+    between kernels that store bytes and kernels that store BF16 only."""
     for name in ("norm_forward_kernel", "head_norm_forward_kernel"):
         found = [layouts for compiled_name, layouts, _ in compiled if compiled_name == name]
         assert len(found) >= 4 and len({layout for layouts in found for layout in layouts}) == 1

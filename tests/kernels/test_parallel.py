@@ -1,4 +1,4 @@
-"""What tensor-parallel ranks send each other arrives in its place."""
+"""Messages between tensor-parallel ranks: columns and scales arrive correctly."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from coat_kernels.tensorwise import quantize_tensor_reference, transpose_codes_r
 from tests.util import run_distributed
 
 RANKS = 2
-# tokens of a rank: columns come in whole words of 8 bytes, end in one that is padded, or come in bytes
+# tokens of a rank: columns are copied as whole words of 8 bytes, with a padded last word, or as bytes
 TOKENS = (16, 24, 20, 5)
 
 
@@ -20,13 +20,13 @@ def codes_of(rank, m, n=48):
 
 
 def part_of(rank):
-    """A rank's part of a tensor; the largest magnitude of one is 100 times that of the other."""
+    """A rank's part of a tensor; the largest magnitude of one part is 100 times that of the other."""
     return 100**rank * torch.randn(33, 48, generator=torch.Generator().manual_seed(rank))
 
 
 def send():
-    """By tokens of a rank: the columns that are joined of all ranks, and in what they were copied; by what is
-    known of a tensor: this rank's operands with the scale of all."""
+    """Returns two dicts. By tokens of a rank: the joined columns of all ranks, and the dtype in which they
+    were copied. By what is known of a tensor: this rank's operands with the scale of all ranks."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     votes = [parallel.agreed(vote, dist.group.WORLD) for vote in (True, dist.get_rank() == 0, False)]
@@ -65,7 +65,7 @@ def joined_columns(device):
 
 
 def check_joined(ranks):
-    """Along the tokens."""
+    """The columns are joined along the tokens."""
     for m in TOKENS:
         expected = torch.cat([codes_of(rank, m) for rank in range(RANKS)]).t()
         for results, _ in ranks:
@@ -76,7 +76,8 @@ def check_joined(ranks):
 
 
 def check_agreed(ranks):
-    """On the scale of the whole tensor, whatever is known of the parts, with kernels and without."""
+    """The ranks agree on the scale of the whole tensor, whatever is known of the parts, with kernels and
+    without."""
     parts = [part_of(rank) for rank in range(RANKS)]
     largest = torch.cat(parts).abs().max().reshape(1)
     for (_, agreed), part in zip(ranks, parts, strict=True):

@@ -1,4 +1,4 @@
-"""Codes written by a scale that was predicted: the same as by the right one, whatever the prediction."""
+"""Codes written with a predicted scale: the same as with the right scale, whatever the prediction."""
 
 import copy
 import functools
@@ -24,8 +24,8 @@ def test_results_never_depend_on_the_prediction(producer, kernels, device):
     largest = tensorwise.largest_magnitude(plain)
     columns = producer.sums
     expected = tensorwise.quantize_tensor_reference(plain, largest, producer.fmt, True, columns, columns)
-    # "right" is the scale that the run before leaves; each run takes 2 s in the interpreter, and a test of
-    # plain tensors has the rest of PREDICTIONS
+    # "right" is the scale that the previous run leaves; each run takes 2 s in the interpreter, and a test of
+    # plain tensors covers the other PREDICTIONS
     for predicted in PREDICTIONS if device.type == "cuda" else (2.0**-40, "right", torch.nan):
         if predicted != "right":
             scale.on(device).fill_(predicted)
@@ -43,7 +43,7 @@ LAYOUTS = pytest.mark.parametrize("layouts", [(True, False), (False, True), (Tru
 
 @pytest.fixture
 def small_tiles(monkeypatch):
-    """Quantizing kernels have several tiles, which end anywhere."""
+    """Quantizing kernels have several tiles, including partial ones."""
     for module in (tensorwise.scale, tensorwise.quantize):
         monkeypatch.setattr(module, "BLOCK", 64)
     for module in (tensorwise.transpose, tensorwise.quantize):
@@ -72,7 +72,7 @@ def test_codes_of_a_plain_tensor_never_depend_on_the_prediction(
             assert found.equal(largest)
             for a, e in zip(out[:3], expected[:3], strict=True):
                 assert a is e is None or not same(a, e)
-            # references leave the prediction alone
+            # references do not update the prediction
             assert scale.on(device).equal(expected.scale) or not takes_kernels
             if i % 3 == 0:
                 check_sums(out.sums, flat)
@@ -80,7 +80,7 @@ def test_codes_of_a_plain_tensor_never_depend_on_the_prediction(
 
 @LAYOUTS
 def test_a_right_prediction_leaves_the_codes_alone(layouts, small_tiles, device):
-    """What the first launch has written is seen to be there behind the second one."""
+    """The codes of the first launch are unchanged after the second launch."""
     x = torch.randn(50, 40, device=device)
     scale = PredictedScale(E4M3)
     for written in (True, False):
@@ -95,7 +95,7 @@ def test_a_right_prediction_leaves_the_codes_alone(layouts, small_tiles, device)
 
 
 def test_maxima_that_are_known_save_the_prediction(small_tiles, device, monkeypatch):
-    """Few are read by the launch that quantizes, of many the largest is found first."""
+    """The quantizing launch reads a few maxima; the largest of many maxima is found before it."""
     for module in (tensorwise.operands, tensorwise.scale, tensorwise.quantize, tensorwise.transpose):
         monkeypatch.setattr(module, "uses_kernels", lambda x: True)
     monkeypatch.setattr(tensorwise.operands, "Attempt", None)
@@ -120,7 +120,7 @@ def test_maxima_that_are_known_save_the_prediction(small_tiles, device, monkeypa
 
 @pytest.mark.parametrize("name", PRODUCERS)
 def test_a_right_prediction_writes_once(name, monkeypatch):
-    # writes of the reference are counted, on a CPU
+    # the test counts writes of the reference, on a CPU
     producer = PRODUCERS[name](torch.device("cpu"))
     scale = PredictedScale(producer.fmt)
     producer.operands(scale)

@@ -1,4 +1,4 @@
-"""The residual addition in the norm's pass gives the results of the addition by itself, then the norm."""
+"""The residual addition fused into the norm equals the separate addition followed by the norm."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def check(tensors, layer_norm, *, zero_centered=False, group_size=16, keep="sqrt
     total = residual_add_reference(*addends)
     scale = PredictedScale(E4M3)
     expected, largest, q, rstd = norm_operands(total, *how, scale)
-    # 1 is a wrong prediction, and the first run leaves the right one
+    # 1 is a wrong prediction; the first run leaves the right one
     for predicted in (1.0, scale.on(total.device).item()):
         scale.on(total.device).fill_(predicted)
         summed = torch.empty_like(total)
@@ -65,7 +65,7 @@ def test_is_the_plain_addition_in_fp32(layer_norm, device, kernels):
 
 @pytest.mark.parametrize("case", hard(64))
 def test_is_the_plain_addition_of_hard_inputs(case, device, kernels):
-    """In a row of each, in one row of both, and in all rows through the bias."""
+    """Hard inputs in one row of each addend, in one row of both, and in all rows through the bias."""
     for residual_row, branch_row, biased in ((1, 2, False), (1, 1, False), (1, 1, True)):
         tensors = inputs((4, 64), biased, False, device)
         for t, row in zip(tensors, (residual_row, branch_row), strict=False):

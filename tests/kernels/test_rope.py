@@ -48,14 +48,14 @@ def test_gradient_against_autograd(shape, device):
     mixed, *rest = inputs(shape, device)
     mixed.requires_grad_()
     results = rope.rotate_qkv(mixed, *rest), rope.rotate_qkv_reference(mixed, *rest)
-    # as attention leaves them: not contiguous
+    # not contiguous, like the tensors from attention
     grads = [torch.randn_like(t.transpose(0, 2)).transpose(0, 2) for t in results[0]]
     actual, expected = (torch.autograd.grad(result, mixed, grads)[0] for result in results)
     assert rel_rms(actual, expected) < 2**-22
 
 
 def test_inputs_that_are_views(kernels, device):
-    """Of tokens in another order, and gradients of channels that are apart."""
+    """Inputs with tokens in another order, and gradients with channels that are not adjacent."""
     mixed, *rest = inputs(SHAPES[1], device)
     found = []
     for x, apart in ((mixed, False), (mixed.transpose(0, 1).contiguous().transpose(0, 1), True)):
@@ -70,9 +70,9 @@ def test_inputs_that_are_views(kernels, device):
 @pytest.mark.parametrize("half", [0, 1])
 @pytest.mark.parametrize("part", [0, 1, 2], ids=["q", "k", "v"])
 def test_operands_wherever_the_largest_magnitude_is(part, half, kernels, device):
-    """Its scale is that of all. Each of the three gradients has strides of its own."""
+    """The scale covers all three tensors. Each of the three gradients has its own strides."""
     mixed, cos, sin, groups, d = inputs((3, 2, 2, 2, 8, 8), device, torch.bfloat16)
-    # not turned: what is largest stays in its place
+    # no rotation: the largest element stays in its place
     cos, sin = torch.ones_like(cos), torch.zeros_like(sin)
     grads = [t.contiguous() for t in rope.rotate_qkv_reference(mixed, cos, sin, groups, d)]
     grads[part][-1, -1, -1, half * d // 2 + 1] = 99.0
@@ -81,7 +81,7 @@ def test_operands_wherever_the_largest_magnitude_is(part, half, kernels, device)
     found = rope.rotate_qkv_backward_operands(*grads, cos, sin, PredictedScale(E5M2), sums=True)
     whole = rope.rotate_qkv_backward_reference(*grads, cos, sin)[0].flatten(0, 1)
     expected = quantize_tensor(whole, whole.abs().amax().float()[None], E5M2, True, True, True)
-    # the tiles of this test end before the padding of columns does
+    # the tiles of this test end before the padding of columns
     found, expected = (t._replace(columns=t.columns[:, : len(whole)]) for t in (found, expected))
     for a, e in zip(found, expected, strict=True):
         assert torch.equal(a.float(), e.float())
@@ -92,7 +92,7 @@ def test_operands_wherever_the_largest_magnitude_is(part, half, kernels, device)
 def test_kernels_equal_the_reference(shape, dtype, device):
     mixed, cos, sin, groups, d = inputs(shape, device, dtype)
     mixed.view(-1)[:2] = torch.tensor([torch.nan, torch.inf])
-    # a product may be fused with the sum: FP32's last bit, and BF16's on a tie
+    # the compiler may fuse a multiplication with the addition: FP32's last bit, and BF16's on a tie
     tolerance = 2**-22 if dtype == torch.float32 else 2**-7
     actual = rope.rotate_qkv_triton(mixed, cos, sin, groups, d)
     expected = rope.rotate_qkv_reference(mixed, cos, sin, groups, d)
@@ -133,7 +133,7 @@ def test_backward_hands_its_maxima_on(device):
         (6 * 8, (4, 8), "found .4, 8."),
         (6 * 8, (5, 1, 8), "found .5, 1, 8."),
         (5 * 8, (5, 8), "multiple of 2 groups x 8 channels, at least three times that; found 40"),
-        # a key and a value each, and no query
+        # one key and one value each, and no query
         (4 * 8, (5, 8), "at least three times that; found 32"),
     ],
 )
@@ -156,7 +156,7 @@ def test_operators_are_sound(device):
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_heads_that_lie_apart(shape, device):
-    """The same bits as of groups one behind the other, in another order."""
+    """The same bits as with contiguous groups, for groups in another order."""
     mixed, cos, sin, groups, d = inputs(shape, device, torch.bfloat16)
     s, b, m = *mixed.shape[:2], shape[3]
     heads = torch.arange(groups * (m + 2), device=device).view(groups, m + 2)

@@ -1,4 +1,4 @@
-"""FP8 copies of what activation checkpointing keeps."""
+"""FP8 copies of the inputs that activation checkpointing keeps."""
 
 import contextlib
 import gc
@@ -119,7 +119,7 @@ def test_what_is_an_activation():
 
 @both
 def test_what_a_region_returns_may_be_a_view(reentrant):
-    """Of what it has made without gradients. Converted layers return such views."""
+    """A view of a tensor that was computed without gradients. Converted layers return such views."""
     x = torch.randn(ROWS, WIDTH, requires_grad=True) * 1
     before = set(saved.alive_packed())
     with compressed_checkpoints():
@@ -144,22 +144,21 @@ def test_one_copy_for_all_who_keep_a_tensor():
 
 @both
 def test_exact_inputs_give_the_same_gradients(device, reentrant):
-    """Bit for bit, with dropout: the random numbers are replayed."""
+    """Equal to the bit, with dropout: the random numbers are replayed."""
     x = representable((ROWS, WIDTH), torch.Generator().manual_seed(3), device).div(16)
     net = block(device)
     plain, compressed = gradients(net, x, reentrant), gradients(net, x, reentrant, 128)
     for a, b in zip(plain, compressed, strict=True):
         assert torch.equal(a, b)
-    # dropout was drawn, and is drawn anew by another seed
+    # dropout is active, and another seed gives other random numbers
     assert (plain[0] != net.eval()(x)).any()
 
 
 @both
 def test_error_of_gradients(device, reentrant):
-    """Of y = x W: that of W is the sum over rows of outer products of x, each element of which is off by 2^-4
-    at most, and the gradient of y. For independent rows of mean zero the squares add up: 2^-4 relative RMS
-    at most. The input's gradient does not depend on x at all.
-    """
+    """For y = x W, the gradient of W is the sum over rows of outer products of x and the gradient of y. Each
+    element of x is off by 2^-4 at most. For independent rows of mean zero the squares add up: 2^-4 relative
+    RMS at most. The input's gradient does not depend on x at all."""
     torch.manual_seed(5)
     net = torch.nn.Linear(WIDTH, WIDTH, bias=False, device=device)
     x, upstream = torch.randn(ROWS, WIDTH, device=device), torch.randn(ROWS, WIDTH, device=device)
@@ -174,13 +173,13 @@ def test_error_of_gradients(device, reentrant):
 
     y, dx, dw = run(64)
     assert torch.equal(y, net(x)) and torch.equal(dx, upstream @ net.weight)
-    # above zero: it is the codes that were used
+    # above zero, so the codes were used
     assert 2**-8 < rel_rms(dw, upstream.T @ x) < 2**-4
 
 
 @both
 def test_bytes_kept(reentrant):
-    """Of a chain of checkpointed layers: a byte and a 64th for each element that a layer takes in."""
+    """A chain of checkpointed layers keeps one byte and 1/64 byte per element of a layer's input."""
     net = block("cpu", torch.bfloat16)
     kept = []
     x = torch.randn(ROWS, WIDTH, dtype=torch.bfloat16, requires_grad=True)
@@ -190,7 +189,7 @@ def test_bytes_kept(reentrant):
             h = checkpoint(net, h, use_reentrant=reentrant)
             kept.append(weakref.ref(h))
     gc.collect()
-    # nobody keeps the layers' outputs but the variable `h`
+    # only the variable `h` holds an output of a layer
     assert [r() is None for r in kept] == [True, True, True, False]
     assert packed_bytes() == (4 * ROWS * WIDTH * 65 // 64, 4 * ROWS * WIDTH * 2)
     h.sum().backward()
@@ -202,7 +201,8 @@ def test_bytes_kept(reentrant):
 @both
 @pytest.mark.parametrize("rows", [ROWS, 8], ids=["packed", "small"])
 def test_an_input_that_is_changed_later_is_let_go(reentrant, rows):
-    """Its own graph then leads to the region that has saved it."""
+    """After the change its own graph refers to the region that saved it: a reference cycle if the region kept
+    it."""
     x = torch.randn(rows, WIDTH, requires_grad=True) * 1
     with compressed_checkpoints():
         y = checkpoint(torch.exp, x, use_reentrant=reentrant)
@@ -215,7 +215,7 @@ def test_an_input_that_is_changed_later_is_let_go(reentrant, rows):
 
 @both
 def test_a_leaf_that_a_region_reads_is_not_held(reentrant):
-    """As a parameter that ZeRO-3 takes away, and brings back in backward."""
+    """As with a parameter that ZeRO-3 releases after forward and gathers again in backward."""
     values = torch.randn(WIDTH, 8)
     x, weight = torch.randn(ROWS, WIDTH, requires_grad=True), torch.nn.Parameter(values.clone())
     with compressed_checkpoints():
@@ -240,13 +240,13 @@ def kept_of_a_region(reentrant) -> int:
 @both
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_outside_nothing_changes(reentrant, error):
-    """The context ends with any exception, and does not touch what others keep."""
+    """The context ends with any exception, and does not change what other contexts save."""
 
     def fail(x):
         raise error("on purpose")
 
     x = torch.randn(ROWS, WIDTH, requires_grad=True)
-    # while it is held, so is the region that was left
+    # while the exception is held, the frames of the region are alive
     with pytest.raises(error, match="on purpose") as held:  # noqa: SIM117
         with compressed_checkpoints(), compressed_checkpoints(16):
             checkpoint(fail, x * 1, use_reentrant=reentrant)
@@ -267,9 +267,8 @@ def test_outside_nothing_changes(reentrant, error):
 @pytest.mark.parametrize("inner", [True, False], ids=["reentrant-in-it", "hooks-in-it"])
 @pytest.mark.parametrize("backward_inside", [True, False])
 def test_masks_and_nested_regions(reentrant, inner, backward_inside):
-    """A mask with infinities is kept as it is; so is everything in a region that is computed again, also when
-    that happens within the context.
-    """
+    """A mask with infinities is kept unchanged, and so are all tensors in a recomputed region, also if the
+    recompute runs within the context."""
     net = block("cpu").eval()
     mask = torch.zeros(ROWS, WIDTH)
     mask[:, WIDTH // 2 :] = -torch.inf
@@ -298,7 +297,8 @@ def test_masks_and_nested_regions(reentrant, inner, backward_inside):
 
 
 def test_a_function_that_always_packs_keeps_inputs_inside_a_region_as_they_are():
-    """As Megatron's. What the inner region reads is recomputed by the outer one."""
+    """For functions that always pack, such as Megatron's. The outer region recomputes what the inner region
+    reads."""
     net, plain = block("cpu").eval(), torch.utils.checkpoint.CheckpointFunction
     x = representable((ROWS, WIDTH), torch.Generator().manual_seed(3)).div(16)
     found = []
@@ -312,7 +312,8 @@ def test_a_function_that_always_packs_keeps_inputs_inside_a_region_as_they_are()
 
 @both
 def test_each_thread_has_its_own(reentrant):
-    """Three at the same time, each in the middle of its forward while the others open theirs or leave it."""
+    """Three threads at the same time, each in the middle of its forward while the others enter or leave their
+    context."""
     sizes, kept = (16, None, 128), {}
     together = threading.Barrier(len(sizes), timeout=300)
 
@@ -340,7 +341,8 @@ def test_each_thread_has_its_own(reentrant):
 @both
 @pytest.mark.parametrize("changed", ["activation", "alias", "view", "leaf", "mask"])
 def test_what_is_changed_before_backward_is_refused(reentrant, changed):
-    """As without packing, whether a tensor is packed or kept as it is, also where only an alias is left."""
+    """The error is the same as without packing, both for a packed tensor and for one that is kept unchanged,
+    also if only an alias is left."""
 
     def run(compress):
         leaf = torch.randn(ROWS, WIDTH, requires_grad=True)
@@ -362,7 +364,8 @@ def test_what_is_changed_before_backward_is_refused(reentrant, changed):
 
 @pytest.mark.parametrize("tokens", [ROWS, 8], ids=["packed", "small"])
 def test_a_region_behind_a_norm(device, tokens):
-    """Notes of the norm say how to recompute its output. What the region is recomputed from has none."""
+    """Notes on the norm's output describe how to recompute it. The tensor that the region is recomputed from
+    has no notes."""
     generator = torch.Generator().manual_seed(3)
     made = torch.randn(tokens, WIDTH, generator=generator), torch.randn(WIDTH, WIDTH, generator=generator)
     found = []

@@ -1,4 +1,4 @@
-"""What storing does to moments: the kernel against the reference, of every format."""
+"""Errors that storing causes in moments: the kernel against the reference, for every format."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def options_of(m_name, v_name, **more):
 
 
 def stored(options, m, v):
-    """Moments [groups, group size] as they are stored."""
+    """Moments [groups, group size] after they were stored and decoded."""
     size, first = options.group_size, options.exp_avg_codec
     exp_avg_sq = encode_reference(options.exp_avg_sq_codec, v.reshape(-1), size)
     roots = Stored(options.exp_avg_sq_codec, exp_avg_sq).roots(size).view_as(m) if first.relative else 1
@@ -56,7 +56,7 @@ def compare(options, arguments):
     return expected
 
 
-# each format once on either side; what is stored in 32 bits has no error to speak of
+# each format once for either moment; moments stored in 32 bits have no error to measure
 CASES = [(m, v, False) for m, v in PAIRS if m == "bf16" or v == "log8"]
 CASES += [(m, "log8", True) for m in ("ratio8", "fp8_expanded")]
 
@@ -90,7 +90,7 @@ def test_zeros_and_what_is_not_finite(m_name, v_name, device):
             storage.codes.view(6, 128)[2] = empty.codes.view(6, 128)[2].to(device)
             for t, e in zip(storage[1:], empty[1:], strict=True):
                 t[2:3] = e[2:3].to(device)
-    # an update without end, of a second moment of zero; and one that should shrink, and is stored as zero
+    # an infinite update, from a second moment of zero; and a moment that should shrink, and is stored as zero
     before.exp_avg_sq.codes.view(6, 128)[3, 7] = 0
     after.exp_avg_sq.codes.view(6, 128)[4, 9] = 0
     grad[3, 7] = grad[4, 9] = 0

@@ -54,7 +54,7 @@ def test_sums_of_columns(dtype, shape, device):
 @FORMATS
 @pytest.mark.parametrize("layouts", [(True, False), (False, True), (True, True)], ids=str)
 def test_many_maxima_decide_as_their_largest(layouts, fmt, device):
-    """As many as a program reads at a time, fewer, and more."""
+    """The number of maxima is what a program reads at a time, fewer, or more."""
     x = wide(20, 48).to(device)
     largest = tensorwise.largest_magnitude(x)
     for count in (1, 7, 4096, 4097, 10000):
@@ -76,7 +76,7 @@ def test_scale_of_zeros_and_of_what_is_not_finite(quantize, device):
         assert quantize(empty, tensorwise.largest_magnitude(empty), E4M3).scale == 1
     x = torch.tensor([[2.0, torch.inf], [torch.nan, -1.0]], device=device)
     codes, _, scale, _ = quantize(x, tensorwise.largest_magnitude(x), E4M3)
-    # a power of two is the format's largest magnitude
+    # the largest finite element, 2, maps to the format's largest magnitude, 448
     assert scale == torch.tensor(2 / 448, dtype=torch.float32)
     assert codes.float().isnan().equal(~x.isfinite()) and codes.float()[0, 0] == 448
     tiny = torch.full((4, 4), 1e-45, device=device)
@@ -97,7 +97,7 @@ def test_scales_are_the_smallest_of_their_steps_that_suffice(step, fmt, device):
     # scales are rounded to FP32
     most = fmt.max * scale.double() * (1 + 2**-24)
     assert (largest.double() <= most).all()
-    # one step less would not do
+    # a scale smaller by one step would overflow
     assert ((largest.double() > most / 2**step) | (e - step < -126)).all()
     for x, expected in zip(largest, scale, strict=True):
         x = x.reshape(1, 1).to(device)
@@ -105,7 +105,7 @@ def test_scales_are_the_smallest_of_their_steps_that_suffice(step, fmt, device):
 
 
 def test_bf16_values_lie_between_codes_no_more_often_than_by_chance(device):
-    """Beside a scale that is a power of two, one BF16 value in 16 would lie half way between two codes, which
+    """With a scale that is a power of two, one BF16 value in 16 would lie half way between two codes, which
     makes the error 1.004 times that of FP32 values."""
     x = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0)).to(device)
 
@@ -113,7 +113,7 @@ def test_bf16_values_lie_between_codes_no_more_often_than_by_chance(device):
         codes, _, scale = tensorwise.quantize_tensor(x[None], tensorwise.largest_magnitude(x), E4M3)[:3]
         return rel_rms(codes.float() * scale, x[None].float())
 
-    # the standard error of either over 2^20 elements is about 0.0007 of it
+    # the standard error of each error over 2^20 elements is about 0.0007 of it
     assert error(x.bfloat16()) < 1.002 * error(x)
 
 

@@ -1,4 +1,4 @@
-"""Several tensors in one launch: the codes, scales and magnitudes that each gets by itself."""
+"""Several tensors in one launch get the codes, scales and magnitudes of separate launches."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ FORMATS = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda f: f.name)
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
-    """Several tiles, which end anywhere, and several for each program of a second launch."""
+    """Several tiles, including partial ones, and several tiles for each program of a second launch."""
     monkeypatch.setattr(together, "BLOCK", 64)
     monkeypatch.setattr(together, "COLUMNS_TILE", (32, 16))
     monkeypatch.setattr(together, "CORRECTING_PROGRAMS", 3)
@@ -28,7 +28,7 @@ def small_tiles(monkeypatch):
         monkeypatch.setattr(module, "uses_kernels", lambda x: True)
 
 
-# of very different sizes, ending in the middle of tiles; and what has broken quantizers
+# of very different sizes, ending within tiles; and inputs that have broken quantizers
 TENSORS = {
     "one": [(5, 33)],
     "three": [(1, 1), (70, 48), (3, 16)],
@@ -46,7 +46,7 @@ def tensors(name: str, dtype: torch.dtype, device: torch.device) -> list[torch.T
 
 
 def check_same(actual, expected) -> None:
-    """Codes, scales and magnitudes, where there are any."""
+    """Compares codes, scales and magnitudes, where they exist."""
     for a, e in zip(actual, expected, strict=True):
         assert (a is None) == (e is None)
         if a is not None:
@@ -64,7 +64,7 @@ def test_each_tensor_is_quantized_as_if_alone(dtype, name, fmt, device):
     places = [prediction.on(xs[0].device) for prediction in predictions]
     alone = [fp8_operands(x, fmt, predicted=PredictedScale(fmt)) for x in xs]
     reference = together.rows_together_reference(xs, fmt)
-    # scales nobody predicted yet, right ones, and wrong ones, of all or of one
+    # initial scales, right scales, and wrong scales for all tensors or for one
     for i, wrong in enumerate((None, None, 2.0**40, torch.nan)):
         if wrong is not None:
             for place in places[i % 2 :]:
@@ -74,9 +74,9 @@ def test_each_tensor_is_quantized_as_if_alone(dtype, name, fmt, device):
             for other in (by_itself, expected):
                 check_same((*one[0], one[1]), (*other[0], other[1]))
             assert place.equal(one[0].scale)
-            # which cuBLASLt asks for
+            # cuBLASLt requires this alignment
             assert one[0].scale.data_ptr() % 16 == 0
-    # always the same memory, as CUDA graphs want it
+    # always the same memory, as CUDA graphs require
     assert all(p.on(xs[0].device) is place for p, place in zip(predictions, places, strict=True))
     largest = [most for _, most in found]
     columns = together.columns_together(xs, largest, fmt)
@@ -89,7 +89,7 @@ def test_each_tensor_is_quantized_as_if_alone(dtype, name, fmt, device):
 
 
 def test_right_predictions_leave_the_codes_alone(device, monkeypatch):
-    """The second launch writes those tensors again whose scale was another, and no others."""
+    """The second launch rewrites the tensors whose scale was wrong, and no others."""
     xs = tensors("three", torch.bfloat16, device)
     predictions = [PredictedScale(E4M3) for _ in xs]
     together.rows_together(xs, predictions, E4M3)

@@ -1,4 +1,4 @@
-"""Kept FP8 weights: used while valid, never stale, counted."""
+"""Cached FP8 weights: used while valid, never stale, counted."""
 
 import copy
 
@@ -16,7 +16,7 @@ KEEP = pytest.mark.parametrize("keep", ["fp8"])
 
 @pytest.fixture
 def work(monkeypatch):
-    """Counts how often weights are quantized by a scale to be found, and by a known one."""
+    """Counts how often weights are quantized with a scale that is not known yet, and with a known one."""
     counts = {"fp8_operands": 0, "quantize_tensor": 0}
     for name in counts:
         original = getattr(weights, name)
@@ -55,7 +55,7 @@ def test_passes_and_bytes_of_three_micro_batches(keep, passes, work, device):
     for _ in range(3):
         fp8_linear(x, weight, cache=cache).sum().backward()
     assert tuple(work.values()) == passes
-    # the scale twice beside the codes: as the largest magnitude and as quotient
+    # the codes in two layouts and two FP32 numbers: the largest magnitude and the scale
     assert cache.nbytes == {"none": 0, "fp8": 2 * weight.numel() + 8}[keep]
 
 
@@ -65,7 +65,8 @@ def by_optimizer(weight):
 
 
 def behind_autograd_in_a_step(weight):
-    """As ZeRO does: an optimizer steps on a master, whose values then go into the weight's memory."""
+    """Writes as ZeRO does: an optimizer steps on a master, whose values are then copied into the weight's
+    memory."""
     master = weight.detach().clone().requires_grad_()
     by_optimizer(master)
     weight.data.copy_(master.detach())
@@ -111,7 +112,7 @@ def test_is_never_stale(keep, change, trains, device):
 
 
 def masked(memory, values):
-    """A weight computed for one forward, where the last one was."""
+    """A weight that is computed for one forward, in the memory of the previous one."""
     memory.data.copy_(values)
     return memory.data
 
@@ -127,7 +128,8 @@ def part_of_another(memory, values):
 @KEEP
 @pytest.mark.parametrize("weight_of", [masked, another_parameter, part_of_another])
 def test_another_weight_at_the_same_place(keep, weight_of, device):
-    """Between forwards, and between a forward and its backward, in which a product reads it again."""
+    """Replaced between forwards, and between a forward and its backward, where a GEMM reads the weight
+    again."""
     memory, cache = torch.empty(64, 64, device=device), WeightCache(keep)
     x = torch.randn(16, 64, device=device, requires_grad=True)
     for _ in range(3):
@@ -147,13 +149,13 @@ def test_another_view_of_a_parameter(keep, device):
     x, amax = torch.randn(16, 64, device=device), weight.detach().abs().max().view(1)
     for view in (weight, weight.t(), weight.view_as(weight)):
         assert fp8_linear(x, view, cache=cache).equal(fp8_linear(x, view))
-        # what is kept is of this view
+        # the cache holds the codes of this view
         assert cache.nbytes > 0 and cache._codes.rows.equal(quantize_tensor_reference(view, amax, E4M3).rows)
 
 
 @pytest.mark.parametrize("keep", ["none", "fp8"])
 def test_codes_do_not_depend_on_what_was_predicted(keep, kernels, device):
-    """The scale of the last time is right, too large, too small, or of another format."""
+    """The previous scale is right, too large, too small, or of another format."""
     _, weight = layer(device)
     cache = WeightCache(keep)
     for factor, fmt in (
@@ -203,7 +205,7 @@ def test_codes_that_could_not_be_made_are_made_later(keep, device, monkeypatch):
 
 @pytest.mark.parametrize("keep", ["none", "fp8"])
 def test_codes_of_a_transposed_weight(keep, kernels, device):
-    """As of transformers' Conv1D."""
+    """As in transformers' Conv1D."""
     weight, cache = layer(device)[1].detach().t(), WeightCache(keep)
     codes, largest = cache.forward(weight, E4M3)
     expected = quantize_tensor_reference(weight, largest, E4M3, columns=True)
@@ -231,7 +233,7 @@ def test_evaluation_neither_fills_nor_uses_it(keep, device):
         assert cache.nbytes == 0
     fp8_linear(x, weight, cache=cache)
     with torch.no_grad():
-        # an averaged weight swapped in behind autograd
+        # an averaged weight is swapped in through `.data`, unnoticed by autograd
         weight.data.mul_(-1)
         assert fp8_linear(x, weight, cache=cache).equal(fp8_linear(x, weight))
 
@@ -276,7 +278,7 @@ def test_copies_that_a_graph_knows_are_written_in_place(kernels, device, monkeyp
 
 
 def test_another_weight_is_not_written_into_copies_that_a_graph_knows(device):
-    """It may be of another shape."""
+    """The new weight may have another shape."""
     cache = WeightCache("fp8")
     for rows in (32, 48):
         weight = torch.nn.Parameter(torch.randn(rows, 64, device=device))

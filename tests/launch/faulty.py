@@ -18,7 +18,7 @@ from coat_launch import checkpoints, pretrain_gpt
 from coat_launch.split import Split
 from coat_launch.trainer import Trainer
 
-# what changes a folder, with the path first
+# events that change a folder; the path is the first argument
 FILE_EVENTS = ("os.mkdir", "open", "os.rename", "os.remove", "os.rmdir")
 
 
@@ -27,7 +27,7 @@ def die() -> None:
 
 
 def kill_at_step(rank: int, step: int, once: str = "") -> None:
-    """kill -9 in the middle of a step; with `once`, a path, only while there is no such file."""
+    """kill -9 in the middle of a step; with the path `once`, only if that file does not exist yet."""
 
     def kill(trainer, loss):
         if (trainer.rank, trainer.step + 1) == (rank, step) and not (once and os.path.exists(once)):
@@ -49,7 +49,7 @@ def signal_at_step(rank: int, step: int, number: int) -> None:
 
 
 def lose_output_at_step(rank: int, step: int, lock: str) -> None:
-    """Somebody takes a run that is alive for dead."""
+    """Another process takes over the output, as if this live run were dead."""
 
     def remove(trainer, loss):
         if (trainer.rank, trainer.step + 1) == (rank, step):
@@ -68,7 +68,7 @@ def nan_at_steps(rank: int, first: int, last: int, but: int = 0) -> None:
 
 
 def _before_loss(change) -> None:
-    """`change(trainer, loss)` gives the loss of every micro-batch that is trained on."""
+    """`change(trainer, loss)` returns the loss of every training micro-batch."""
     train_step, plain = Trainer._train_step, Trainer._loss
 
     def changed(trainer):
@@ -82,7 +82,7 @@ def _before_loss(change) -> None:
 
 
 def kill_in_save(rank: int, file: int) -> None:
-    """kill -9 when half of the `file`-th file, from 0, of a checkpoint is written."""
+    """kill -9 after half of the `file`-th file (from 0) of a checkpoint is written."""
     save, count = torch.save, iter(range(1000))
 
     def half(value, path, **options):
@@ -96,7 +96,7 @@ def kill_in_save(rank: int, file: int) -> None:
 
 
 def kill_at_event(folder: str, index: int) -> None:
-    """kill -9 before the `index`-th change, from 0, of what is in the folder, torch.save's not counted."""
+    """kill -9 before the `index`-th change (from 0) in the folder; changes by torch.save are not counted."""
     count = iter(range(1000))
 
     def hook(event, args):
@@ -109,8 +109,8 @@ def kill_at_event(folder: str, index: int) -> None:
 
 
 def record(folder: str) -> None:
-    """Writes the samples of each step, by rank, and masters and moments when they are saved or loaded, and
-    then the decay of weights."""
+    """Writes the samples of each step by rank, and masters, moments and weight decay when they are saved or
+    loaded."""
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
     batch, load, save = Split.batch, checkpoints.load, checkpoints.save

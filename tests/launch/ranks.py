@@ -1,4 +1,4 @@
-"""Ranks of the entry point as processes that are forked from one which has imported everything."""
+"""Ranks of the entry point as processes forked from a server that has imported all packages."""
 
 import multiprocessing
 import multiprocessing.connection
@@ -17,14 +17,15 @@ HIDDEN = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS"
 
 @dataclass(frozen=True)
 class Ended:
-    """Exit codes by rank, negative for signals, None for those that were killed then; what they printed."""
+    """Exit codes by rank (negative for signals, None for ranks that were killed after another rank failed),
+    and the output."""
 
     codes: list
     text: str
 
 
 def run_ranks(argv, folder: Path, *, ranks: int = 1, faults: dict | None = None) -> Ended:
-    """Runs the entry point; when a rank fails the others are killed, as launchers do."""
+    """Runs the entry point. When a rank fails the others are killed, as launchers do."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     with mock.patch.dict(os.environ, HIDDEN):
@@ -52,7 +53,8 @@ def run_ranks(argv, folder: Path, *, ranks: int = 1, faults: dict | None = None)
             for r in [r for r, p in waiting.items() if p.sentinel in done]:
                 waiting.pop(r).join()
                 codes[r] = processes[r].exitcode
-        # ranks that leave for the same reason do so together; those that a killed one has left may wait on
+        # ranks that stop for the same reason stop together; ranks that wait for a killed rank may wait
+        # forever
         for r, process in list(waiting.items()):
             process.join(5 if any((code or 0) < 0 for code in codes) else 60)
             codes[r] = process.exitcode
@@ -68,7 +70,7 @@ def _printed(folder: Path, ranks: int) -> str:
 
 
 def _rank(environment: dict, folder: Path, faults: dict, argv: list[str]) -> None:
-    # until now it was the server's
+    # until now the environment is that of the server
     os.environ.clear()
     os.environ.update({name: str(value) for name, value in environment.items()})
     log = os.open(folder / f"rank{environment['RANK']}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -79,12 +81,12 @@ def _rank(environment: dict, folder: Path, faults: dict, argv: list[str]) -> Non
     try:
         faulty.main(faults, argv)
     except SystemExit as end:
-        # multiprocessing would print the message of an exit to its own stderr
+        # multiprocessing would print the exit message to its own stderr
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr)
             sys.exit(1)
         raise
-    # whatever it is: multiprocessing would print it to its own stderr too
+    # any exception: multiprocessing would print it to its own stderr too
     except BaseException:
         traceback.print_exc()
         raise

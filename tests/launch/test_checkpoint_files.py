@@ -1,4 +1,4 @@
-"""What a save brings onto the disk, and what the next one and a load make of it, with a small engine."""
+"""The file operations of a save, and how the next save and a load treat the files, with a small engine."""
 
 import contextlib
 import dataclasses
@@ -41,7 +41,7 @@ LAYOUT = checkpoints.Layout(1, 1, 1)
 
 @contextlib.contextmanager
 def full_disk():
-    """Within, the kernel refuses to write more than 1000 bytes to a file, as on a full disk."""
+    """Within the context the kernel refuses to write more than 1000 bytes to a file, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
     try:
@@ -50,7 +50,7 @@ def full_disk():
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-# torch has other words for what fails when it closes a small file
+# torch reports another error when the close of a small file fails
 @pytest.mark.parametrize("numbers", [10, 10**5])
 def test_a_full_disk_is_told_from_other_errors(tmp_path, numbers):
     with (
@@ -64,8 +64,8 @@ def test_a_full_disk_is_told_from_other_errors(tmp_path, numbers):
 
 
 def draws(folder):
-    """Random numbers behind a save, and behind its load after others were drawn; and Megatron's states.
-    Of each of two ranks, which draw different ones."""
+    """Random numbers drawn after a save, and after its load with other draws between; and Megatron's states.
+    Each of two ranks draws different numbers."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     engine, tracker = small_engine(), get_cuda_rng_tracker()
@@ -89,17 +89,17 @@ def test_random_numbers_go_on(tmp_path):
 
 
 def found_twice(folder):
-    """The newest of two checkpoints is cut short, set aside, written anew and loses its files."""
+    """The newer of two checkpoints is truncated, set aside, rewritten, and then loses its files."""
     engine, found = small_engine(), []
     checkpoints.save(engine, folder, 1, LAYOUT, {})
     for damage in (lambda file: os.truncate(file, 100), os.unlink):
         checkpoints.save(engine, folder, 2, LAYOUT, {})
         for file in (folder / "step2").glob("*.pt"):
             damage(file)
-        # for a look alone nothing is changed
+        # a read-only search changes nothing
         found.append((checkpoints.find(folder).step, (folder / "step2").exists()))
         found.append((checkpoints.find(folder, set_aside=True).step, (folder / "step2").exists()))
-    # a layout that is written in another way would be another one, and be converted
+    # a layout that is spelled differently would count as another layout, and be converted
     manifest = json.loads((folder / "step1/manifest.json").read_text())
     manifest["layout"]["zero_stage"] = "1"
     del manifest["sha256"]
@@ -116,9 +116,10 @@ def test_a_damaged_checkpoint_is_set_aside_again(tmp_path):
 
 
 def writes_of_a_save(folder):
-    """What the third save of three brings onto the disk, renames and removes; what is left if one is kept."""
+    """What the third of three saves writes to disk, renames and removes, and what is left if one checkpoint
+    is kept."""
     engine, events = small_engine(), []
-    # of another program
+    # a folder of another program
     (folder / "step9").mkdir(parents=True)
     for step in (1, 2):
         checkpoints.save(engine, folder, step, LAYOUT, {})
@@ -139,7 +140,7 @@ def writes_of_a_save(folder):
 
 
 def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path):
-    """So that neither a kill nor a power cut leaves a name without what belongs to it."""
+    """So neither a kill nor a power cut leaves a name whose files are missing."""
     ((events, left),) = run_distributed(writes_of_a_save, 1, tmp_path)
     folder = str(tmp_path)
 
@@ -153,19 +154,19 @@ def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path):
     states = {file.name for file in (tmp_path / "step3").glob("*.pt")}
     assert len(states) == 2
     assert {("synced", f"{partial}/{name}") for name in states} <= {*events[:named]}
-    # the manifest has its name when it is whole, and then the entries of its folder are on the disk
+    # the manifest is renamed when it is complete; before that the entries of its folder are on the disk
     assert ("synced", events[manifest][1]) in events[:manifest]
     assert ("synced", partial) in events[manifest:named]
     assert ("synced", folder) in events[named:latest]
-    # old ones lose their names before their files, behind all that
+    # old checkpoints lose their names before their files, after all of these events
     removed = [event[1] for event in events[latest:] if event[0] == "shutil.rmtree"]
     assert removed == [f"{folder}/step{step}.partial" for step in (2, 1)]
-    # what is not whole is not kept in place of a checkpoint
+    # an incomplete checkpoint does not count as one to keep
     assert left == ["latest", "step3", "step9"]
 
 
 def conversions(folder):
-    """What is in the folder behind a conversion, and what is raised by one that the disk has no room for."""
+    """The contents of the folder after a conversion, and the error of a conversion on a full disk."""
     checkpoints.save(small_engine(), folder, 1, dataclasses.replace(LAYOUT, data_parallel_size=2), {"of": 7})
     engine = small_engine(checkpoint={"load_universal": True})
     state = checkpoints.load(engine, checkpoints.find(folder), LAYOUT, folder)
@@ -183,7 +184,7 @@ def test_a_conversion_leaves_nothing(tmp_path):
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_layouts_that_universal_checkpoints_lead_to(stage):
-    """Of another number of ranks, without tensor parallelism; between ZeRO 1 and 2, and within ZeRO 3."""
+    """With another number of ranks, without tensor parallelism; between ZeRO 1 and 2, and within ZeRO 3."""
     reached = {1: {1, 2}, 2: {1, 2}, 3: {3}}.get(stage, set())
     saved = checkpoints.Layout(2, 1, stage)
     assert {s for s in range(4) if checkpoints.Layout(4, 1, s).can_convert(saved)} == reached

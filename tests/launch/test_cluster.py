@@ -23,10 +23,10 @@ pytestmark = pytest.mark.long("hosts of real network namespaces, sshd, Open MPI 
 ROOT = Path(__file__).parents[2]
 ADDRESSES = ("10.99.7.1", "10.99.7.2")
 NAMES = ("coat0", "coat1")
-# both ends of the cable have the name that hosts' interfaces have
+# both ends of the cable are named like interfaces of real machines
 INTERFACE = "eth0"
 STEPS = {"SEQ_LENGTH": "32", "STEPS": "6", "SAVE_INTERVAL": "1"}
-# mpirun's own condition
+# mpirun refuses to run as root without these
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 EXTRA = ["--global-batch-size=8", "--micro-batch-size=4", "--eval-batches=1", "--distributed-timeout=10"]
 
@@ -37,7 +37,7 @@ def ip(*arguments, check=True) -> subprocess.CompletedProcess:
 
 @pytest.fixture(scope="module")
 def hosts():
-    """Prefixes of commands that run on the first and on the second host."""
+    """Command prefixes that run a command on the first and on the second host."""
     if os.geteuid() or not shutil.which("ip"):
         pytest.skip("needs root and iproute2 for network namespaces")
     if ip("netns", "add", NAMES[0], check=False).returncode:
@@ -65,7 +65,7 @@ def corpus(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def one_host(tmp_path_factory, corpus):
-    """What two ranks measure without scripts and networks."""
+    """The measurements of two ranks without scripts and networks."""
     folder = tmp_path_factory.mktemp("one")
     sizes = ["--seq-length", 32, "--steps", 6, "--data", corpus, "--output", folder / "run"]
     ended = run_ranks([*EXTRA, *sizes], folder, ranks=2)
@@ -80,7 +80,7 @@ def variables(folder: Path, corpus: Path, **more) -> dict:
 
 @contextlib.contextmanager
 def running(hosts, script, folder, corpus):
-    """The script on both hosts; what they print goes to files in the folder."""
+    """Runs the script on both hosts; their output goes to files in the folder."""
     processes = []
     try:
         for rank, inside in enumerate(hosts):
@@ -108,14 +108,15 @@ def printed(folder) -> str:
 
 
 def test_torchrun_across_hosts_and_a_lost_one(tmp_path, hosts, corpus, one_host):
-    """The cable is pulled after two steps: both sides end; started again they go on as if nothing was."""
+    """The cable is pulled after two steps: both sides end. After a restart they continue as if without the
+    failure."""
     with running(hosts, "torchrun_multinode.sh", tmp_path, corpus) as processes:
         step2 = tmp_path / "run/coat/checkpoints/step2/manifest.json"
         eventually(lambda: step2.exists() or processes[0].poll() is not None, lambda: printed(tmp_path))
         ip("-n", NAMES[0], "link", "set", INTERFACE, "down")
         try:
             # ranks give up after --distributed-timeout, and so does the agent that has the store; the other
-            # waits for the store until a scheduler ends it
+            # agent waits for the store until a scheduler ends it
             assert processes[0].wait(120) == 1, printed(tmp_path)
             eventually(lambda: "[rank1]: RuntimeError" in printed(tmp_path), lambda: printed(tmp_path), 60)
         finally:
@@ -129,7 +130,7 @@ def test_torchrun_across_hosts_and_a_lost_one(tmp_path, hosts, corpus, one_host)
 
 @pytest.fixture
 def ssh(tmp_path, hosts, monkeypatch):
-    """A real sshd on each host that lets in a key made for it, and an `ssh` that uses it."""
+    """A real sshd on each host that accepts a key made for it, and an `ssh` command that uses the key."""
     if not shutil.which("sshd"):
         pytest.skip("needs sshd: apt-get install openssh-server")
     key = tmp_path / "key"
@@ -195,12 +196,12 @@ def eventually(happens, what, seconds=200):
 
 @pytest.fixture
 def slurm(tmp_path, monkeypatch):
-    """A Slurm of the distribution's packages, of two nodes that are this machine."""
+    """A Slurm from the packages of the distribution, with two nodes that are both this machine."""
     wanted = ("munged", "slurmctld", "slurmd", "sbatch")
     if os.geteuid() or not all(map(shutil.which, wanted)):
         pytest.skip("needs root and Slurm: apt-get install slurmctld slurmd slurm-client munge")
     name = socket.gethostname().split(".")[0]
-    # the first, MASTER_ADDR, can be resolved, as names of nodes can
+    # the first, MASTER_ADDR, can be resolved, as node names can
     nodes = (name, f"{name}2")
     config, wire = tmp_path / "slurm.conf", tmp_path / "munge.socket"
     options = {
@@ -263,14 +264,14 @@ def test_slurm_stops_by_a_checkpoint_and_puts_the_job_back(tmp_path, slurm, corp
     # what `--signal=B:USR1@300` does five minutes before the end
     output("scancel", "--batch", "--signal=USR1", job)
     eventually(lambda: "Reason=BeginTime" in output("scontrol", "show", "job", job), log.read_text)
-    # what the job, once its turn comes, goes on from
+    # the step from which the job continues when Slurm starts it again
     assert re.search(r"stopped by a signal after step (\d+)", log.read_text())[1] == max(
         (path.parent.name.removeprefix("step") for path in checkpoints.glob("step*/manifest.json")), key=int
     )
 
 
 def test_deepspeed_by_slurm(tmp_path, slurm, corpus, one_host):
-    """DeepSpeed's own runner in an allocation of two nodes, a rank on each."""
+    """DeepSpeed's own runner in an allocation of two nodes, one rank on each."""
 
     def run(*words, folder=tmp_path, **more):
         env = variables(folder, corpus, LAUNCHER="slurm", INTERFACE="", **more)
@@ -284,7 +285,7 @@ def test_deepspeed_by_slurm(tmp_path, slurm, corpus, one_host):
     text, _ = done.communicate(timeout=300)
     assert done.returncode == 0, text
     assert measured(tmp_path) == one_host
-    # ranks answer a signal by a checkpoint, and their exit code arrives
+    # ranks answer a signal with a checkpoint, and the launcher returns their exit code
     folder = tmp_path / "stopped"
     stopped = run(folder=folder, STEPS="100000")
     step2 = folder / "run/coat/checkpoints/step2/manifest.json"

@@ -1,4 +1,4 @@
-"""Every file in configs/, one by one, by what reads it."""
+"""Every file in configs/, read by the program that it is for."""
 
 import argparse
 import json
@@ -24,7 +24,7 @@ DEEPSPEED = {
     "ds_zero2_offload_coat": (2, "cpu"),
     "ds_zero3_offload_coat": (3, "cpu"),
 }
-# of the published models: vocabulary and number of parameters; the first two are this project's
+# vocabulary and number of parameters of the published models; the first two are this project's own
 MODELS = {
     "quickstart": (384, None),
     "125m": (32000, None),
@@ -58,7 +58,7 @@ def test_deepspeed_reads_it(name):
     assert config.zero_optimization_stage == stage and config.bfloat16_config.enabled
     offload = config.zero_config.offload_optimizer
     assert (offload and offload.device) == device
-    # nothing of it means another thing to COAT than it says
+    # the project reads every key of it as it is meant
     assert check(content, None).optimizer.enabled
     content["zero_optimization"]["offload_optimizer"] = {"device": "nvme", "nvme_path": "/tmp"}
     with pytest.raises(CoatConfigError, match="offload_optimizer.device: found 'nvme'"):
@@ -67,7 +67,7 @@ def test_deepspeed_reads_it(name):
 
 @pytest.mark.parametrize("name", DEEPSPEED)
 def test_trainer_fills_in_its_own_arguments(name, tmp_path):
-    """With another learning rate, batch and betas than those of the launch scripts."""
+    """With another learning rate, batch and betas than the launch scripts."""
     from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
     config = HfTrainerDeepSpeedConfig(str(CONFIGS / f"{name}.json"))
@@ -97,7 +97,7 @@ def build_all() -> dict:
     out = {}
     for name, (vocab, _) in MODELS.items():
         shape = load_shape(CONFIGS / f"model_{name}.json")
-        # weights without memory have no device to go to
+        # weights on "meta" cannot be moved to a device
         with torch.device("meta"), mock.patch.object(GPTModel, "to", lambda model, **_: model):
             model = build_gpt(shape, layer_specs.coat_layer_spec, seq_length=64, vocab_size=vocab)
         assert all(p.is_meta for p in model.parameters() if p.dim() > 1)

@@ -17,7 +17,7 @@ END = 256
 
 
 def write_files(folder, count=40, words=30):
-    """Files of the form "<n>:<word> <word> ...", different in every file."""
+    """Files with lines of the form "<n>:<word> <word> ...", different in every file."""
     folder.mkdir(exist_ok=True)
     for n in range(count):
         text = f"{n}:" + " ".join(f"w{n}_{i}" for i in range(words + n))
@@ -47,7 +47,7 @@ def word_tokenizer(tmp_path_factory):
 
 
 def all_tokens(split):
-    """Every token of a split once, in the order of the documents, but for the tail that fills no sample."""
+    """Every token of a split once, in the order of the documents, except a tail that fills no sample."""
     samples = [split.sample(i) for i in range(len(split))]
     return np.concatenate([s[:-1] for s in samples] + [samples[-1][-1:]])
 
@@ -88,7 +88,8 @@ def test_batch_contents(tmp_path):
 
 
 def test_no_threads_share_a_batch(tmp_path):
-    """Ranks of a host would wait for each other's: torch shares large copies, NumPy does not."""
+    """Ranks on one machine would wait for each other's threads: torch splits large copies over threads, NumPy
+    does not."""
 
     class Counted(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -99,20 +100,20 @@ def test_no_threads_share_a_batch(tmp_path):
     train = load_corpus([write_files(tmp_path / "text")], seq_length=16, seed=0).train
     with Counted():
         batch = train.batch(range(4))
-    # as every tensor that NumPy made
+    # as for every tensor made from a NumPy array
     assert called == {torch.ops.aten.lift_fresh.default} and len(batch.tokens) == 4
 
 
 def test_every_document_is_in_one_part_and_nothing_is_lost(tmp_path):
     folder = write_files(tmp_path / "text")
     texts = {path.read_bytes() for path in folder.iterdir()}
-    # one token a sample leaves no tail
+    # with one token per sample there is no tail
     corpus = load_corpus([folder], seq_length=1, seed=0, validation_share=0.2)
     train, validation = documents_of(corpus.train), documents_of(corpus.validation)
     assert not train & validation
     assert train | validation == texts
     share = corpus.validation.num_tokens / (corpus.validation.num_tokens + corpus.train.num_tokens)
-    # documents are whole, so the share is met to within one of 40
+    # documents are not cut, so the share is met to within one of 40 documents
     assert 0.2 <= share < 0.2 + 1 / 20
     other = load_corpus([folder], seq_length=1, seed=1, validation_share=0.2)
     assert documents_of(other.validation) != validation
@@ -153,13 +154,13 @@ def test_an_epoch_visits_each_sample_once_and_the_next_in_another_order(tmp_path
     documents = sorted(split.sample(i)[:-1].tolist() for i in range(count))
     assert sorted(epochs[0]) == sorted(epochs[1]) == documents
     assert epochs[0] != epochs[1]
-    # nor is it an order of another seed
+    # the order is not that of another seed either
     rest = {"seq_length": 32, "vocab_size": split._vocab_size}
     for seed in (2, 4):
         other = Split(split._sources, split._documents, seed=seed, **rest)
         orders = [other.batch(range(first, first + count)).tokens.tolist() for first in (0, count)]
         assert not any(order in epochs for order in orders)
-    # going back gives the same again: nothing depends on what was asked before
+    # an earlier batch is the same at a second call: batches do not depend on earlier calls
     assert split.batch(range(count)).tokens.tolist() == epochs[0]
 
 
@@ -182,7 +183,7 @@ def test_jsonl(tmp_path):
 
 
 def test_blocks_do_not_cut_lines_or_characters(tmp_path, monkeypatch):
-    # which ends within characters and lines
+    # blocks then end within characters and lines
     monkeypatch.setattr("coat_launch.text.BLOCK_BYTES", 5)
     text = "äöü ßßß\n" * 50 + "ünfinished"
     (tmp_path / "a.txt").write_text(text, "utf-8")
@@ -195,7 +196,7 @@ def test_blocks_do_not_cut_lines_or_characters(tmp_path, monkeypatch):
 
 
 def test_large_token_ids_are_kept():
-    """Two bytes hold ids below 2**16, of which a vocabulary may have one more."""
+    """Two bytes hold ids below 2**16; a vocabulary of 65,537 has one id more."""
     for size, dtype in ((2**16, np.uint16), (2**16 + 1, np.uint32), (2**17, np.uint32)):
         ids = np.array([size - 2, 1], np.uint32)
         tokenizer = Tokenizer(lambda text, ids=ids: ids, size, size - 1)
@@ -206,7 +207,7 @@ def test_large_token_ids_are_kept():
 
 
 def test_folders_are_read_in_order_and_may_be_hidden(tmp_path):
-    """On every rank the same files in the same order, whatever the file system's; also below ~/.cache."""
+    """The same files in the same order on every rank and file system; also below ~/.cache."""
     folder = tmp_path / ".cache/text"
     folder.mkdir(parents=True)
     names = [f"{n * 7 % 40:02}.txt" for n in range(40)]
@@ -229,7 +230,7 @@ def test_hugging_face_tokenizer(tmp_path, word_tokenizer):
 
 
 def test_nothing_is_put_in_front_of_a_block(tmp_path, word_tokenizer):
-    """As Llama's tokenizer does with what it is given."""
+    """Llama's tokenizer puts a token before every text."""
     tokenizer = tokenizers.Tokenizer.from_file(str(word_tokenizer))
     front = tokenizers.processors.TemplateProcessing("[UNK] $A", special_tokens=[("[UNK]", 0)])
     tokenizer.post_processor = front
@@ -277,7 +278,7 @@ def test_several_indexed_datasets_and_text(tmp_path, word_tokenizer):
     assert np.bincount(tokens).tolist() == [0, 200, 200, 50, 1]
 
 
-# what is written to one file, and what an error names
+# the contents of one file, and what the error names
 TEXTS = {
     "empty file": ("a.txt", b"", "a.txt"),
     "no text": ("a.jsonl", b'{"text": ""}\n', "a.jsonl"),
@@ -319,17 +320,18 @@ def test_unusable_arguments_are_refused(tmp_path):
             load_corpus(paths, seq_length=16, seed=0, **options)
 
 
-# which file of an indexed dataset is damaged: from which byte on, what is written there; None: the file ends
+# the file of an indexed dataset that is damaged: from which byte on, and what is written there; None
+# truncates the file
 DAMAGE = {
     "empty bin": ("bin", 0, None),
     "bin cut short": ("bin", 8, None),
     "bin longer than idx": ("bin", 24, bytes(4)),
     "idx of another kind": ("idx", 0, b"something"),
     "idx cut short": ("idx", 80, None),
-    # the version lies in eight bytes after nine of a constant, then one byte for the type of tokens
+    # the version is in eight bytes after a constant of nine; one byte for the type of tokens follows
     "another version": ("idx", 9, b"\x63"),
     "unknown type of tokens": ("idx", 17, b"\x63"),
-    # three lengths in four bytes, three beginnings and four first sequences in eight
+    # three lengths of four bytes, three offsets and four first sequences of eight
     "negative length": ("idx", 34 + 8, np.int32(-1).tobytes()),
     "wrong beginning": ("idx", 34 + 12 + 8, np.int64(8).tobytes()),
     "unordered documents": ("idx", 34 + 12 + 24 + 8, np.array([2, 1], np.int64).tobytes()),
@@ -360,7 +362,7 @@ def test_both_files_of_an_indexed_dataset_are_needed(tmp_path, missing, there):
 
 @pytest.mark.parametrize("bad", [8, -1])
 def test_token_id_outside_the_vocabulary(tmp_path, bad):
-    """The file and the place in it are named, wherever the document has come to lie."""
+    """The error names the file and the position in it, wherever the shuffled document is."""
     first = write_indexed(tmp_path / "first", [[[1, 2, 3]]] * 10)
     second = write_indexed(tmp_path / "second", [[[4, bad if i == 0 else 5, 6]] for i in range(10)])
     corpus, found = load_corpus([first, second], seq_length=4, seed=0, vocab_size=8), set()
@@ -375,7 +377,7 @@ def test_token_id_outside_the_vocabulary(tmp_path, bad):
 
 
 def test_empty_documents_of_an_indexed_dataset(tmp_path):
-    """Beside them a lone document is still cut in two."""
+    """Empty documents do not count: a single document with tokens is still cut in two."""
     prefix = write_indexed(tmp_path / "d", [[], [list(range(100))], []])
     corpus = load_corpus([prefix], seq_length=4, seed=0, vocab_size=100)
     assert (corpus.train.num_tokens, corpus.validation.num_tokens) == (95, 5)

@@ -1,4 +1,4 @@
-"""What ends or damages a run, and what the next one makes of it: the same losses, to the bit."""
+"""Faults that end or damage a run. The next run gives the same losses, to the bit."""
 
 import contextlib
 import hashlib
@@ -44,7 +44,7 @@ ARGUMENTS = [str(item) for pair in SIZES.items() for item in pair]
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory) -> Path:
-    """A little text: tokenising the standard library takes longer than training here."""
+    """A small text: tokenizing the standard library would take longer than the training here."""
     path = tmp_path_factory.mktemp("corpus") / "text.txt"
     words = random.Random(7)
     path.write_text(" ".join(words.choice(["red", "green", "blue", "seven", "eight"]) for _ in range(20000)))
@@ -64,7 +64,7 @@ def train(tmp_path, corpus):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, corpus):
-    """Folders of uninterrupted runs, by number of ranks, with the states at each save."""
+    """Folders of uninterrupted runs by number of ranks, with the states at each save."""
     folders = {}
     for ranks in (1, 2):
         folder = folders[ranks] = tmp_path_factory.mktemp(f"whole{ranks}")
@@ -75,7 +75,7 @@ def whole(tmp_path_factory, corpus):
 
 
 def measured(folder: Path) -> dict:
-    """Losses of training and validation, learning rates and norms, by step: all that must not differ."""
+    """Losses of training and validation, learning rates and norms by step: all values that must be equal."""
     out = {}
     for record in report.read_metrics(folder / "run/metrics.jsonl"):
         known = {key: value for key, value in record.items() if key != "tokens_per_s"}
@@ -84,7 +84,7 @@ def measured(folder: Path) -> dict:
 
 
 def saved(folder: Path) -> set[str]:
-    """Names of whole checkpoints."""
+    """Names of complete checkpoints."""
     return {path.parent.name for path in folder.glob("run/coat/checkpoints/*/manifest.json")} & {
         f"step{step}" for step in range(100)
     }
@@ -94,15 +94,17 @@ def saved(folder: Path) -> set[str]:
     "ranks", [1, pytest.param(2, marks=pytest.mark.long("the same with a second rank to end and start"))]
 )
 def test_killed_rank_is_started_again(tmp_path, corpus, whole, ranks):
-    """kill -9 of the last rank at a random step; torchrun starts all again, and they resume by themselves."""
+    """kill -9 of the last rank at a random step. torchrun restarts all ranks, and they resume without further
+    arguments."""
     step = random.Random(20261121).randrange(3, 9)
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        # a rank's store listens on a port that torchrun found free: another process may take it first
+        # a rank's store listens on a port that torchrun found free; another process may take the port first
         + ["--max-restarts=3", str(ROOT / "tests/launch/faulty.py")]
         + [json.dumps({"kill_at_step": [ranks - 1, step, str(tmp_path / "killed")]})]
         + [*ARGUMENTS, "--data", str(corpus), "--output", str(tmp_path / "run"), "--resume"],
-        # with the store that torch 2.13 shares between lives, the second one waits for addresses of the first
+        # torch 2.13 shares the store between restarts; with it, the second start waits for addresses of the
+        # first
         env={**os.environ, **HIDDEN, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
         capture_output=True,
         text=True,
@@ -116,7 +118,8 @@ def test_killed_rank_is_started_again(tmp_path, corpus, whole, ranks):
 
 
 def test_kill_during_save(tmp_path, train, whole):
-    """All ranks die at ever later points of a save; the run then goes to its end as if nothing had been."""
+    """All ranks are killed at later and later points of a save; the next run then ends as if without the
+    kill."""
     folder = tmp_path / "run/coat/checkpoints"
     points = [{"kill_in_save": [0, file]} for file in (0, 1)]
     points += [{"kill_at_event": [f"{folder}/", index]} for index in range(12)]
@@ -126,7 +129,7 @@ def test_kill_during_save(tmp_path, train, whole):
         assert ended.codes == [-signal.SIGKILL], ended.text
         steps = [int(name.removeprefix("step")) for name in saved(tmp_path)]
         newest = max(steps, default=-1)
-        # nothing that was whole is lost, and latest is one of them
+        # no complete checkpoint is lost, and latest is one of them
         assert newest >= before
         before = newest
         latest = folder / "latest"
@@ -139,34 +142,34 @@ def test_kill_during_save(tmp_path, train, whole):
         }.items()
     assert train("--resume", "--keep-checkpoints", 1).codes == [0]
     assert measured(tmp_path) == measured(whole[1]) and (folder / "latest").read_text() == "step8"
-    # the points were what they are meant to be
+    # every intended point was reached
     assert {("first cut off", True), ("latest behind", True), ("old one left", True)} <= seen
 
 
 def test_kill_of_another_rank_during_save(tmp_path, train, whole):
-    """Rank 0's files are whole, rank 1's is not: none of it counts."""
+    """Rank 0's files are complete, rank 1's are not: the checkpoint does not count."""
     ended = train("--resume", ranks=2, kill_in_save=[1, 0])
     assert ended.codes[1] == -signal.SIGKILL and not saved(tmp_path)
     ended = train("--resume", ranks=2, signal_at_step=[1, 3, signal.SIGUSR1])
     assert ended.codes == [pretrain_gpt.STOPPED] * 2, ended.text
-    # the signal of one rank stops both, after the step that it came in
+    # a signal to one rank stops both ranks, after the step in which it came
     assert saved(tmp_path) == {"step2", "step3"} and "stopped by a signal after step 3" in ended.text
     ended = train("--resume", ranks=2)
     assert ended.codes == [0, 0] and measured(tmp_path) == measured(whole[2])
 
 
 def test_sigterm_of_one_process(tmp_path, train, whole, monkeypatch):
-    # of a torchrun that does not restart
+    # a torchrun without restarts
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
     ended = train("--save-interval", 100, signal_at_step=[0, 5, signal.SIGTERM])
     assert ended.codes == [pretrain_gpt.STOPPED] and saved(tmp_path) == {"step5"}
     assert not (tmp_path / "run/run.lock").exists()
-    # an older run's checkpoint is not taken for one of a run that starts anew
+    # a new run does not take an older run's checkpoint for its own
     ended = train()
     assert ended.codes == [1] and "step5 is there, from an earlier run" in ended.text
     assert train("--resume").codes == [0]
     assert measured(tmp_path) == measured(whole[1])
-    # as if it had been killed between its last checkpoint and its summary
+    # the state after a kill between the last checkpoint and the summary
     summary = tmp_path / "run/coat/summary.json"
     before = json.loads(summary.read_text())
     summary.unlink()
@@ -177,7 +180,7 @@ def test_sigterm_of_one_process(tmp_path, train, whole, monkeypatch):
 
 @pytest.mark.parametrize(("restarts", "code"), [("0", pretrain_gpt.STOPPED), ("3", 0)])
 def test_signal_of_one_of_two_ranks_stops_both(tmp_path, train, monkeypatch, restarts, code):
-    # a torchrun that restarts would take another exit code for a failure
+    # a torchrun with restarts would treat another exit code as a failure
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
     arguments = ["--save-interval", 100, "--distributed-timeout", 30]
     ended = train(*arguments, ranks=2, signal_at_step=[1, 5, signal.SIGUSR1])
@@ -186,11 +189,12 @@ def test_signal_of_one_of_two_ranks_stops_both(tmp_path, train, monkeypatch, res
 
 
 def test_two_runs_of_one_output(tmp_path, train, whole):
-    """The second is refused on all its ranks and changes nothing; a killed one leaves the output to it."""
+    """The second run is refused on all its ranks and changes nothing. After a kill of the first one the
+    output is free."""
     ended = train(kill_at_step=[0, 5])
     assert ended.codes == [-signal.SIGKILL] and saved(tmp_path) == {"step2", "step4"}
     (tmp_path / "run/coat/checkpoints/step6.0.partial").mkdir()
-    # this process is the other run
+    # this process stands for the other run
     lock, said = output_lock.OutputLock(tmp_path / "run"), []
     lock.take(said.append)
     assert "which has ended" in said[0]
@@ -238,7 +242,7 @@ def test_disk_full_during_save(tmp_path, train, whole):
         assert f"error: cannot write a checkpoint to {folder}" in ended.text and "make room" in ended.text
         assert saved(tmp_path) == {"step2"} and (folder / "latest").read_text() == "step2"
         subprocess.run(["mount", "-o", f"remount,size={int(3.5 * size * 2**20)}", folder], check=True)
-        # room for two: of what the full disk has cut off nothing is left
+        # there is room for two checkpoints: the truncated file of the full disk is removed
         ended = train("--resume", "--keep-checkpoints", 1)
         assert ended.codes == [0], ended.text
         assert measured(tmp_path) == measured(whole[1]) and saved(tmp_path) == {"step8"}
@@ -246,7 +250,7 @@ def test_disk_full_during_save(tmp_path, train, whole):
 
 
 def test_what_was_written_is_read_back(tmp_path):
-    """What the disk has made something else of is no checkpoint."""
+    """A file that differs on the disk makes a save invalid."""
     file, values = tmp_path / "states.pt", torch.arange(1000)
     torch.save({"values": values}, file)
     assert checkpoints._read_back(file)["bytes"] == file.stat().st_size
@@ -261,8 +265,9 @@ def test_what_was_written_is_read_back(tmp_path):
 
 
 def test_damaged_checkpoints(tmp_path, train, whole):
-    """A folder renamed by hand, a manifest with another step, one without a file that is there, none at all,
-    one flipped bit in the newest, a short file in the one before, a manifest that is none in the third."""
+    """A folder renamed by hand, a manifest with another step, a manifest without an existing file, no
+    manifest, one flipped bit in the newest checkpoint, a short file in the one before, an invalid manifest in
+    the third."""
     shutil.copytree(whole[1] / "run", tmp_path / "run")
     folder = tmp_path / "run/coat/checkpoints"
     for name in ("step9", "step10", "step12", "step13"):
@@ -291,7 +296,7 @@ def test_damaged_checkpoints(tmp_path, train, whole):
     assert "step4 is damaged: manifest.json cannot be read" in ended.text
     assert f"going on from {folder}/step2" in ended.text
     assert measured(tmp_path) == measured(whole[1])
-    # what is damaged is kept for a look, under names that no run takes for checkpoints
+    # damaged checkpoints are kept for inspection, under names that no run reads
     assert {p.name for p in folder.glob("*.damaged")} == {
         f"step{n}.damaged" for n in (4, 6, 8, 9, 10, 12, 13)
     }
@@ -305,7 +310,7 @@ def test_damaged_checkpoints(tmp_path, train, whole):
         assert ended.codes == [1] and "every checkpoint in it is damaged" in ended.text, manifest
         for path in folder.glob("step[0-9]/manifest.json"):
             path.unlink()
-    # nor does a new run write over them
+    # a new run does not overwrite them either
     ended = train()
     assert ended.codes == [1] and "step8 is there, from an earlier run" in ended.text
     assert measured(tmp_path) == before
@@ -329,7 +334,7 @@ class Payload:
 
 
 def forge(path: Path, **changes) -> None:
-    """Writes other things into a file of a checkpoint, and into the manifest that this is as it should be."""
+    """Writes other contents into a file of a checkpoint, and updates the manifest to match."""
     torch.save({**torch.load(path, weights_only=False), **changes}, path)
     manifest = json.loads((path.parent / "manifest.json").read_text())
     manifest["files"][path.name] = {
@@ -346,7 +351,7 @@ def test_nothing_in_a_checkpoint_is_executed(tmp_path, train, whole):
     forge(model, extra=Payload(tmp_path / "executed"))
     ended = train("--resume", "--steps", 9)
     assert ended.codes == [1] and "a file holds more than data and was not read (" in ended.text
-    # not torch's advice to trust the file
+    # the error does not repeat torch's advice to trust the file
     assert "GLOBAL posix.mkdir" in ended.text and "weights_only=False" not in ended.text
     assert "Traceback" not in ended.text and not (tmp_path / "executed").exists()
 
@@ -373,7 +378,7 @@ def test_stages_of_checkpoints_that_older_pythons_wrote(tmp_path):
 
 
 def test_a_checkpoint_of_something_else(tmp_path, train, whole):
-    """Files as their manifest has them, of another model or step."""
+    """The files match their manifest, but belong to another model or step."""
     shutil.copytree(whole[1] / "run", tmp_path / "run")
     folder = tmp_path / "run/coat/checkpoints/step8"
     ended = train("--resume", "--steps", 9, "--ffn-hidden-size", 256)
@@ -401,12 +406,13 @@ def test_resume_at_half_and_double_the_size(tmp_path, train, whole, ranks):
     assert ended.codes == [0] * ranks, ended.text
 
     def samples(folder, ranks):
-        """Those of each step, whichever rank has seen them."""
+        """The samples of each step, over all ranks."""
         lines = [line for r in range(ranks) for line in (folder / f"samples{r}").read_text().splitlines()]
         return {step: sorted(x for x in lines if x.startswith(f"{step} ")) for step in range(5, 9)}
 
     assert samples(tmp_path, ranks) == samples(whole[2], 2)
-    # masters and moments are the saved ones, but for groups that a border between ranks cuts or has cut
+    # masters and moments equal the saved ones, except groups that a border between ranks cuts now or cut
+    # before
     before, after = torch.load(whole[2] / "saved4"), torch.load(tmp_path / "loaded4")
     rounded = 0
     for (master, *moments), (loaded, *arrived) in zip(before, after, strict=True):
@@ -417,7 +423,7 @@ def test_resume_at_half_and_double_the_size(tmp_path, train, whole, ranks):
                 assert torch.equal(a, b)
             else:
                 rounded += rounded_again(b, a, second)
-    # there was one border, and now there are `ranks - 1`, in each of two moments
+    # there was one border, and now there are `ranks - 1` borders, in each of two moments
     assert rounded <= 2 * (1 + ranks - 1)
     one, other = measured(whole[2]), measured(tmp_path)
     for step in range(5, 9):
@@ -426,7 +432,7 @@ def test_resume_at_half_and_double_the_size(tmp_path, train, whole, ranks):
         assert other[step]["loss"] == pytest.approx(one[step]["loss"], rel=3e-4 if step == 5 else 5e-3)
 
 
-# checkpoint_layout, ZeRO stage, where the optimizer is: each pair of values of any two of them that there is
+# checkpoint_layout, ZeRO stage, device of the optimizer: every possible pair of values of two of them occurs
 LONG = pytest.mark.long("ZeRO's stages with the other layout of checkpoints, in two ranks and in one")
 CELLS = [
     pytest.param("stock", 0, "none", marks=LONG),
@@ -460,7 +466,7 @@ def test_resume_of_every_layout_and_stage(tmp_path, train, layout, stage, device
 
     shutil.rmtree(tmp_path / "run")
     (tmp_path / "copy").rename(tmp_path / "run")
-    # the moments of one tensor had gone to FP32, which no loss of the next step shows
+    # the moments of one tensor had fallen back to FP32; the loss of the next step does not show that
     fallen = {"layers": [], "states": ["decoder.layers.0.mlp.linear_fc2.weight"]}
     (tmp_path / "run/coat/checkpoints/step2/coat_watch.json").write_text(json.dumps(fallen))
     ended = train(*arguments, record=[str(tmp_path)])
@@ -490,14 +496,14 @@ def test_loss_that_is_not_finite(tmp_path, train, whole):
     assert {step for step in other if "skipped" in other[step]} == {3, 4}
     assert all("loss" not in other[step] for step in (3, 4))
     assert all(other[step] == one[step] for step in (1, 2))
-    # the weights and the schedule stood still
+    # the weights and the schedule did not change
     assert other[4]["val_loss"] == pytest.approx(other[2]["loss"], abs=1)
     assert [other[step]["lr"] for step in (5, 6)] == [one[step]["lr"] for step in (3, 4)]
 
 
 def test_each_step_has_a_batch_of_its_own(tmp_path, train, whole):
-    """With weights that stay, a loss says which batch it is of. The last step ends a run, with a checkpoint,
-    whether or not it is one of an interval, and whatever signal comes in it."""
+    """With constant weights, a loss identifies its batch. The last step ends a run with a checkpoint, also if
+    it is not at an interval, and whatever signal comes in it."""
     samples = (whole[1] / "samples0").read_text().split()[1::2]
     assert len(samples) == len(set(samples)) == SIZES["--steps"] * SIZES["--global-batch-size"]
     ended = train("--lr", 0, "--save-interval", 3, signal_at_step=[0, 8, signal.SIGTERM])

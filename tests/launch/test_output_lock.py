@@ -1,4 +1,5 @@
-"""Who owns an OUTPUT: processes that live, were killed, have another's id, or are somewhere else."""
+"""Ownership of an OUTPUT folder: by live processes, killed processes, processes with a reused id, and
+processes on another machine."""
 
 import dataclasses
 import errno
@@ -16,7 +17,7 @@ from coat_launch.output_lock import NAME, OutputLock, Owner
 from coat_launch.report import OutputError
 
 ROOT = Path(__file__).parents[2]
-# takes the lock, says so or why not, and waits for an end of its input
+# takes the lock, prints "taken" or the reason why not, and waits for the end of its input
 TAKE = """
 import sys
 from coat_launch.output_lock import OutputLock
@@ -33,7 +34,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def take(tmp_path):
-    """Starts a process that takes the lock of `tmp_path`; what it says is its output, line by line."""
+    """Starts a process that takes the lock of `tmp_path`; returns the lines of its output."""
     processes = []
 
     def start() -> subprocess.Popen:
@@ -64,7 +65,7 @@ def test_two_processes_and_a_killed_one(tmp_path, take):
     assert why.split() == take().stdout.readline().split()
 
     first.kill()
-    # a process that nobody has asked for its exit code has ended too
+    # a zombie, whose exit code has not been read by its parent, counts as ended
     while Path(f"/proc/{first.pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
         time.sleep(0.01)
     lock.take(said.append)
@@ -79,7 +80,7 @@ def test_two_processes_and_a_killed_one(tmp_path, take):
 
 
 def held_by(tmp_path, **changes) -> OutputLock:
-    """The folder as if held by this process, but for the changes."""
+    """The lock of the folder as if this process held it, with these changes."""
     owner = dataclasses.replace(Owner.this(), **changes)
     (tmp_path / NAME).write_text(json.dumps(dataclasses.asdict(owner)))
     return OutputLock(tmp_path)
@@ -121,7 +122,7 @@ def test_processes_that_cannot_be_seen(tmp_path, changes, monkeypatch):
     why = refused(lock)
     assert f"in use by process {os.getpid()} on {changes.get('host', os.uname().nodename)} since" in why
     assert f"if it does not, remove {tmp_path / NAME}" in why
-    # what is not one's own is not removed
+    # a lock of another process is not removed
     lock.release()
     assert (tmp_path / NAME).read_bytes() == before and os.listdir(tmp_path) == [NAME]
 
@@ -148,11 +149,11 @@ def test_a_lock_that_was_taken_away(tmp_path):
 
 
 def test_one_of_many_takes_over(tmp_path, take):
-    """They meet one lock that was left behind."""
+    """Several processes find one stale lock."""
     held_by(tmp_path, started=1)
     processes = [take() for _ in range(6)]
     first = [process.stdout.readline() for process in processes]
-    # the line of the one that has taken over, before it says "taken"
+    # the process that takes over prints this line before it prints "taken"
     assert sum("taken over from" in line for line in first) == 1
     assert sum("in use by" in line or "another run is just taking it over" in line for line in first) == 5
     assert os.listdir(tmp_path) == [NAME]

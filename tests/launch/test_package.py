@@ -1,4 +1,4 @@
-"""The wheel: made from the sdist, it holds all sources, and works where the repository is not."""
+"""The wheel is built from the sdist, contains all sources, and works without the repository."""
 
 import json
 import os
@@ -25,7 +25,7 @@ FOLDERS = {
     "megatron_ext": "megatron_ext",
 }
 FILES = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "coat_autoload.py")
-# scripts for a clone, and their variables: `python -m coat_launch.cluster` is what they start
+# scripts for a clone, and their variables: they start `python -m coat_launch.cluster`
 LEFT_OUT = (".sh", ".sbatch", ".env")
 
 LONG = pytest.mark.long("builds and installs a wheel")
@@ -46,7 +46,7 @@ print("RESULT " + json.dumps({
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
-    """Made from an sdist, as a package index's users get it where no wheel fits; not in the clone."""
+    """Built from an sdist, as pip does for users of a package index if no wheel fits; not in the clone."""
     folder = tmp_path_factory.mktemp("package")
     for name in FOLDERS.values():
         shutil.copytree(ROOT / name, folder / "clone" / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -73,7 +73,7 @@ def site(wheel, tmp_path_factory) -> Path:
 
 
 def python(*words, cwd: Path, paths: tuple = (), code: int = 0) -> subprocess.CompletedProcess:
-    """Runs without the repository: -S leaves out the file by which its editable install is found."""
+    """Python without the repository: -S leaves out the file through which its editable install is found."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (*paths, sysconfig.get_path("purelib"))))}
     done = subprocess.run(
         [sys.executable, "-S", *map(str, words)], cwd=cwd, env=env, capture_output=True, text=True
@@ -105,7 +105,7 @@ def test_metadata(wheel):
     assert metadata["Description-Content-Type"] == "text/markdown"
     assert metadata.get_payload().strip() == (ROOT / "README.md").read_text().strip()
     assert "Typing :: Typed" in metadata.get_all("Classifier")
-    # the order of the two bounds is the build's
+    # the build decides the order of the two bounds
     needed = {frozenset(line.replace(";", ",").split(",")[:2]) for line in metadata.get_all("Requires-Dist")}
     for framework, supported in (("deepspeed", DEEPSPEED), ("megatron-core", MEGATRON_CORE)):
         assert {f"{framework}<{supported.untried}", f">={supported.oldest}"} in needed

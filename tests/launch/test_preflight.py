@@ -1,4 +1,4 @@
-"""What the scripts refuse to start, and what they say they would start."""
+"""What the scripts refuse to start, and the commands that they print before a start."""
 
 import json
 import os
@@ -73,7 +73,7 @@ def test_blocks_are_refused_before_the_start(tmp_path, good, config, message):
 
 
 def test_old_gpus_may_have_fp8_states(tmp_path, good):
-    """What the message about FP8 advises to do helps."""
+    """The fix that the message about FP8 recommends works."""
     path = tmp_path / "ds.json"
     old = {**deepcopy(good), "gpus": [["A100", 8, 0]]}
     for activations, problems in (({}, 1), ({"emulate": True}, 0), ({"enabled": False}, 0)):
@@ -82,7 +82,7 @@ def test_old_gpus_may_have_fp8_states(tmp_path, good):
     for config in ({}, {"coat": {"enabled": False}}):
         path.write_text(json.dumps(config))
         assert preflight.problems(settings(tmp_path, DEEPSPEED_CONFIG=str(path)), [old]) == []
-    # which stands for the block
+    # the optimizer's name replaces the block
     path.write_text(json.dumps({"optimizer": {"type": "CoatAdamW"}}))
     assert len(preflight.problems(settings(tmp_path, DEEPSPEED_CONFIG=str(path)), [old])) == 1
 
@@ -98,13 +98,13 @@ def test_hostfiles(tmp_path):
     assert found.hosts == ("node-a", "node-b") and found.nodes == 2 and found.master_addr == "node-a"
     one = settings(tmp_path, "deepspeed", HOSTFILE=str(path), NODES="1")
     assert one.hosts == ("node-a",)
-    # its address may be one of another network than its name's
+    # MASTER_ADDR may be in another network than the address to which the node's name resolves
     assert (
         settings(tmp_path, "deepspeed", HOSTFILE=str(path), MASTER_ADDR="10.0.0.9").master_addr == "10.0.0.9"
     )
     with pytest.raises(ClusterError, match="NODES: 3, but HOSTFILE .*hosts has 2 hosts"):
         settings(tmp_path, "deepspeed", HOSTFILE=str(path), NODES="3")
-    # the second would be an option of ssh
+    # ssh would read the second as an option
     for wrong in ("node-a\n", "-oProxyCommand=id slots=8\n", "a slots=8\na slots=8\n", "a;id slots=8\n"):
         with pytest.raises(ClusterError, match="expected lines 'host slots=n'"):
             read(wrong)
@@ -119,7 +119,7 @@ def test_hostfiles(tmp_path):
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory):
-    """This machine's own report, as node 0 would write it, and made to have GPUs."""
+    """This machine's own report, as node 0 would write it, with GPUs added."""
     folder = tmp_path_factory.mktemp("report")
     report = preflight.report(settings(folder))
     assert report["versions"]["torch"] and report["interfaces"] and report["free_bytes"] > 0
@@ -131,7 +131,7 @@ def test_nodes_that_fit_have_no_problems(tmp_path, good):
     two = settings(tmp_path, NODES="2", MASTER_ADDR="a")
     other = {**deepcopy(good), "host": "b"}
     assert preflight.problems(two, [good, other]) == []
-    # all interfaces but these; and the only one that a single node needs
+    # all interfaces except these; and the only interface of a single node
     all_but = [{**node, "nccl": {"NCCL_SOCKET_IFNAME": "^docker0,virbr"}} for node in (good, other)]
     assert preflight.problems(two, all_but) == []
     assert preflight.problems(settings(tmp_path, INTERFACE="lo"), [good]) == []
@@ -169,7 +169,7 @@ def test_problems_name_the_host_and_the_way_out(tmp_path, good, change, message)
 
 
 def test_dry_run_prints_what_each_node_runs(tmp_path):
-    """Words survive the shell as they were, and the training scripts' own parsers take them."""
+    """Words pass through the shell unchanged, and the training scripts' own parsers accept them."""
     data = tmp_path / 'a $(touch pwned) "b" corpus'
     env = {**os.environ, "PYTHON": sys.executable, "OUTPUT": str(tmp_path / "o u t"), "DATA": f"{data}:/c"}
     env |= {"NODES": "2", "MASTER_ADDR": "10.0.0.1", "GPUS_PER_NODE": "4", "INTERFACE": "eth9"}
@@ -208,7 +208,7 @@ def test_each_node_is_told_its_part(tmp_path):
     mine = settings(tmp_path, NODES="2", NODE_RANK="1", MASTER_ADDR="a", INTERFACE="lo")
     first, second = (command(mine, rank, []) for rank in range(2))
     assert "--rdzv-conf=is_host=1" in first and "--rdzv-conf=is_host=0" in second
-    # the address of an interface is known on its own node
+    # only the node itself knows the address of an interface
     assert "--local-addr=127.0.0.1" in second and not any("--local-addr" in word for word in first)
 
 
@@ -220,13 +220,13 @@ def test_what_was_set_reaches_the_training_scripts(tmp_path):
         words[1 + next(i for i, word in enumerate(words) if word.endswith("pretrain_gpt.py")) :]
     )
     assert (args.save_interval, args.steps, args.seq_length, args.tokenizer) == (7, 9, 64, "t.json")
-    # which would be an option
+    # otherwise this would be an option
     assert args.data == ["./-a", "b"] and args.resume
     words = command(settings(tmp_path, "megatron", MEGATRON_PATH="/m", **given), 0, [])
     values = dict(zip(words, words[1:], strict=False))
     assert (values["--save-interval"], values["--train-iters"], values["--seq-length"]) == ("7", "9", "64")
     assert values["--load"] == values["--save"] == f"{tmp_path}/megatron"
-    # Megatron saves at a signal by this alone
+    # Megatron saves at a signal only with this option
     assert "--exit-signal-handler" in words
     # ranks of other nodes start in other folders
     assert os.path.isabs(settings(tmp_path, OUTPUT="runs/mine").output)
@@ -273,7 +273,7 @@ def test_values_that_the_launcher_would_change_are_refused(tmp_path, launcher):
 
 
 def test_two_nodes_compare_themselves_through_the_store(tmp_path):
-    """Real processes; the second has another version of this project."""
+    """Real processes; the second one has another version of this project."""
     code = (
         "import json, sys; from coat_launch import preflight; from coat_launch.settings import *\n"
         "s = Settings.from_environment('torchrun', json.loads(sys.argv[1]))\n"
@@ -311,7 +311,8 @@ def test_two_nodes_compare_themselves_through_the_store(tmp_path):
 
 
 def test_a_node_0_that_cannot_listen(tmp_path):
-    """The port is taken, the address another node's, whose NODE_RANK was not set, or nobody's."""
+    """The port is in use; the address is another node's, whose NODE_RANK is not set; or no machine has the
+    address."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1] - 1)
         for address, why in (

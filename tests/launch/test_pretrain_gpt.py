@@ -1,4 +1,4 @@
-"""The entry point as its users start it: through the command line, or in ranks that are forked."""
+"""The entry point, started as users start it, through the command line, or in forked ranks."""
 
 import contextlib
 import functools
@@ -56,7 +56,7 @@ def pretrain(*arguments, processes: int = 0, env: dict = ENV) -> subprocess.Comp
 
 
 def forked(folder: Path, *arguments, ranks: int = 1) -> subprocess.CompletedProcess:
-    """As `pretrain`, of ranks on the CPU; both streams are what any rank has printed."""
+    """Like `pretrain`, for ranks on the CPU; the output and the errors of all ranks."""
     folder.mkdir(parents=True, exist_ok=True)
     ended = run_ranks([*TINY, *arguments, "--output", folder], folder, ranks=ranks)
     code = next((code for code in ended.codes if code), 0)
@@ -75,13 +75,13 @@ def test_quickstart_at_a_reduced_size(tmp_path):
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert list(summary) == ["bf16", "coat"]
     bf16, coat = summary["bf16"], summary["coat"]
-    # ln(256) = 5.5 is what knowing nothing costs
+    # ln(256) = 5.5 is the loss of an untrained model
     for run in summary.values():
         assert 5.3 < run["val_loss_start"] < 6.5
         assert run["val_loss"] < run["val_loss_start"] - 1.5
         assert run["tokens_per_s"] > 0 and run["peak_bytes"] > 2**20
     assert coat["val_loss"] == pytest.approx(bf16["val_loss"], rel=0.02)
-    # AdamW keeps two FP32 moments, and "step" for each tensor
+    # AdamW has two FP32 moments, and "step" for each tensor
     assert 8.0 <= bf16["state_bytes_per_param"] < 8.01
     # two codes, four and five bytes of metadata per 128 elements, and FP32 moments for the norms' weights
     parameters, norms = 2 * (384 * 64) + 2 * (64 * 128 + 64 * 64 + 256 * 64 + 128 * 64), 5 * 64
@@ -106,14 +106,14 @@ def test_save_and_resume(tmp_path):
     whole, whole_validation = losses(tmp_path), losses(tmp_path, "val_loss")
     folder = tmp_path / "coat/checkpoints"
     assert (folder / "latest").read_text() == "step6"
-    # which would be written over
+    # the run would overwrite that checkpoint
     done = forked(tmp_path, *arguments, "--load", folder / "step3")
     assert done.returncode == 1 and f"{folder}/step6 is there, from an earlier run" in done.stderr
     shutil.rmtree(folder / "step6")
     done = forked(tmp_path, *arguments, "--load")
     assert done.returncode == 0, done.stdout
     assert "step 4/6" in done.stdout and "step 3/6" not in done.stdout
-    # not a bit of a difference: states come back with their exact metadata
+    # equal to the bit: states are restored with their exact metadata
     assert losses(tmp_path) == whole and losses(tmp_path, "val_loss") == whole_validation
     assert set(whole) == set(range(1, 7)) and set(whole_validation) == {0, 3, 6}
 
@@ -166,9 +166,9 @@ def test_two_ranks_give_the_losses_of_one(tmp_path, variant):
         done = forked(tmp_path / str(ranks), *arguments, ranks=ranks)
         assert done.returncode == 0, done.stdout
     one, two = losses(tmp_path / "1"), losses(tmp_path / "2")
-    # the first loss sees the same samples and weights; later ones see gradients that were summed in another
-    # order in BF16 (2**-9 relative each), which Adam turns into different small steps
-    # With COAT two ranks also put other samples together in a pass, which then share FP8 scales: FP8 moves
+    # the first loss sees the same samples and weights; later losses see gradients that were summed in another
+    # order in BF16 (2**-9 relative each), which Adam turns into different small steps. With COAT, two ranks
+    # also group the samples into passes differently, and the samples of a pass share FP8 scales: FP8 moves
     # the loss of an untrained model by 1.5e-4 of itself, and so may another scale in each run.
     first, later = (1e-5, 2e-3) if variant == "bf16" else (3e-4, 5e-3)
     assert two[1] == pytest.approx(one[1], rel=first)
@@ -184,22 +184,22 @@ def test_two_tensor_parallel_ranks_resume_to_the_bit(tmp_path):
     done = forked(tmp_path, *arguments, ranks=2)
     assert done.returncode == 0, done.stdout
     whole = losses(tmp_path)
-    # both ranks see the same samples: one of data
+    # both ranks see the same samples: data-parallel size 1
     assert "2 x 64 tokens a step" in done.stdout and whole[4] < whole[1]
     half = tmp_path / "coat/checkpoints/step2"
     parts = sorted(path.name for path in half.glob("mp_rank_*"))
     assert parts == ["mp_rank_00_model_states.pt", "mp_rank_01_model_states.pt"]
-    # whole on both ranks: the bits after the step must be the same, though each saw half of the tokens
+    # replicated on both ranks: the bits after the step must be equal, though each rank saw half of the tokens
     first, second = (
         torch.load(half.with_name("step4") / part, weights_only=False)["module"] for part in parts
     )
-    # each checkpoint has taken in the reading of its step; readings are in the run's folder
+    # each checkpoint includes the reading of its step; readings are in the run's folder
     readings = read(tmp_path / "coat")
     assert [reading.step for reading in readings] == [2, 4]
     assert "input_flushed" in readings[0].groups["decoder.layers.*.mlp.linear_fc1"]
     norms = [name for name in first if "layernorm" in name]
     assert len(norms) == 5 and all(torch.equal(first[name], second[name]) for name in norms)
-    # a run does not write over what lies ahead of it
+    # a run does not overwrite later checkpoints
     shutil.rmtree(half.with_name("step4"))
     done = forked(tmp_path, *arguments, "--load", half, ranks=2)
     assert done.returncode == 0, done.stdout
@@ -210,7 +210,8 @@ def test_two_tensor_parallel_ranks_resume_to_the_bit(tmp_path):
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
 def test_a_run_with_graphs_over_two_tensor_parallel_ranks_ends(tmp_path):
-    """NCCL ends no communicator while a CUDA graph holds a collective of it, and a trainer has the model."""
+    """NCCL ends no communicator while a CUDA graph holds one of its collectives, and the trainer still holds
+    the model."""
     arguments = ["--tensor-model-parallel-size", 2, "--sequence-parallel", "--steps", 6, "--output", tmp_path]
     done = pretrain(*arguments, processes=2)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -218,14 +219,14 @@ def test_a_run_with_graphs_over_two_tensor_parallel_ranks_ends(tmp_path):
 
 
 def signalled(number, ready, *arguments):
-    """The exit status and stderr of a run that got this signal once it was `ready()`."""
+    """The exit status and stderr of a run that got this signal when `ready()` was first true."""
     process = subprocess.Popen(
         command(*arguments),
         env=ENV,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
-        # what a shell starts in the background ignores this one, and so would this process
+        # a shell starts background processes with this signal ignored, and this process would inherit that
         preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
     try:
@@ -253,7 +254,7 @@ def test_interrupt_keeps_the_metrics(tmp_path):
 
 
 def test_a_signal_ends_a_comparison(tmp_path):
-    """The run that it came in saves and leaves, and the other does not start."""
+    """The current run saves and stops, and the other run does not start."""
     arguments = "--compare", "--steps", 100000, "--output", tmp_path
     status, stderr = signalled(signal.SIGTERM, lambda: has_steps(tmp_path, 1), *arguments)
     assert status == pretrain_gpt.STOPPED and "go on with --resume" in stderr
@@ -262,18 +263,18 @@ def test_a_signal_ends_a_comparison(tmp_path):
 
 @pytest.mark.long("two runs, each of which imports the frameworks")
 def test_a_signal_between_the_runs_of_a_comparison_is_the_second_ones(tmp_path):
-    """It ended in a traceback, or was forgotten, or killed the run that had just started."""
+    """Such a signal used to end in a traceback, be lost, or kill the run that had just started."""
     arguments = "--compare", "--steps", 3, "--output", tmp_path
-    # the last that the first one writes
+    # the last file that the first run writes
     status, stderr = signalled(signal.SIGTERM, (tmp_path / "bf16/summary.json").exists, *arguments)
     assert status == pretrain_gpt.STOPPED and "go on with --resume" in stderr, stderr
     assert (tmp_path / "coat/checkpoints/latest").read_text() == "step1"
 
 
 def test_divergence_stops_the_run(tmp_path, monkeypatch):
-    # a torchrun that restarts has to see a failure
+    # a torchrun with restarts has to see a failure
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
-    # of an earlier run
+    # from an earlier run
     earlier = tmp_path / "coat/summary.json"
     earlier.parent.mkdir()
     earlier.touch()
@@ -284,7 +285,7 @@ def test_divergence_stops_the_run(tmp_path, monkeypatch):
 
 
 def fails(capsys, tmp_path, *arguments) -> str:
-    """The text the entry point ends with."""
+    """The text with which the entry point ends."""
     with pytest.raises(SystemExit) as end:
         pretrain_gpt.main([*TINY, "--output", str(tmp_path / "run"), *map(str, arguments)])
     text = str(end.value.code) if isinstance(end.value.code, str) else capsys.readouterr().err
@@ -359,7 +360,7 @@ def test_batch_sizes():
     assert set_batch_sizes(config, none, ranks=2) == (4, 64)
     assert config["gradient_accumulation_steps"] == 8
     assert set_batch_sizes({"train_micro_batch_size_per_gpu": "auto"}, none, ranks=1) == (4, 4)
-    # two of the three leave the third, as in DeepSpeed
+    # two of the three determine the third, as in DeepSpeed
     three = {"train_batch_size": 64, "gradient_accumulation_steps": 2}
     assert set_batch_sizes(dict(three), none, ranks=2) == (16, 64)
     three["train_micro_batch_size_per_gpu"] = 8
@@ -367,7 +368,7 @@ def test_batch_sizes():
         LaunchError, match="train_batch_size: found 64 .* 2 data-parallel ranks is 32. Drop one"
     ):
         set_batch_sizes(dict(three), none, ranks=2)
-    # arguments come before the JSON
+    # arguments override the JSON
     assert set_batch_sizes(dict(three), given, ranks=2) == (2, 16)
     with pytest.raises(LaunchError, match="train_batch_size: expected a whole number above 0"):
         set_batch_sizes({"train_batch_size": 0}, none, ranks=3)
@@ -380,7 +381,7 @@ def test_weights_of_both_runs_decay_alike(given):
     config = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, **given}}}
     coat = optimizer_options(config)
     use_torch_adamw(config)
-    # what DeepSpeed takes for itself
+    # the arguments that DeepSpeed itself reads are removed
     bf16 = {key: value for key, value in config["optimizer"]["params"].items() if key != "torch_adam"}
     built = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(3))], **bf16)
     assert built.param_groups[0]["weight_decay"] == coat["weight_decay"]
@@ -402,7 +403,7 @@ def test_a_scheduler_has_the_rate_of_the_optimizer_or_its_own(params, peak):
 
 
 def test_ranks_of_other_launchers():
-    """A batch script of Slurm and an interactive step are one process, whatever the job asked for."""
+    """A batch script of Slurm and an interactive step are one process each, whatever the job requested."""
     address = {"MASTER_ADDR": "a", "MASTER_PORT": "1"}
     mpi = {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_SIZE": "8"}
     slurm = {"SLURM_PROCID": "3", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "4"}

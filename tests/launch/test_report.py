@@ -32,7 +32,7 @@ def test_metrics_survive_a_crash_and_a_resume(tmp_path):
     writer = report.MetricsWriter(path, "coat")
     for step in (1, 2, 3):
         writer.write(step, loss=1.0 / step)
-        # on disk at once, without close
+        # the line is on the disk at once, without close
         assert report.read_metrics(path)[-1] == {"run": "coat", "step": step, "loss": 1.0 / step}
     with path.open("a") as file:
         file.write('{"run": "coat", "ste')
@@ -78,7 +78,7 @@ def test_summary_and_table(tmp_path):
     assert cells["peak memory (GPU allocator), MiB"] == ["1,024", "512", "0.500"]
     *rows, empty, note = lines
     assert len({len(row) for row in rows}) == 1 and empty == "" and note.startswith("Losses are of one seed.")
-    # of a run that had nothing left to do
+    # a run that had no steps left
     nothing = report.comparison_table({**SUMMARY, "bf16": {**SUMMARY["bf16"], "tokens_per_s": 0.0}})
     assert next(line.split() for line in nothing.splitlines() if "second" in line)[-3:] == ["0", "1,000", "-"]
     alone = report.comparison_table({"coat": SUMMARY["coat"]})
@@ -113,7 +113,7 @@ def test_atomic_write_keeps_the_old_file_when_the_disk_is_full(tmp_path):
 
 
 def test_metrics_of_a_full_disk(tmp_path):
-    """The run ends with what the first write says, and the next one drops what was cut off."""
+    """The run ends with the error of the first write, and the next run drops the truncated line."""
     writer = report.MetricsWriter(tmp_path / "metrics.jsonl", "coat")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
@@ -132,7 +132,7 @@ def test_unwritable_folder(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(report.OutputError, match="choose another folder with --output"):
         report.prepare_folder(tmp_path / "file" / "run")
-    # it is there, and holds no files of others
+    # the folder exists, but no files can be created in it
     with pytest.raises(report.OutputError, match="cannot write /proc"):
         report.prepare_folder("/proc")
     assert report.prepare_folder(tmp_path / "a" / "b").is_dir()

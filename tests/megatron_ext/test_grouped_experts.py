@@ -222,7 +222,7 @@ def test_say_what_they_do(megatron):
     model, _ = _grouped()
     layers = layers_of(model.decoder, "")
     assert layers.left == {
-        f"layers.1.mlp.experts.linear_fc{i}": "4 experts multiply in one grouped BF16 product" for i in (1, 2)
+        f"layers.1.mlp.experts.linear_fc{i}": "4 experts multiply in one grouped BF16 GEMM" for i in (1, 2)
     }
     # a dense layer's, the shared expert's, and theirs
     assert layers.made["feed_forward"] == {"save 8 bits (sqrt8, groups of 16)": 3}

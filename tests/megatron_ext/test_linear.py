@@ -248,7 +248,7 @@ def test_fallback_keeps_such_a_layer_as_megatron_has_it(device, caplog):
     settings = config()
     set_activations(settings, ActivationsConfig(fallback=True))
     module = linear(CoatRowParallelLinear, inputs=40, name="fc2", settings=settings).to(device)
-    assert "fc2: FP8 matrix products need sizes that are multiples of 16, found 40 -> 128" in caplog.text
+    assert "fc2: FP8 GEMMs need sizes that are multiples of 16, found 40 -> 128" in caplog.text
     assert module.coat_part().why == "sizes that 16 does not divide"
     x = torch.randn(4, 2, 40, dtype=torch.bfloat16, device=device, requires_grad=True)
     y, _ = module(x)

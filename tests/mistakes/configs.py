@@ -1,4 +1,4 @@
-"""Mistakes in a DeepSpeed JSON: in its block, and around it."""
+"""Mistakes in a DeepSpeed JSON: in the coat block, and outside of it."""
 
 import torch
 
@@ -36,7 +36,7 @@ MISTAKES = {
             ("coat.optimizer: ", "found True", "braces"),
         ),
         Mistake("a boolean in quotes", block(enabled="true"), ("coat.enabled: ", "true or false", "'true'")),
-        Mistake('`"auto"`', block(enabled="auto"), ("coat.enabled: ", "Nobody fills in", "drop the key")),
+        Mistake('`"auto"`', block(enabled="auto"), ("coat.enabled: ", "No trainer fills in", "drop the key")),
         Mistake(
             "a group size that is none",
             block(optimizer={"group_size": 100}),
@@ -111,7 +111,7 @@ MISTAKES = {
         Mistake(
             'the block inside `"optimizer"`',
             engine({"optimizer": {**ADAMW, "coat": BLOCK}}),
-            ("optimizer.coat: ", "ignored", 'beside "optimizer"'),
+            ("optimizer.coat: ", "ignored", 'next to "optimizer"'),
         ),
         Mistake(
             "a learning rate in quotes", params(lr="1e-3"), ("params.lr: ", "'1e-3'", "Leave the quotes out")

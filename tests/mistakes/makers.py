@@ -1,4 +1,5 @@
-"""How mistakes are made: what a maker gives makes one in an empty folder, and raises or returns the words."""
+"""Functions that make mistakes. Each maker returns a function that makes one mistake in an empty folder, and
+raises the error or returns the message."""
 
 import contextlib
 import importlib
@@ -33,7 +34,7 @@ class Mistake(NamedTuple):
 
 
 def engine(config: dict, optimizer=None) -> Callable[[Path], object]:
-    """What DeepSpeed's engine, with the block, does first."""
+    """The first calls of DeepSpeed's engine with the block."""
     return lambda folder: deepspeed_config.check(config, optimizer)
 
 
@@ -50,7 +51,7 @@ def params(**values) -> Callable[[Path], object]:
 
 
 def coat(*words: str) -> Callable[[Path], str]:
-    """What the command prints, in whose words {folder} stands for the folder."""
+    """The output of the command; {folder} in the arguments is replaced by the folder."""
 
     def run(folder: Path) -> str:
         said = io.StringIO()
@@ -59,7 +60,7 @@ def coat(*words: str) -> Callable[[Path], str]:
             try:
                 code = cli.main(given)
             except SystemExit as end:
-                # argparse has printed its message, the training script hands its own over
+                # argparse has printed its message already, the training script returns its own
                 code = 2 if isinstance(end.code, str) else end.code
                 said.write(end.code if isinstance(end.code, str) else "")
         assert code, "expected a refusal"
@@ -119,7 +120,7 @@ def converted(*models: torch.nn.Module, **activations) -> Callable[[Path], objec
 
 @contextlib.contextmanager
 def old_gpu() -> Iterator[torch.device]:
-    """A GPU without FP8, as far as anyone asks."""
+    """A GPU without FP8, according to all queries."""
     with pytest.MonkeyPatch.context() as patch:
         for module in (device, deepspeed_config):
             patch.setattr(module, "capability", lambda _: (8, 0))
@@ -133,7 +134,7 @@ def on_an_old_gpu(folder: Path) -> None:
 
 
 def engine_on_an_old_gpu(folder: Path) -> None:
-    """As `prepare_layers` is called for an engine whose block has the key."""
+    """Calls `prepare_layers` as an engine does whose block has the key."""
     coat = deepspeed_config.check({"coat": BLOCK | {"activations": True}, "optimizer": ADAMW}, None)
     with old_gpu() as gpu:
         why = deepspeed_config.no_conversion({}, coat.activations, gpu)
@@ -141,7 +142,7 @@ def engine_on_an_old_gpu(folder: Path) -> None:
 
 
 def adapters_under_autotp(folder: Path) -> None:
-    """As the engine asks of a model in which PEFT has put a layer around another."""
+    """The check of the engine, for a model in which PEFT has wrapped a layer."""
     adapted = torch.nn.Module()
     adapted.base_layer = torch.nn.Linear(64, 64)
     model_layers.check_adapters(torch.nn.Sequential(adapted), {"autotp_size": 2})
@@ -155,7 +156,7 @@ def nothing_in_fp8(folder: Path) -> None:
 
 
 def megatron(content: object) -> Callable[[Path], object]:
-    """What Megatron's layers do first, with a file that COAT_CONFIG names; None: there is none."""
+    """The first calls of Megatron's layers, with a file that COAT_CONFIG names; None: no file."""
 
     def run(folder: Path) -> None:
         from megatron_ext import options
@@ -186,7 +187,7 @@ def spec(**arguments) -> Callable[[Path], object]:
 
 
 def layer(**arguments) -> Callable[[Path], object]:
-    """The spec's layer itself, from the same."""
+    """The spec's layer itself, from the same config."""
 
     def run(folder: Path) -> None:
         from megatron_ext.layer_specs import coat_layer_spec
@@ -197,7 +198,7 @@ def layer(**arguments) -> Callable[[Path], object]:
 
 
 def grouped_experts(**arguments) -> Callable[[Path], object]:
-    """Experts of `--moe-grouped-gemm`, from the same."""
+    """Experts of `--moe-grouped-gemm`, from the same config."""
 
     def run(folder: Path) -> None:
         from megatron_ext.layers.grouped_experts import CoatGroupedMLP
@@ -213,7 +214,7 @@ def _megatron_config(arguments: dict[str, object]):
     kind = MLATransformerConfig if arguments.get("multi_latent_attention") else TransformerConfig
     settings = kind(num_layers=1, hidden_size=64, num_attention_heads=4)
     for name, value in arguments.items():
-        # not to its constructor, which asks for Transformer Engine
+        # not through its constructor, which needs Transformer Engine
         assert hasattr(settings, name)
         setattr(settings, name, value)
     return settings
@@ -231,7 +232,8 @@ def other_megatron(folder: Path) -> None:
 
 
 def doctor(**installed: str) -> Callable[[Path], str]:
-    """The problems among packages, these in place of those that are there."""
+    """The problems that the doctor finds among packages, with these versions in place of the installed
+    ones."""
     usual = {"python": "3.11.9", "torch": "2.13.0", "triton": "3.9.0"}
     given = usual | {name.replace("_", "-"): version for name, version in installed.items()}
     return lambda folder: "\n".join(
@@ -244,7 +246,7 @@ def old_initialize(folder: Path) -> None:
 
 
 def in_a_folder(name: str, content: str, *words: str) -> Callable[[Path], str]:
-    """A command beside a file of this content."""
+    """A command in a folder with a file of this content."""
 
     def run(folder: Path) -> str:
         (folder / name).write_text(content)

@@ -276,7 +276,7 @@ MISTAKES = {
         Mistake(
             "a JSON without a model",
             in_a_folder("ds.json", "{}", "doctor", "--deepspeed", "{folder}/ds.json"),
-            ("--deepspeed: a model is needed beside it", "Give --model"),
+            ("--deepspeed: a model is needed with it", "Give --model"),
         ),
         Mistake(
             "a folder without readings",

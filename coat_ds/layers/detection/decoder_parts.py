@@ -1,4 +1,4 @@
-"""Which layers of a model are pre-norm decoder layers, as Llama's: known by what they compute."""
+"""Finds the pre-norm decoder layers of a model, such as Llama's, by what they compute."""
 
 from functools import partial
 from typing import NamedTuple
@@ -17,12 +17,12 @@ from coat_kernels.attention import causal_attention
 from coat_kernels.rope import rotate
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
-# of every head of queries and of keys, as Qwen3 has them
+# norms of each head of queries and keys, as in Qwen3
 HEAD_NORMS = ("q_norm", "k_norm")
 
 
 class Parts(NamedTuple):
-    """The modules of a layer whose work the blocks do."""
+    """The modules of a layer that the fused blocks replace."""
 
     input_norm: nn.Module
     attention: nn.Module
@@ -31,7 +31,7 @@ class Parts(NamedTuple):
 
 
 class _Times(nn.Module):
-    """A stand-in for a part of a layer: each computes something that no other one does."""
+    """A stand-in for a part of a layer. Each stand-in computes another function."""
 
     def __init__(self, power: int, weights: bool = False):
         super().__init__()
@@ -43,8 +43,8 @@ class _Times(nn.Module):
 
 
 def parts_of(layer: nn.Module) -> Parts | None:
-    """The parts of a layer that is x = x + attention(norm(x)); x + mlp(norm(x)), of a norm, an attention and
-    a gated feed-forward layer that were all converted; else None."""
+    """The parts of a layer that computes x = x + attention(norm(x)); x + mlp(norm(x)), if its norms, its
+    attention and its gated feed-forward layer were all converted; else None."""
     children = {name: child for name, child in layer._modules.items() if child is not None}
     norms = [child for child in children.values() if type(replaced(child)) is Fp8Norm]
     mlps = [child for child in children.values() if type(replaced(child)) is Fp8GatedFeedForward]
@@ -68,7 +68,7 @@ def parts_of(layer: nn.Module) -> Parts | None:
         norm1, attention, norm2, mlp = (fakes[names[id(part)]] for part in parts)
         expected = x + attention(norm1(x))[0]
         expected = expected + mlp(norm2(expected))
-        # which Qwen3-VL's layers cannot be called without, and fakes do not read
+        # Qwen3-VL's layers require position_embeddings, and the stand-ins do not read them
         like = partial(shadow(layer, {}, fakes), position_embeddings=None)
         if close(run(like, x), expected) and first_found(layer, partial(_is_rotary, parts.attention)):
             return parts
@@ -76,25 +76,25 @@ def parts_of(layer: nn.Module) -> Parts | None:
 
 
 def head_norms_of(attention: nn.Module) -> list[nn.Module]:
-    """The norms of queries and keys, if it has them."""
+    """The norms of queries and keys; empty if `attention` has none."""
     inside = attention._modules
     return [inside[name] for name in HEAD_NORMS if name in inside]
 
 
 def dropout_names(module: nn.Module) -> list[str]:
-    """Names of the attributes of a module that are rates of dropout."""
+    """Names of the attributes of a module that are dropout rates."""
     rates = (int, float)
     return [n for n, v in vars(module).items() if "drop" in n and isinstance(v, rates)]
 
 
 def _is_rms_norm(module: nn.Module | None) -> bool:
-    # None: of a model that leaves its norms out
+    # None: some models set their norms to None
     norm = None if module is None else replaced(module)
     return type(norm) is Fp8Norm and not norm.form.layer_norm
 
 
 def why_not_fused(parts: Parts) -> str | None:
-    """Why no block could do the work of these parts now, of the first linear layer that none could do."""
+    """Why no fused block can replace these parts, by the first linear layer that prevents it; else None."""
     linears = {name: parts.attention._modules[name] for name in PROJECTIONS}
     form = replaced(parts.mlp).form
     linears |= {
@@ -102,7 +102,7 @@ def why_not_fused(parts: Parts) -> str | None:
     }
     for name, linear in linears.items():
         if not is_fused(replaced(linear)):
-            # which may be merged later; the layer beneath it may well multiply in FP8
+            # an adapter may be merged later; the base layer may still compute in FP8
             what = "has an adapter" if "base_layer" in linear._modules else "is not converted"
             return f"no fused block, since its {name} {what}"
     config = getattr(parts.attention, "config", None)
@@ -114,8 +114,8 @@ def why_not_fused(parts: Parts) -> str | None:
 
 
 def _is_rotary(attention: nn.Module, place: Place) -> bool:
-    """Whether it is causal attention of queries and keys that turn as those of `coat_kernels.rope`, behind
-    their norms if it has them."""
+    """Whether `attention` is causal attention with rotary positions as in `coat_kernels.rope`, applied after
+    the head norms if there are any."""
     d, groups, m, h, s = 8, 2, 2, 16, 5
     small, sizes = {}, dict(zip(PROJECTIONS, (groups * m * d, groups * d, groups * d, h), strict=True))
     for i, (name, n) in enumerate(sizes.items()):
@@ -125,7 +125,7 @@ def _is_rotary(attention: nn.Module, place: Place) -> bool:
     for i, norm in enumerate(norms.values()):
         norm.weight = nn.Parameter(1 + place.numbers(d, seed=20 + i) / 4)
     like = shadow(attention, {}, small | norms)
-    # dropout of the scores is asked for in each forward
+    # attention reads its dropout rate in each forward
     like.__dict__.update(dict.fromkeys(dropout_names(attention), 0.0))
     like.__dict__.update(head_dim=d, num_key_value_groups=m, scaling=0.3)
     for name in ("num_heads", "num_attention_heads"):
@@ -136,7 +136,7 @@ def _is_rotary(attention: nn.Module, place: Place) -> bool:
     angles = place.numbers(1, s, d // 2, seed=7)
     cos, sin = (torch.cat((t, t), -1) for t in (angles.cos(), angles.sin()))
     x = place.numbers(1, s, h, seed=8)
-    # causal without a mask; of a mask nothing but what it adds to the scores
+    # two cases: causal without a mask, and a mask that is only added to the scores
     mask = place.numbers(1, 1, s, s, seed=9)
     with torch.no_grad():
         q, k, v = (small[name](x).view(1, s, -1, d) for name in PROJECTIONS[:3])

@@ -1,8 +1,8 @@
-"""What a module computes, found by running it on a few numbers.
+"""Finds out what a module computes, by running it on a few numbers.
 
-The module that runs is a shadow: an object of the same class and attributes whose parameters are small ones
-of its own. So it does not matter where the real ones are: on another device, on none (meta), or spread over
-ranks. A module whose forward was patched, on the instance or on the class, is run as it is patched.
+The module that runs is a shadow: an object of the same class with the same attributes, but with small
+parameters of its own. So the real parameters may be anywhere: on another device, on "meta", or split over
+ranks. A forward that was patched, on the instance or on the class, runs with the patch.
 """
 
 import contextlib
@@ -21,14 +21,14 @@ from coat_kernels.activation import KINDS, value_and_slope_reference
 
 T = TypeVar("T")
 EPS_NAMES = ("variance_epsilon", "eps", "epsilon", "norm_eps", "layer_norm_eps")
-# of FP32 results of the same formula in another order
+# relative error between FP32 results of the same formula in another order of operations
 TOLERANCE = 1e-5
-# of numbers that are made here, whatever the defaults are
+# dtype and device of numbers made here, independent of torch's defaults
 PLAIN: Any = {"dtype": torch.float32, "device": "cpu"}
 
 
 def shape_of(p: torch.Tensor) -> torch.Size:
-    """The shape of a whole parameter, also where ZeRO-3 has taken it away."""
+    """The shape of the whole parameter, also if ZeRO-3 has released its tensor."""
     return torch.Size(getattr(p, "ds_shape", p.shape))
 
 
@@ -39,14 +39,14 @@ class Place(NamedTuple):
     dtype: torch.dtype
 
     def numbers(self, *shape: int, seed: int) -> torch.Tensor:
-        """The same normal random numbers each time, whatever the global generators are at."""
+        """The same normal random numbers in each call, independent of the global generators."""
         x = torch.randn(shape, generator=torch.Generator().manual_seed(seed), **PLAIN)
         return x.to(self.device, self.dtype)
 
 
 def places(module: nn.Module) -> list[Place]:
-    """First the CPU, in FP64, of which no setting takes bits; then, where a forward's kernels may run nowhere
-    else, the module's GPU."""
+    """First the CPU in FP64, which no setting makes less precise. Then the module's GPU, since some forwards
+    have kernels that run only there."""
     found = [Place(torch.device("cpu"), torch.float64)]
     device = next((p.device for p in module.parameters()), found[0].device)
     if device.type not in ("cpu", "meta"):
@@ -55,14 +55,14 @@ def places(module: nn.Module) -> list[Place]:
 
 
 def first_found(module: nn.Module, find: Callable[[Place], T | None]) -> T | None:
-    """What find(place) finds where the module runs."""
+    """The first result of find(place), over the places in which the module runs, that is true; else None."""
     return next((found for place in places(module) if (found := find(place))), None)
 
 
 def shadow(module: nn.Module, parameters: dict | None = None, children: dict | None = None) -> nn.Module:
-    """A module like `module`, with other parameters and children and without hooks. It trains: a model that
-    was just loaded does not, and hides its dropout. It has buffers of its own, into which it counts, as
-    BatchNorm does."""
+    """A copy of `module` with other parameters and children and without hooks. It is in training mode, since
+    a model that was just loaded is not and would hide its dropout. Its buffers are copies, since modules such
+    as BatchNorm write to them."""
     like = object.__new__(type(module))
     like.__dict__.update({**module.__dict__, **nn.Module().__dict__})
     like._parameters = dict(parameters or {})
@@ -78,7 +78,7 @@ def shadow(module: nn.Module, parameters: dict | None = None, children: dict | N
 
 
 def _training(module: nn.Module) -> nn.Module:
-    """A copy of `module` that trains, with buffers of its own."""
+    """A copy of `module` in training mode, with copies of its buffers."""
     copied = copy.copy(module)
     copied.__dict__["training"] = True
     copied._buffers = _copied(module._buffers)
@@ -91,8 +91,8 @@ def _copied(buffers: dict) -> dict:
 
 
 def run(module: nn.Module, x: torch.Tensor) -> torch.Tensor | None:
-    """What `module` makes of `x`, FP64 on the CPU; None if it makes something else than one tensor."""
-    # whatever a foreign forward raises on a made-up input says that it is not what was expected
+    """The output of `module` for `x`, as FP64 on the CPU; None unless the output is one tensor."""
+    # any exception on the made-up input means that the module is not of the expected form
     device, gpus = x.device.type, [] if x.device.type == "cpu" else [x.device]
     kept = torch.random.fork_rng(gpus, device_type=device)
     with contextlib.suppress(Exception), torch.no_grad(), torch.autocast(device, enabled=False), kept:
@@ -103,18 +103,18 @@ def run(module: nn.Module, x: torch.Tensor) -> torch.Tensor | None:
 
 
 def takes_one_input(module: nn.Module) -> bool:
-    """Whether its forward has no second argument, such as a gate: running it without does not show what it
-    makes of one."""
+    """Whether its forward has no second argument, such as a gate. A run without the argument would not show
+    what the module computes from it."""
     try:
         _, *more = inspect.signature(module.forward).parameters.values()
     except (TypeError, ValueError):
-        # written in another language, or without any argument
+        # a forward in another language than Python, or one without arguments
         return False
     return all(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in more)
 
 
 def linear_of(weight: torch.Tensor) -> nn.Linear:
-    """A linear layer of this weight, for which no random number is drawn."""
+    """A linear layer with this weight. Its construction draws no random numbers."""
     linear = nn.Linear(*reversed(weight.shape), bias=False, device="meta")
     linear.weight = nn.Parameter(weight)
     return linear
@@ -128,7 +128,7 @@ def close(y: torch.Tensor | None, expected: torch.Tensor) -> bool:
 
 
 class NormForm(NamedTuple):
-    """How a norm computes; `eps` is None where it is the least step of FP32, torch's default."""
+    """How a norm computes."""
 
     layer_norm: bool
     zero_centered: bool
@@ -155,13 +155,13 @@ def norm_form(module: nn.Module) -> NormForm | None:
 def _norm_form(module: nn.Module, eps: float, place: Place) -> NormForm | None:
     weight, bias = module._parameters["weight"], module._parameters.get("bias")
     h = shape_of(weight)[0]
-    # whatever it computes in, FP32 or more
+    # norms compute in FP32 or FP64
     place = Place(place.device, torch.float32)
     w, b = 1 + place.numbers(h, seed=1) / 4, place.numbers(h, seed=2)
     parameters = {"weight": nn.Parameter(w), "bias": None if bias is None else nn.Parameter(b)}
     like = shadow(module, {name: parameters[name] for name in module._parameters})
-    # in the second row, eps is half of what is under the root. Three dimensions tell the last one from that
-    # of channels, over which GroupNorm of one group norms
+    # In the second row, eps is half of the sum under the root. Of three dimensions the last one is not that
+    # of channels, over which GroupNorm with one group norms
     x = place.numbers(1, 2, h, seed=3)
     x[:, 1] *= eps**0.5
     y = run(like, x)
@@ -171,14 +171,14 @@ def _norm_form(module: nn.Module, eps: float, place: Place) -> NormForm | None:
         normed = c * torch.rsqrt(c.square().mean(-1, keepdim=True) + eps)
         for zero_centered in (False, True):
             expected = normed * (w + 1 if zero_centered else w) + b
-            # the kernels add a bias to a LayerNorm alone
+            # the kernels support a bias only for LayerNorm
             if (layer_norm or bias is None) and close(y, expected):
                 return NormForm(layer_norm, zero_centered, eps)
     return None
 
 
 def activation_kind(module: nn.Module | types.FunctionType) -> str | None:
-    """The name in `coat_kernels.activation` of the elementwise function that `module` is, else None."""
+    """The name in `coat_kernels.activation` of the elementwise function that `module` computes, else None."""
     if isinstance(module, nn.Module) and (
         module._modules or module._parameters or not takes_one_input(module)
     ):
@@ -192,7 +192,7 @@ def activation_kind(module: nn.Module | types.FunctionType) -> str | None:
 
 
 def writes_into_its_input(module: nn.Module) -> bool:
-    """Whether an elementwise `module` works in place, which whoever reads its input later sees."""
+    """Whether an elementwise `module` works in place, so that later readers of its input see the change."""
     x = torch.linspace(-8, 8, 513, **PLAIN)[None]
     before = x.clone()
     run(shadow(module), x)
@@ -200,7 +200,7 @@ def writes_into_its_input(module: nn.Module) -> bool:
 
 
 def is_product(module: nn.Module, transposed: bool) -> bool:
-    """Whether `module` is x W^T + b, or x W + b if `transposed`, of its `weight` and `bias`."""
+    """Whether `module` computes x W^T + b, or x W + b if `transposed`, with its `weight` and `bias`."""
     if not takes_one_input(module):
         return False
     return bool(first_found(module, lambda place: _is_product(module, transposed, place)))
@@ -212,7 +212,7 @@ def _is_product(module: nn.Module, transposed: bool, place: Place) -> bool:
     b = place.numbers(outputs, seed=2)
     parameters = {"weight": nn.Parameter(w), "bias": None if bias is None else nn.Parameter(b)}
     like = shadow(module, {name: parameters[name] for name in module._parameters})
-    # Conv1D's names of its sizes, one of which it reads
+    # the attributes of Conv1D with its sizes; its forward reads nf
     like.__dict__.update(nx=inputs, nf=outputs)
     x = place.numbers(3, inputs, seed=3)
     expected = x @ (w if transposed else w.t()) + (0 if bias is None else b)
@@ -220,7 +220,7 @@ def _is_product(module: nn.Module, transposed: bool, place: Place) -> bool:
 
 
 class GatedForm(NamedTuple):
-    """Names of the children of a gated feed-forward layer; `up` is None where `gate` makes both."""
+    """Names of the children of a gated feed-forward layer. `up` is None if `gate` computes both halves."""
 
     gate: str
     up: str | None
@@ -229,13 +229,13 @@ class GatedForm(NamedTuple):
 
 
 def _sizes(module: nn.Module) -> tuple[int, int] | None:
-    """(inputs, outputs) of whatever stands in a linear layer's place."""
+    """(inputs, outputs) of a linear layer or of a module that replaces one; None for other modules."""
     sizes = getattr(module, "in_features", None), getattr(module, "out_features", None)
     return sizes if all(isinstance(s, int) for s in sizes) else None
 
 
 def gated_form(module: nn.Module) -> GatedForm | None:
-    """The children of `module` if it is down(a(gate(x)) * up(x)), with a known a, else None."""
+    """The roles of the children if `module` computes down(a(gate(x)) * up(x)) with a known a, else None."""
     if module._parameters or not 2 <= len(module._modules) <= 5 or not takes_one_input(module):
         return None
     sizes = {name: _sizes(m) for name, m in module._modules.items() if m is not None}

@@ -1,5 +1,5 @@
-"""Which modules keep their own arithmetic, and why: output heads, adapters, and parts whose
-output is compared or rounded to choose something discrete, where an FP8 error changes the choice."""
+"""Decides which modules are not converted, and why: output heads, adapters, and parts whose output is
+compared or rounded to choose something discrete, where an FP8 error changes the choice."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -11,7 +11,7 @@ from torch import nn
 from coat_ds.layers.modules.attention import uses_interface
 from coat_ds.layers.modules.replaced import is_dispatched
 
-# why modules stay that accelerate calls
+# the reason for modules whose forward accelerate calls
 DISPATCHED = "a hook of accelerate's, as of device_map"
 HEAD = "the head"
 ROUTER = "the router"
@@ -22,7 +22,7 @@ ADAPTER = "an adapter"
 
 # functions of torch whose result is an index
 _CHOICES = {"topk", "argmax", "argmin", "argsort", "gumbel_softmax", "multinomial"}
-# whose own code is about generation and loading
+# classes whose own code only generates and loads
 _FRAMEWORK_CLASSES = ("PreTrainedModel", "GenerationMixin", "object")
 _ROUTER_NAME = re.compile(r"router|routing|indexer", re.IGNORECASE)
 _CODEBOOK_CLASS = re.compile(r"(Quantizer|VectorQuanti[sz](e|ation)|ScalarQuanti[sz]ation|Codebook)$")
@@ -30,7 +30,7 @@ _CODEC_NAME = re.compile(
     r"(^|_)(codec|codebook|quantizer|vqvae|vqmodel|(audio|image|vision|speech)_tokenizer)(_|$)"
 )
 _SCORE_NAME = re.compile(r"^(shared_expert_)?gate$|router|score|index|^dt_proj$")
-# how transformers' classes name what stands on top of a model
+# names of heads in transformers' classes
 _HEAD_NAME = re.compile(
     r"(?<!pos_)heads?$|classifier|predictions?$|^cls$|^score$|_outputs?$|^proj_out$|(class|bbox)_embed"
     r"|^(visual|vision|text|image|audio|speech|video)_projection$"
@@ -41,7 +41,7 @@ _INPUT_NAME = re.compile(
 
 
 def what_stays(model: nn.Module) -> dict[int, str]:
-    """The reason why a module keeps its own arithmetic, by the module's id. The first reason found counts."""
+    """The reason why a module is not converted, by the module's id. The first reason found counts."""
     stays: dict[int, str] = {}
     for rule in (_dispatched, _adapters, _kept_in_fp32, _codes, _heads, _choices):
         for module, reason in rule(model):
@@ -54,7 +54,7 @@ def _whole(module: nn.Module, reason: str) -> Iterator[tuple[nn.Module, str]]:
 
 
 def _is_pretrained(module: nn.Module) -> bool:
-    """Whether it is a model of transformers, which need not be installed."""
+    """Whether `module` is a model of transformers. transformers need not be installed."""
     return hasattr(module, "base_model_prefix") and hasattr(module, "config")
 
 
@@ -63,7 +63,7 @@ def _dispatched(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
 
 
 def _adapters(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """Adapters and prompt encoders of PEFT, and torch's attention, which reads its weights itself."""
+    """PEFT's adapters and prompt encoders, and torch's MultiheadAttention, which reads its weights itself."""
     for module in model.modules():
         children = module._modules
         if "base_layer" in children:
@@ -78,15 +78,15 @@ def _adapters(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
 
 
 def _heads(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """Output embeddings, linear layers that share an embedding's weight, and what a class of transformers
-    puts on top of its base model: known by its place, or by the usual names."""
-    # a weight of compressed-tensors' layers, among others, is no parameter
+    """Output embeddings, linear layers that share an embedding's weight, and the heads that a class of
+    transformers adds to its base model. Heads are found by their place in the class or by the usual names."""
+    # in some layers, such as those of compressed-tensors, the weight is no parameter
     embeddings = {id(m._parameters.get("weight")) for m in model.modules() if isinstance(m, nn.Embedding)}
     embeddings.discard(id(None))
     for module in model.modules():
         get_head = getattr(module, "get_output_embeddings", None)
         if callable(get_head) and isinstance(head := _quietly(get_head), nn.Module):
-            # with what PEFT has put around it
+            # including PEFT's wrapper around it
             yield from _whole(head, HEAD)
         if isinstance(module, nn.Linear) and id(module._parameters.get("weight")) in embeddings:
             yield module, HEAD
@@ -109,13 +109,13 @@ def _on_top(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _is_body(module: nn.Module) -> bool:
-    """Whether it is or holds a model of transformers, or attention."""
+    """Whether `module` is or contains a model of transformers, or attention."""
     return any(_is_pretrained(m) or uses_interface(m) for m in module.modules())
 
 
 def _kept_in_fp32(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """What a class of transformers keeps in FP32 in a BF16 model, too. (`_keep_in_fp32_modules` is about the
-    range of FP16.)"""
+    """Modules that a class of transformers keeps in FP32 even in a BF16 model. (`_keep_in_fp32_modules` is
+    for the range of FP16.)"""
     for module in model.modules():
         if patterns := getattr(module, "_keep_in_fp32_modules_strict", None):
             kept = re.compile("|".join(rf"(^|\.){pattern}($|\.)" for pattern in sorted(patterns)))
@@ -126,7 +126,7 @@ def _kept_in_fp32(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
 
 
 def _codes(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """Vector quantizers, and the models around them inside a larger model: codecs and tokenizers."""
+    """Vector quantizers, and codecs and tokenizers: the models around quantizers inside a larger model."""
     seen_model = False
 
     def visit(module: nn.Module, name: str, codec: nn.Module | None) -> Iterator[tuple[nn.Module, str]]:
@@ -145,7 +145,7 @@ def _codes(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
 
 
 def _choices(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """Routers, indexers of sparse attention, and other modules whose code chooses by its linear layers."""
+    """Routers, indexers of sparse attention, and other modules that choose by the output of linear layers."""
     for name, module in model.named_modules():
         children = {n: m for n, m in module._modules.items() if m is not None}
         named = f"{name.rpartition('.')[2]} {type(module).__name__}"
@@ -154,7 +154,7 @@ def _choices(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
             yield from _whole(module, ROUTER)
         if (experts := children.get("experts")) is not None:
             for child in children.values():
-                # by itself, or in a module of its own
+                # the router may be a linear layer, or a module with one linear layer
                 linears = [] if child is experts else [m for m in child.modules() if isinstance(m, nn.Linear)]
                 if len(linears) == 1 and _chooses_among(linears[0], experts):
                     yield linears[0], ROUTER
@@ -163,7 +163,7 @@ def _choices(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
         if _is_pretrained(module):
             yield from ((m, CHOOSES) for m in children.values() if _is_linear(m))
         elif inner or len(children) > 3:
-            # it does other work, too
+            # the module also does other work
             yield from ((m, CHOOSES) for n, m in children.items() if _is_linear(m) and _SCORE_NAME.search(n))
         else:
             yield from _whole(module, CHOOSES)
@@ -189,7 +189,7 @@ def _names_in(code: CodeType) -> set[str]:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    """Whether it is a linear layer, or what PEFT has put around one."""
+    """Whether `module` is a linear layer, or PEFT's wrapper around one."""
     inside = module._modules
     return isinstance(inside.get("original_module") or inside.get("base_layer") or module, nn.Linear)
 
@@ -197,11 +197,11 @@ def _is_linear(module: nn.Module) -> bool:
 def _quietly(get: Callable) -> nn.Module | None:
     try:
         return get()
-    # a transformers model without a head has the method all the same, and raises one or the other
+    # transformers' models without a head have the method too, and raise one of the two
     except (AttributeError, NotImplementedError):
         return None
 
 
 def _chooses_among(linear: nn.Linear, experts: nn.Module) -> bool:
-    """Whether there is one output for each expert."""
+    """Whether `linear` has one output for each expert."""
     return linear.out_features in (len(experts._modules), getattr(experts, "num_experts", None))

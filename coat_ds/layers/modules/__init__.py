@@ -1,5 +1,5 @@
-"""The forwards that take the place of a module's own: linear layers, norms, attention, experts.
+"""The forwards that replace a module's own: linear layers, norms, attention, experts.
 
-It may import `coat_kernels` and the config. Start at replaced.py: how a forward is put on a module and taken
-off.
+This package may import `coat_kernels` and the config. Start at replaced.py, which installs and removes a
+forward.
 """

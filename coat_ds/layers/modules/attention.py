@@ -1,9 +1,9 @@
-"""Attention of transformers' models through its AttentionInterface, saved in the format that the block says.
+"""Attention of transformers' models through AttentionInterface, saved in the format of the coat block.
 
-"coat" is torch's scaled_dot_product_attention, where a model had "sdpa". Causal attention over whole
-sequences takes the fastest backend there is; any other (masks, packed sequences, sliding windows, decoding
-with a cache, attention in both directions) is what transformers makes of it. Both are saved in the same way,
-and the projection behind reads what attention has saved, instead of saving its input once more.
+"coat" replaces "sdpa" and calls the same torch function, scaled_dot_product_attention. Causal attention over
+whole sequences uses the fastest backend. All other attention (masks, packed sequences, sliding windows,
+decoding with a cache, attention in both directions) calls transformers' own function. Both are saved in the
+same way, and the output projection reads what attention has saved, instead of saving its input a second time.
 """
 
 import contextlib
@@ -25,20 +25,21 @@ from coat_kernels.autograd.origin import Origin, note, noted, origin_of
 from coat_kernels.groups.reference import DEFAULT_FORMAT
 
 NAME = "coat"
-# of the implementations of transformers the one whose arithmetic it is
+# transformers' implementation with the same arithmetic
 STOCK = "sdpa"
 STATE = "coat_attention"
-# on attention modules of a converted model that stay as they are
+# marks attention modules of a converted model that are not converted
 LEFT = "coat_left_attention"
 WITHOUT_CUDNN = (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
-# arguments of transformers' function that change what attention computes, or are refused there
+# arguments that change what transformers' function computes, or that it refuses
 _CHANGING = ("position_bias", "softcap", "cache")
 
 
 @dataclass(frozen=True, slots=True)
 class KeptAttention:
-    """On a converted attention module, as its attribute `coat_attention`: how it saves q, k, v and the
-    output, in groups of `group_size` or as they are. evaluates_stock: transformers' function evaluates."""
+    """The attribute `coat_attention` of a converted attention module: how it saves q, k, v and the output.
+    group_size: elements of a group; None saves them unchanged. evaluates_stock: evaluation calls
+    transformers' function."""
 
     group_size: int | None
     saved_format: str
@@ -46,7 +47,8 @@ class KeptAttention:
 
 
 def kept_attention_of(activations: ActivationsConfig) -> KeptAttention:
-    """What the block says of attention. "recompute" is of whole layers: by itself attention is saved."""
+    """How attention is saved by the keys of the block. Only whole layers can recompute: outside of them
+    "recompute" saves q, k, v and the output."""
     fmt, evaluates_stock = activations.attention_format, activations.evaluation == "stock"
     if fmt == "bf16":
         return KeptAttention(None, activations.saved_format, evaluates_stock)
@@ -55,14 +57,14 @@ def kept_attention_of(activations: ActivationsConfig) -> KeptAttention:
 
 
 def uses_interface(module: torch.nn.Module) -> bool:
-    """Whether the module's forward asks transformers which attention it takes."""
+    """Whether the module's forward looks up its attention function in transformers."""
     forward = inspect.unwrap(type(module).forward)
     return "ALL_ATTENTION_FUNCTIONS" in getattr(getattr(forward, "__code__", None), "co_names", ())
 
 
 def asks_for_stock(module: torch.nn.Module) -> bool:
-    """Whether the code of its model compares the implementation with "sdpa", as Gemma 4's, or looks for it
-    among names, as DeepSeek-V3.2's. It would take another path for any other name."""
+    """Whether the code of its model compares the implementation's name with "sdpa", as Gemma 4's, or tests it
+    against a list of names, as DeepSeek-V3.2's. Such code takes another path for any other name."""
     return _compares(type(module).__module__)
 
 
@@ -70,7 +72,7 @@ def asks_for_stock(module: torch.nn.Module) -> bool:
 def _compares(name: str) -> bool:
     try:
         source = inspect.getsource(sys.modules[name])
-    # a model that was typed into a notebook or compiled has no source, and is none of transformers'
+    # modules without source, such as notebooks and compiled ones, are not from transformers
     except (OSError, TypeError, KeyError):
         return False
     asked = rf"_attn_implementation\s*([!=]=|(not\s+)?in\s*[\[({{][^\])}}]*)\s*[\"']{STOCK}[\"']"
@@ -78,18 +80,19 @@ def _compares(name: str) -> bool:
 
 
 def register() -> None:
-    """Tells transformers of "coat"; may be called again."""
+    """Registers "coat" in transformers. Further calls have no effect."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
     AttentionInterface.register(NAME, coat_attention)
-    # the same masks, and none where the mask is causality itself
+    # the same masks as for "sdpa", which are None for plain causal attention
     AttentionMaskInterface.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS[STOCK])
 
 
 def is_transformers_own() -> bool:
-    """Whether attention is what transformers and we have registered. DeepSpeed's Ulysses puts functions in
-    their places that hand heads on between ranks: whoever goes around them attends to a rank's part alone."""
+    """Whether the registered attention functions are transformers' and COAT's own. DeepSpeed's Ulysses
+    replaces them by functions that exchange heads between ranks; bypassing these functions would attend only
+    to the rank's own part of the sequence."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -98,8 +101,8 @@ def is_transformers_own() -> bool:
 
 
 def _own_storages(*heads: torch.Tensor) -> list[torch.Tensor]:
-    """`heads`, copied where backward would keep a much larger storage for them. The values of a fused
-    projection are such a part of a storage: queries and keys have been rotated into new ones."""
+    """`heads`, copied if backward would otherwise keep a much larger storage alive. This happens to the
+    values of a fused projection: they are a view, while queries and keys were rotated into new tensors."""
     used: dict[int, int] = {}
     for x in heads:
         address = x.untyped_storage().data_ptr()
@@ -113,7 +116,8 @@ def _own_storages(*heads: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _is_plain_causal(module, query, key, mask, is_causal, rest) -> bool:
-    """Whether transformers' own function would ask for causality over as many keys as queries."""
+    """Whether transformers' own function would compute causal attention, with equally long queries and keys
+    and without a mask."""
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     return (
@@ -157,12 +161,12 @@ def coat_attention(
             "loads for DPO. It runs in BF16, and its log-probabilities are not those of FP8 layers with the "
             "same weights. Call coat_ds.convert on it, too."
         )
-    # the compiler sees no notes, and on "meta" there are no numbers
+    # torch.compile does not see notes, and tensors on "meta" have no values
     if kept is None or compiling or query.is_meta or (kept.evaluates_stock and is_evaluated(module)):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **arguments)
     dtype = autocast_dtype(query)
     if dtype is not None and query.dtype in DTYPES:
-        # autocast would do so inside torch's function, and what that saves would not be known as heads
+        # autocast would cast inside torch's function, and the saved casts could not be recognised as heads
         query, key, value = (x.to(dtype) for x in (query, key, value))
     if kept.group_size is None:
         query, key, value = _own_storages(query, key, value)
@@ -173,7 +177,7 @@ def coat_attention(
     else:
         y = any_attention(module, query, key, value, attention_mask, arguments, **how)
     if (origin := origin_of(y)) is not None:
-        # the module reads it through views, which are other tensor objects
+        # the module reads y through views, which are other tensor objects
         note(y if y._base is None else y._base, "attended", origin)
     return y.view(*y.shape[:2], -1, value.shape[-1]), None
 
@@ -189,22 +193,23 @@ def any_attention(
     group_size: int | None = None,
     saved_format: str = DEFAULT_FORMAT,
 ) -> torch.Tensor:
-    """What transformers' own function makes of heads as in `coat_attention`, of `mask` and of further
-    `arguments`: [b, s, n * d], carrying its origin. Saved as by `kept_attention`; all layers share a mask."""
+    """The output of transformers' own function for heads as in `coat_attention`, `mask` and further
+    `arguments`: [b, s, n * d], with a note of its origin. Saved as in `kept_attention`; all layers share the
+    mask."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     times = 1
     if _is_only_masked(query, key, mask, arguments):
         times = query.shape[1] // key.shape[1]
         mask = additive_mask(mask, query.dtype)
-        # a boolean one has rows that see nothing, for which cuDNN's backward gives NaN (torch 2.11)
+        # a boolean mask may have rows without any key, for which cuDNN's backward gives NaN (torch 2.11)
         chooses = mask.dtype == torch.bool and mask.is_cuda
 
         def attend(*heads):
             dropout, scale = arguments.get("dropout", 0.0), arguments.get("scaling")
             choice = contextlib.nullcontext()
             if chooses:
-                # torch's operations are always there
+                # the MATH backend is always available
                 choice = sdpa_kernel(switched_on(WITHOUT_CUDNN) or [SDPBackend.MATH])
             with choice:
                 return F.scaled_dot_product_attention(*heads, attn_mask=mask, dropout_p=dropout, scale=scale)
@@ -215,15 +220,15 @@ def any_attention(
 
     biased = mask is not None or arguments.get("position_bias") is not None
     if biased and key.shape[2] in (query.shape[-1], value.shape[-1]):
-        # what is added to the scores could be taken for a head
+        # with such a shape, the saved bias of the scores could be mistaken for a head
         group_size = None
     how = {"group_size": group_size, "saved_format": saved_format}
     return kept_attention(attend, query, key, value, times=times, **how)
 
 
 def _is_only_masked(query, key, mask, arguments) -> bool:
-    """Whether transformers' own function would repeat keys and values for all heads, and then call torch's
-    with `mask`."""
+    """Whether transformers' own function would only repeat keys and values for all heads and call torch's
+    function with `mask`."""
     return (
         mask is not None
         and mask.dim() == 4
@@ -234,7 +239,7 @@ def _is_only_masked(query, key, mask, arguments) -> bool:
 
 
 def attended_origin(x: torch.Tensor) -> Origin | None:
-    """The origin of attention's output where `x` [..., n * d] is a view of it, row by row."""
+    """The origin of attention's output if `x` [..., n * d] is a view of all its rows; else None."""
     base = x._base
     if base is None or torch.compiler.is_compiling():
         return None

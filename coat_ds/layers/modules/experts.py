@@ -1,6 +1,5 @@
-"""Expert layers of transformers' models: few experts one after another in FP8, many in one grouped product.
-
-That product is BF16. Both save 8 bits in front of the activation.
+"""Expert layers of transformers' models: few experts run one after another in FP8, many in one grouped BF16
+GEMM. Both save the activation's input in 8 bits.
 """
 
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from coat_kernels.linear import fp8_linear
 from coat_kernels.tensorwise import PredictedScale
 from coat_kernels.weights import WeightCache
 
-# what transformers says of a class of experts; older releases say it where it is otherwise
+# attributes of transformers' expert classes, with their defaults; older releases set only other values
 _TRAITS = {
     "has_gate": True,
     "has_bias": False,
@@ -27,14 +26,14 @@ _TRAITS = {
     "is_transposed": False,
     "is_concatenated": True,
 }
-# what somebody may have put on one instance, which the kernels do not call
+# methods that may be replaced on one instance; the kernels do not call them
 PATCHED = ("forward", "_apply_gate")
-# experts run one after another: beyond this many, launching them takes longer than one grouped BF16 product
+# with more experts, launching one after another takes longer than one grouped BF16 GEMM
 MOST_EXPERTS = 16
 
 
 def is_experts(module: torch.nn.Module) -> bool:
-    """Whether it holds the weights of many experts, as transformers' expert layers do."""
+    """Whether `module` holds the weights of all experts of a layer, as transformers' expert layers do."""
     weights = module._parameters.get("down_proj"), module._parameters.get("gate_up_proj")
     return all(w is not None and len(shape_of(w)) == 3 for w in weights)
 
@@ -44,7 +43,7 @@ def _is(module: torch.nn.Module, trait: str) -> bool:
 
 
 def _sizes(module: torch.nn.Module) -> tuple[int, int, int, int]:
-    """Experts, h, f, and the columns in front of the gate."""
+    """Number of experts, h, f, and the columns of gate and up."""
     count, *down = shape_of(module.down_proj)
     _, *both = shape_of(module.gate_up_proj)
     h, f = reversed(down) if _is(module, "is_transposed") else down
@@ -52,13 +51,13 @@ def _sizes(module: torch.nn.Module) -> tuple[int, int, int, int]:
 
 
 def _kind(module: torch.nn.Module) -> str | None:
-    """The kernels' name of its activation, if gate and up lie side by side and nothing else is computed."""
+    """The kernels' name of its activation, if gate and up are concatenated and nothing else is computed."""
     stock_gate = type(module)._apply_gate.__name__ == "_default_apply_gate"
     return activation_kind(module.act_fn) if stock_gate and _is(module, "is_concatenated") else None
 
 
 def _asks_interface(forward: Callable) -> bool:
-    """Whether it is what transformers puts around the forward of experts, to choose how they multiply."""
+    """Whether `forward` is transformers' wrapper that chooses the implementation of experts."""
     return getattr(forward, "__globals__", {}).get("__name__") == "transformers.integrations.moe"
 
 
@@ -68,23 +67,23 @@ def runs_one_by_one(module: torch.nn.Module) -> bool:
 
 
 def why_not(module: torch.nn.Module, group_size: int) -> str | None:
-    """Why an expert layer stays as it is; None if it can be converted. group_size: of what is saved."""
+    """Why an expert layer is not converted; None if it can be. group_size: of saved activations."""
     cls = type(module)
     if not hasattr(cls, "_apply_gate") or not _is(module, "has_gate") or not _asks_interface(cls.forward):
         return "experts with a forward of their own"
     if patched := [name for name in PATCHED if name in module.__dict__]:
-        return f"experts whose {' and '.join(patched)} somebody has replaced"
+        return f"experts with a replaced {' and '.join(patched)}"
     names = {"down_proj", "gate_up_proj"}
     if _is(module, "has_bias"):
         names |= {f"{name}_bias" for name in names}
     if set(module._parameters) != names:
-        return "experts with other weights than two products have"
+        return "experts with other weights than gate_up_proj and down_proj"
     if _is(module, "has_post_expert_norm"):
         return "experts with norms"
     _, h, f, both = _sizes(module)
     if both != 2 * f:
         return "experts whose gate does not halve"
-    # what the gate makes is made again from whole groups
+    # backward recomputes the gate's output from whole groups
     multiple = 16 if runs_one_by_one(module) else group_size
     if h % 16 or f % multiple:
         return f"experts of {h} x {f}, not multiples of 16 and {multiple}"
@@ -92,7 +91,7 @@ def why_not(module: torch.nn.Module, group_size: int) -> str | None:
 
 
 def forward_of(module: torch.nn.Module, activations: ActivationsConfig) -> "_Experts":
-    """What takes the place of the forward of an expert layer that can be converted."""
+    """The new forward of an expert layer that can be converted."""
     return (Fp8Experts if runs_one_by_one(module) else GroupedExperts)(module, activations)
 
 
@@ -104,14 +103,14 @@ class _Experts(Replaced):
     def __init__(self, module: torch.nn.Module, activations: ActivationsConfig):
         super().__init__(module, activations)
         self.function = _kind(module)
-        # a function in LFM2's; GPT-OSS's layer has none
+        # a plain function in LFM2; GPT-OSS has none
         self.act = getattr(module, "act_fn", None)
         self.kept = {"group_size": activations.group_size, "saved_format": activations.saved_format}
 
     def takes(self, x: torch.Tensor) -> bool:
-        """Expert parallel layers hand out experts that a rank does not have; tensor parallel ones hold a part
-        of each. The kernels call neither an activation, such as one that somebody watches or has put in its
-        place, nor a gate."""
+        """False also under expert parallelism, where indices may name experts of other ranks, under tensor
+        parallelism, where a rank holds a part of each expert, and if the activation or the gate has hooks or
+        was replaced, since the kernels call neither."""
         module, act = self.module, self.act
         if self.function is not None:
             watched = isinstance(act, torch.nn.Module) and is_watched(act)
@@ -123,7 +122,7 @@ class _Experts(Replaced):
 
 
 class GroupedExperts(_Experts):
-    """All experts in one grouped product, in BF16, with biases, transposed weights and gates of their own."""
+    """All experts in one grouped BF16 GEMM. Supports biases, transposed weights and gates of the model."""
 
     def __init__(self, module: torch.nn.Module, activations: ActivationsConfig):
         super().__init__(module, activations)
@@ -134,7 +133,7 @@ class GroupedExperts(_Experts):
     ) -> torch.Tensor:
         """hidden_states [t, h], the experts of each token and their weights [t, k] -> [t, h]."""
         x, module = hidden_states, self.module
-        # the compiler cannot follow a gate that is differentiated in backward
+        # torch.compile cannot trace a gate that is differentiated in backward
         compiles = self.function is None and torch.compiler.is_compiling()
         if compiles or not self.takes(x):
             return self.stock(hidden_states, top_k_index, top_k_weights)
@@ -144,7 +143,7 @@ class GroupedExperts(_Experts):
         biases = {}
         if _is(module, "has_bias"):
             biases = {"gate_up_bias": module.gate_up_proj_bias, "down_bias": module.down_proj_bias}
-        # as FP8 layers, whatever the parameters are kept in
+        # BF16 for parameters of any dtype, as in FP8 layers
         x, *weights = (t.to(torch.bfloat16) for t in (x, module.gate_up_proj, module.down_proj))
         if _is(module, "is_transposed"):
             weights = [weight.transpose(1, 2) for weight in weights]
@@ -182,7 +181,7 @@ class Fp8Experts(_Experts):
         (tokens, k), count = top_k_index.shape, len(self.linears)
         order = top_k_index.flatten().argsort(stable=True)
         of_each = torch.bincount(top_k_index.flatten(), minlength=count).tolist()
-        # autograd stacks the gradients of unbind's views once
+        # with unbind, autograd stacks the gradients of all experts once
         experts = zip(
             x[order // k].split(of_each),
             module.gate_up_proj.unbind(),

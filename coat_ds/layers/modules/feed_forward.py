@@ -1,5 +1,5 @@
-"""Activations that keep their input in 8 bits and their output not at all, by themselves and in gated
-feed-forward layers.
+"""Activations that save their input in 8 bits and do not save their output, alone and in gated feed-forward
+layers.
 """
 
 import torch
@@ -43,14 +43,14 @@ class Fp8Activation(_Activation):
 
 
 class Fp8GatedFeedForward(_Activation):
-    """The forward of down(a(gate(x)) * up(x)). Gate and up are one GEMM where nobody can notice.
-    Otherwise their modules are called, so that adapters and hooks work. So is a, by the stock forward."""
+    """The forward of down(a(gate(x)) * up(x)). Gate and up are one GEMM if no adapter or hook would be
+    skipped; otherwise their modules are called. If a has a hook or was replaced, the stock forward runs."""
 
     def __init__(self, module: torch.nn.Module, activations: ActivationsConfig, form: GatedForm):
         super().__init__(module, activations)
         self.form = form
         products = form.gate, form.up, form.down
-        # the module of a, if it is one, and dropout that dropped nothing
+        # the activation, if it is a module, and dropout modules with rate 0
         self.between = {name: child for name, child in module._modules.items() if name not in products}
         self.within = [m for child in self.between.values() if child is not None for m in child.modules()]
         self.both = None if form.up is None else MergedLinear(activations)
@@ -66,8 +66,8 @@ class Fp8GatedFeedForward(_Activation):
         return self.module._modules[self.form.down]
 
     def calls_between(self) -> bool:
-        """Whether somebody watches what stands between the products, has put something else there, or has
-        dropout drop something since."""
+        """Whether a module between the GEMMs has a hook, was replaced, or has a dropout rate above 0 by
+        now."""
         modules = self.module._modules
         for name, child in self.between.items():
             if modules.get(name) is not child:
@@ -81,14 +81,14 @@ class Fp8GatedFeedForward(_Activation):
         return self.down(self.activate(self._both(x), self.form.kind, gated=True))
 
     def first_options(self) -> LinearOptions:
-        """How the product that reads the input multiplies, for a fused block."""
+        """The options of the GEMM that reads the input, for a fused block."""
         if self.both is not None:
             return self.both.options(self.first)
         return replaced(self.first[0]).options()
 
     @property
     def options(self) -> ActivationOptions:
-        """How the activation computes, for a fused block."""
+        """The options of the activation, for a fused block."""
         return activation_options(self.form.kind, True, self.kept["group_size"], self.kept["saved_format"])
 
     def _both(self, x: torch.Tensor) -> torch.Tensor:

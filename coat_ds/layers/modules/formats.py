@@ -1,4 +1,4 @@
-"""What the block's `activations` mean for the layers."""
+"""Translates `coat.activations` into options of the layers."""
 
 from coat_ds.config import ActivationsConfig
 from coat_kernels.fp8 import E4M3, fp8_format
@@ -6,7 +6,7 @@ from coat_kernels.linear import LinearFormats
 
 
 def formats(activations: ActivationsConfig, cancels: bool = False) -> LinearFormats:
-    """The FP8 formats of a linear layer. `cancels`: in its weight's gradient large terms cancel."""
+    """The FP8 formats of a linear layer. cancels: large terms cancel in its weight's gradient."""
     fast_backward = activations.fast_accumulation == "all"
     return LinearFormats(
         E4M3,

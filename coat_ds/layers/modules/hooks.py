@@ -1,7 +1,7 @@
-"""Notes on tensors (`coat_kernels.autograd.origin`) where hooks of users see the tensors.
+"""Drops the notes on tensors (`coat_kernels.autograd.origin`) that users' hooks may change.
 
-A hook may write into a tensor through `.data`, which changes neither its version nor its address. Notes are
-therefore dropped where a module has a hook that no framework registered.
+A hook may write to a tensor through `.data`, which changes neither its version nor its address. Notes are
+therefore dropped if a module has a hook that no framework registered.
 """
 
 import torch
@@ -14,7 +14,7 @@ from torch.nn.modules.module import (
 
 from coat_kernels.autograd.origin import forget_notes
 
-# packages whose hooks leave the values of activations alone, or change them where autograd sees it
+# packages whose hooks do not change activations, or change them so that autograd detects it
 _FRAMEWORKS = frozenset(
     (
         "accelerate",
@@ -37,20 +37,20 @@ _OF_ALL_MODULES = (
 
 
 def after_pre_hooks(module: torch.nn.Module, x: torch.Tensor) -> None:
-    """Of `x`, an input of `module`, whose forward begins."""
+    """Drops the notes on `x`, an input of `module`, if a user's forward pre-hook may have changed it."""
     if module._forward_pre_hooks or _global_forward_pre_hooks:
         _forget(x, module._forward_pre_hooks, _global_forward_pre_hooks)
 
 
 def before_hooks(module: torch.nn.Module, y: torch.Tensor) -> None:
-    """Of `y`, the output of `module`, whose forward ends."""
+    """Drops the notes on `y`, the output of `module`, if a user's forward hook may change it."""
     if module._forward_hooks or _global_forward_hooks:
         _forget(y, module._forward_hooks, _global_forward_hooks)
 
 
 def is_watched(module: torch.nn.Module) -> bool:
-    """Whether somebody else than a framework has a hook on `module`, or on all modules: it has to be called
-    then."""
+    """Whether `module`, or all modules, have a hook that no framework registered. `module` must then be
+    called."""
     own = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
     return _any_foreign(*own, *_OF_ALL_MODULES)
 

@@ -1,4 +1,4 @@
-"""x W^T + b with FP8 products, in place of the forward of a linear layer."""
+"""The forward of a converted linear layer: x W^T + b with FP8 GEMMs."""
 
 import torch
 
@@ -17,13 +17,13 @@ from coat_kernels.weights import WeightCache
 
 
 class Fp8Linear(Replaced):
-    """The forward of torch's Linear, or with `transposed` weights [k, n] of transformers' Conv1D.
+    """The forward of torch's Linear or, with `transposed` weights [k, n], of transformers' Conv1D.
 
-    cancels: in the weight's gradient large terms cancel, as of an attention's projections.
+    cancels: large terms cancel in the weight's gradient, as in attention's projections.
     """
 
     kind = "linear"
-    # whether the stock forward runs in its place, as `coat_ds.watch` may decide
+    # whether the stock forward runs instead; set by `coat_ds.watch`
     paused = False
 
     def __init__(
@@ -44,7 +44,7 @@ class Fp8Linear(Replaced):
         return f"coat=fp8 {self.formats.forward.name}/{self.formats.backward.name}"
 
     def options(self) -> LinearOptions:
-        """How it multiplies, for a fused block."""
+        """The options of its GEMMs, for a fused block."""
         return LinearOptions(
             self.formats,
             self.cache if self.cache.keep == "none" else self.cache.of(self.module.weight),
@@ -65,14 +65,14 @@ class Fp8Linear(Replaced):
         if not (self.takes(input) and can_be_read(weight)):
             if is_distributed(weight):
                 return self._of_parts(input)
-            # says why not
+            # logs the reason
             self.takes(weight)
             return self.stock(input)
         after_pre_hooks(module, input)
         return self._product(input, weight.t() if self.transposed else weight, module.bias, origin_of(input))
 
     def _of_parts(self, input: torch.Tensor) -> torch.Tensor:
-        """Under torch's tensor parallelism, which makes DTensors of weights."""
+        """`compute` under torch's tensor parallelism, where the weights are DTensors."""
         if torch.compiler.is_compiling():
             reason = "torch.compile traces them"
         elif self.transposed:
@@ -89,7 +89,7 @@ class Fp8Linear(Replaced):
         return tensor_parallel.multiplied(self.module, input, self._product)
 
     def say_that_parts_are_not_cached(self) -> None:
-        """What a rank multiplies with is made of the DTensor in each forward."""
+        """Warns if a cache is set: each forward takes a new local tensor from the DTensor."""
         if self.cache.keep != "none":
             say_once(
                 f"coat.activations.weight_cache: found {self.cache.keep!r}, of no effect on weights that are "
@@ -112,5 +112,5 @@ class Fp8Linear(Replaced):
 
 
 def is_fused(forward: object) -> bool:
-    """Whether a module's forward is one whose work a fused block or a joint product may do."""
+    """Whether a fused block or a merged GEMM may replace `forward`."""
     return type(forward) is Fp8Linear and not forward.transposed and not forward.paused

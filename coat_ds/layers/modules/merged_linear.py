@@ -1,4 +1,4 @@
-"""Linear layers that read the same input, multiplied as one."""
+"""Merges linear layers that read the same input into one GEMM."""
 
 import torch
 from torch import nn
@@ -13,15 +13,15 @@ from coat_kernels.tensorwise import PredictedScale
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Whether somebody has a hook on `module`, as ZeRO-3 has where it gathers weights module by module."""
+    """Whether `module` has a hook, such as ZeRO-3's when it gathers weights module by module."""
     own = module.__dict__
     forward, backward = own["_forward_hooks"] or own["_forward_pre_hooks"], own["_backward_hooks"]
     return bool(forward or backward or own["_backward_pre_hooks"])
 
 
 def may_merge(linears: tuple[nn.Module, ...]) -> bool:
-    """Whether these layers can be multiplied as one: with the forwards that convert gave them, unhooked, of
-    one dtype, all with biases or none, all trained or all frozen."""
+    """Whether these layers can be one GEMM: they have convert's forwards, no hooks, the same dtype, all or
+    none have biases, and all or none are frozen."""
     first = linears[0]
     if torch.compiler.is_compiling() or _has_any_global_hook():
         return False
@@ -40,7 +40,7 @@ def may_merge(linears: tuple[nn.Module, ...]) -> bool:
 
 
 class MergedLinear:
-    """How layers multiply as one: what is predicted of their operands and kept of their weights."""
+    """The state of a merged GEMM: the predicted scales of its operands and the cache of its weights."""
 
     def __init__(self, activations: ActivationsConfig, cancels: bool = False):
         self.formats = formats(activations, cancels)
@@ -49,7 +49,7 @@ class MergedLinear:
         self.grad_scale = PredictedScale(self.formats.backward)
 
     def options(self, linears: tuple[nn.Module, ...]) -> LinearOptions:
-        """How they multiply, for one product with what `joined` makes of their parameters."""
+        """The options of the GEMM with the merged parameters of `joined`."""
         weights = tuple(linear.weight for linear in linears)
         return LinearOptions(
             self.formats, self.cache.of(weights), x_scale=self.x_scale, grad_scale=self.grad_scale
@@ -59,14 +59,14 @@ class MergedLinear:
 def parameters_of(
     linears: tuple[nn.Module, ...],
 ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor | None, ...]]:
-    """Weights and biases."""
+    """The weights and the biases of the layers."""
     return tuple(linear.weight for linear in linears), tuple(linear.bias for linear in linears)
 
 
 def joined(
     weights: tuple[torch.Tensor, ...], biases: tuple[torch.Tensor | None, ...]
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What stands for the weights of layers that are multiplied as one, and their biases."""
+    """The weight and the bias of the merged GEMM."""
     if len(weights) == 1:
         return weights[0], biases[0]
     return merged(weights), None if biases[0] is None else torch.cat(biases)

@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm that keep their input in 8 bits, in place of the forward of a norm."""
+"""The forward of a converted norm: RMSNorm and LayerNorm that save their input in 8 bits."""
 
 import functools
 import sys
@@ -16,13 +16,13 @@ from coat_kernels.norm import layer_norm, rms_norm
 
 
 def is_unit_of_fsdp(module: torch.nn.Module) -> bool:
-    """Whether FSDP2 gathers it by itself. Whoever uses it has imported its module."""
+    """Whether `module` is an FSDP2 unit of its own. Under FSDP2 its module is already imported."""
     api = sys.modules.get("torch.distributed.fsdp")
     return api is not None and isinstance(module, api.FSDPModule)
 
 
 class Fp8Norm(Replaced):
-    """The forward of a norm that computes as `form` says."""
+    """The forward of a norm of the given `form`."""
 
     kind = "norm"
 
@@ -33,7 +33,7 @@ class Fp8Norm(Replaced):
 
     @property
     def options(self) -> NormOptions:
-        """How it computes, for a fused block."""
+        """The options of the norm, for a fused block."""
         form, kept = self.form, self.kept
         return norm_options(
             form.eps, form.layer_norm, form.zero_centered, kept["group_size"], kept["saved_format"]
@@ -45,7 +45,7 @@ class Fp8Norm(Replaced):
         if not (takes and is_plain(weight)):
             y = None
             if is_distributed(hidden_states) and hidden_states.dtype in DTYPES:
-                # what is gathered next is read in BF16
+                # the output's dtype is that of the following all-gather
                 dtype = self.dtype_of_output(hidden_states)
                 norm = functools.partial(self._normed, dtype=dtype)
                 y = tensor_parallel.normed(hidden_states, weight, bias, norm=norm)
@@ -66,10 +66,10 @@ class Fp8Norm(Replaced):
         form = self.form
         options = {**self.kept, "zero_centered": form.zero_centered}
         if dtype != x.dtype:
-            # the wider of the two keeps what the stock module computes with
+            # the wider of the two dtypes is at least as precise as the stock module
             x = x.to(torch.promote_types(dtype, x.dtype))
         if is_unit_of_fsdp(self.module):
-            # whose weights are freed behind this forward, and whoever reads y makes it, or its codes, of them
+            # FSDP2 frees the weights after this forward, and later readers of y recompute it from them
             weight, bias = weight.clone(), None if bias is None else bias.clone()
         if form.layer_norm:
             y = layer_norm(x, weight, bias, form.eps, **options)

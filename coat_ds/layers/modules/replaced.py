@@ -1,4 +1,4 @@
-"""What stands in a module's own attribute `forward` while the module is converted."""
+"""The base class of the objects that convert assigns to a module's attribute `forward`."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
@@ -15,21 +15,22 @@ DTYPES = (torch.bfloat16, torch.float32)
 
 
 class Replaced:
-    """Computes what a module's stock forward computes, in FP8. Holds no parameter, and no tensor that counts.
+    """Computes what a module's stock forward computes, in FP8. It holds no parameters and no other state of
+    the model.
 
-    Copies and pickles with its module: nothing in it is a function or depends on the process.
+    It can be copied and pickled with its module: it holds no functions and nothing of the process.
     """
 
     kind: ClassVar[str]
     compute: Callable[..., Any]
-    """The forward that stands in for the module's."""
+    """The forward that replaces the module's."""
 
     def __init__(self, module: torch.nn.Module, activations: ActivationsConfig):
         self.module = module
         self.evaluates_stock = activations.evaluation == "stock"
-        # somebody's patch of this one instance, if there was one
+        # an earlier patch of this instance's forward, if there was one
         self.before = module.__dict__.get("forward")
-        # by kind: what it leaves as it was, and why
+        # by kind: why a part of the module is not converted
         self.left: dict[str, str] = {}
         self._dtypes: dict[tuple, torch.dtype] = {}
 
@@ -48,7 +49,7 @@ class Replaced:
         return ", ".join(filter(None, (stock, self.shown())))
 
     def shown(self) -> str:
-        """What print(model) adds."""
+        """The text that print(model) adds."""
         return "coat=8-bit saved"
 
     def remove(self) -> None:
@@ -59,15 +60,15 @@ class Replaced:
             self.module.forward = self.before
 
     def stock(self, *args, **kwargs) -> Any:
-        """What the module computed before it was converted."""
+        """The module's forward before it was converted."""
         if self.before is not None:
             return self.before(*args, **kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)
 
     def takes(self, x: torch.Tensor) -> bool:
-        """Whether the kernels take `x`, under autocast as it will be. Raises TypeError for FP16, and says
-        once of other types that layers compute as before, but for tensors on "meta", of which only shapes are
-        asked. DTensors are their caller's matter."""
+        """Whether the kernels take `x`, after autocast. Raises TypeError for FP16. For other unsupported
+        types it logs once that layers compute as before. It logs nothing for tensors on "meta", which only
+        propagate shapes, nor for DTensors, which the caller handles."""
         if x.is_meta:
             return False
         dtype = autocast_dtype(x) or x.dtype
@@ -89,8 +90,9 @@ class Replaced:
         return False
 
     def dtype_of_output(self, x: torch.Tensor) -> torch.dtype:
-        """The dtype in which the stock module would return [..., n] of an input like `x` [..., n], which only
-        it knows: autocast and mixed dtypes have rules for each operation. It is asked once for each case."""
+        """The dtype of the stock module's output [..., n] for an input like `x` [..., n]. It is found by
+        running the stock module once for each combination of dtypes, since autocast and mixed dtypes have
+        rules for each operation."""
         weight = getattr(self.module, "weight", None)
         key = x.dtype, autocast_dtype(x), None if weight is None else weight.dtype
         found = self._dtypes.get(key)
@@ -105,50 +107,50 @@ class Replaced:
 
 
 def is_evaluated(module: torch.nn.Module) -> bool:
-    """Whether a forward of `module` now is neither one of training nor one that a checkpoint, which has no
-    gradients, repeats later."""
+    """Whether a forward of `module` is now an evaluation: it is not in training mode and grad mode is off. In
+    training mode, a forward without gradients may be that of a checkpoint, which is recomputed later."""
     return not (module.training or torch.is_grad_enabled())
 
 
 def is_plain(x: torch.Tensor) -> bool:
-    """Whether it has memory that kernels can read, as what tensor parallelism hands out (DTensor) has not."""
+    """Whether `x` has memory that kernels can read. A DTensor of tensor parallelism has none."""
     return type(x) in _PLAIN
 
 
 def can_be_read(x: torch.Tensor) -> bool:
-    """Whether kernels can read it: plain, on a device that holds numbers, and of a type that they take."""
+    """Whether kernels can read `x`: it is plain, not on "meta", and of a supported dtype."""
     return x.dtype in DTYPES and type(x) in _PLAIN and not x.is_meta
 
 
 def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
-    """The dtype that autocast has now where `x` is, None without."""
+    """The current autocast dtype on the device of `x`; None if autocast is off."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
-# what every module holds
+# attributes of every module
 _OF_ANY_MODULE = frozenset(vars(torch.nn.Module()))
 
 
 def attributes_of(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """The attributes of a module, and of what stands in for its forward, but for those of any module: names
-    and values."""
+    """Names and values of the attributes of a module and of its replaced forward, except the attributes of
+    every module."""
     for holder in (module, replaced(module)):
         if holder is not None:
             yield from (item for item in vars(holder).items() if item[0] not in _OF_ANY_MODULE)
 
 
 def wraps_compiled(module: torch.nn.Module) -> bool:
-    """Whether it is what `torch.compile` puts around a model."""
+    """Whether `module` is the wrapper of `torch.compile`."""
     return "_orig_mod" in module._modules
 
 
 def is_dispatched(module: torch.nn.Module) -> bool:
-    """Whether accelerate calls its forward, between moves of what it reads from device to device."""
+    """Whether accelerate calls the module's forward and moves tensors between devices around it."""
     return "_hf_hook" in module.__dict__
 
 
 def replaced(module: torch.nn.Module) -> Replaced | None:
-    """What was put in place of the module's forward, if it is still there."""
+    """The `Replaced` object in the module's `forward`; None if there is none."""
     found = module.__dict__.get("forward")
     return found if isinstance(found, Replaced) else None

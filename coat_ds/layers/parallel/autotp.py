@@ -1,7 +1,7 @@
-"""FP8 products of the linear layers that DeepSpeed's AutoTP puts in the place of torch's.
+"""FP8 GEMMs for the linear layers by which DeepSpeed's AutoTP replaces torch's.
 
 Each rank holds a part of the weight as a plain tensor. DeepSpeed's own functions exchange inputs, outputs and
-their gradients between ranks; here the product between them is another.
+their gradients between ranks; only the GEMM between the exchanges is replaced.
 """
 
 import sys
@@ -16,19 +16,19 @@ from coat_kernels.autograd.origin import origin_of
 
 
 def _deepspeed() -> Any:
-    """DeepSpeed's module of such layers. Whoever has one has imported it."""
+    """DeepSpeed's module of AutoTP's layers; None if it is not imported, since no such layer exists then."""
     return sys.modules.get("deepspeed.module_inject.layers")
 
 
 def is_autotp(module: torch.nn.Module) -> bool:
-    """Whether it is a linear layer of AutoTP: x W^T + b of a rank's part of W, split by rows or columns."""
+    """Whether `module` is AutoTP's linear layer: x W^T + b with a rank's part of W, by rows or columns."""
     layers = _deepspeed()
     forward = type(module).forward
     return layers is not None and forward in (layers.LinearLayer.forward, layers.LinearAllreduce.forward)
 
 
 def why_not(module: torch.nn.Module) -> str | None:
-    """Why a layer of AutoTP keeps its forward; None if it need not."""
+    """Why a layer of AutoTP keeps its forward; None if it can be converted."""
     if getattr(module, "gather_output", False):
         return "AutoTP gathers its output"
     if type(module).tp_overlap_comm:
@@ -37,7 +37,7 @@ def why_not(module: torch.nn.Module) -> str | None:
 
 
 class AutoTPLinear(Fp8Linear):
-    """The forward of a linear layer of AutoTP."""
+    """The forward of AutoTP's linear layer."""
 
     def compute(self, input: torch.Tensor) -> torch.Tensor:
         module, layers = self.module, _deepspeed()

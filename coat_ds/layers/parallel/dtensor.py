@@ -1,7 +1,8 @@
 """Converted layers under torch's tensor parallelism (`parallelize_module`).
 
-Its hooks hand a DTensor to a module's forward and expect one. Between them each rank computes with what it
-holds: a part of a linear layer's weight, quantized with a scale of its own, or a part of a norm's tokens.
+torch's hooks pass a DTensor to a module's forward and expect a DTensor. In the forward each rank computes
+with its local tensors: a part of a linear layer's weight, quantized with a scale of its own, or a part of a
+norm's tokens.
 """
 
 from collections.abc import Callable
@@ -28,7 +29,7 @@ def no_product(x: torch.Tensor, weight: "DTensor") -> str | None:
     if x.dtype not in DTYPES:
         return f"their inputs are {x.dtype}"
     if not is_distributed(x) or x.device_mesh != weight.device_mesh:
-        return "their inputs are not, as they are behind ColwiseParallel and RowwiseParallel"
+        return "their inputs are not DTensors, as ColwiseParallel and RowwiseParallel make them"
     split = tuple(x.placements), tuple(weight.placements)
     if split not in (((Replicate(),), (Shard(0),)), ((Shard(x.ndim - 1),), (Shard(1),))):
         return f"they are laid out as {weight.placements} for inputs as {x.placements}"
@@ -36,7 +37,7 @@ def no_product(x: torch.Tensor, weight: "DTensor") -> str | None:
 
 
 def unaligned(weight: "DTensor") -> str | None:
-    """Why FP8 products do not take this rank's part of `weight`, if that is its sizes."""
+    """Why FP8 GEMMs do not support the sizes of this rank's part of `weight`; None if they do."""
     sizes = weight._local_tensor.shape
     if any(size % ALIGNMENT or size == 0 for size in sizes):
         return f"a rank's part is {' x '.join(map(str, sizes))}, not multiples of {ALIGNMENT}"
@@ -44,18 +45,18 @@ def unaligned(weight: "DTensor") -> str | None:
 
 
 def multiplied(module: torch.nn.Module, x: "DTensor", product: Product) -> "DTensor":
-    """The output of a linear layer for which `no_product` names no reason.
+    """The output of a linear layer for which `no_product` returns None.
 
-    product(x, weight, bias, origin): that of this rank's parts, `origin` being how to recompute its x.
+    product(x, weight, bias, origin): the GEMM of this rank's parts; `origin` is how to recompute its x.
     """
     from torch.distributed.tensor import DTensor, Partial, Shard
 
     weight, bias = module.weight, module.bias
     by_rows = weight.placements[0] == Shard(0)
     _wait(x)
-    # where each rank computes other outputs, the gradient of the input is a sum over ranks
+    # if each rank computes a part of the outputs, the gradient of the input is a sum over ranks
     held = x.to_local(grad_placements=[Partial()] if by_rows else None)
-    # DTensors lose notes
+    # DTensors do not carry notes
     origin = None
     if (whole := whole_of(held)) is not None:
         after_pre_hooks(module, whole)
@@ -63,7 +64,7 @@ def multiplied(module: torch.nn.Module, x: "DTensor", product: Product) -> "DTen
     if not by_rows:
         y = product(held, weight.to_local(), None, origin)
         y = DTensor.from_local(y, x.device_mesh, [Partial()], run_check=False)
-        # added once, to the sum, in the dtype of the product, which autocast may have chosen
+        # the bias is added once, to the sum, in the dtype of the GEMM's output, which autocast may set
         return y if bias is None else y + bias.to(y.dtype)
     y = product(held, weight.to_local(), None if bias is None else bias.to_local(), origin)
     shape = torch.Size((*x.shape[:-1], weight.shape[0]))
@@ -71,7 +72,7 @@ def multiplied(module: torch.nn.Module, x: "DTensor", product: Product) -> "DTen
 
 
 def normed(x: "DTensor", *weights: "DTensor | None", norm: Callable[..., torch.Tensor]) -> "DTensor | None":
-    """norm(x, *weights) of the tokens that this rank holds; None where they are laid out otherwise."""
+    """norm(x, *weights) of this rank's tokens; None if `x` or the weights have another layout."""
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     split = any(isinstance(at, Shard) and at.dim != x.ndim - 1 for at in x.placements)
@@ -85,7 +86,7 @@ def normed(x: "DTensor", *weights: "DTensor | None", norm: Callable[..., torch.T
             or tuple(weight.placements) != (Replicate(),)
         ):
             return None
-        # each rank sums over its own tokens
+        # a rank's gradient of the weight is a sum over its own tokens
         grad = [Partial()] if split else None
         held.append(None if weight is None else weight.to_local(grad_placements=grad))
     _wait(x)
@@ -93,14 +94,14 @@ def normed(x: "DTensor", *weights: "DTensor | None", norm: Callable[..., torch.T
 
 
 def _wait(x: "DTensor") -> None:
-    """Waits for the collective that may still be writing what this rank holds; kernels cannot."""
+    """Waits for a collective that may still write the local tensor; kernels cannot wait for it."""
     held: Any = x._local_tensor
     if type(held).__name__ == "AsyncCollectiveTensor":
         x._local_tensor = held.wait()
 
 
 def _whole(y: torch.Tensor, like: "DTensor", placements: tuple, shape: torch.Size) -> "DTensor":
-    """The DTensor of this shape of which this rank holds `y`. Parts may differ in size."""
+    """The DTensor of this shape with the local tensor `y`. Local tensors may differ in size."""
     from torch.distributed.tensor import DTensor
 
     stride = torch.empty(shape, device="meta").stride()

@@ -1,7 +1,7 @@
-"""FP8 products of linear layers that transformers has split over ranks (`tp_plan`).
+"""FP8 GEMMs for linear layers that transformers has split over ranks (`tp_plan`).
 
-It puts a function in the place of a layer's forward, which exchanges inputs and outputs between ranks and
-calls the layer's own forward between the two. Its style and mesh are in the function's closure.
+transformers replaces a layer's forward by a function that exchanges inputs, calls the layer's own forward,
+and exchanges outputs. The layer's style and mesh are in the function's closure.
 """
 
 import inspect
@@ -37,7 +37,7 @@ def split_of(module: torch.nn.Module) -> Split | None:
 
 
 def why_not(module: torch.nn.Module, split: Split) -> str | None:
-    """Why a layer that is split keeps its forward; None if it need not."""
+    """Why a split layer keeps its forward; None if it can be converted."""
     styles = sys.modules["transformers.distributed.tensor_parallel"]
     if type(split.style) not in (styles.ColwiseParallel, styles.RowwiseParallel):
         return f"transformers' {type(split.style).__name__} keeps its forward"
@@ -62,7 +62,7 @@ class TransformersTPLinear(Fp8Linear):
         if self.paused or torch.compiler.is_compiling() or input.dtype not in DTYPES:
             return self.stock(input)
         (x,), _ = style.transform_inputs_pre_forward(module, (input,), {}, mesh)
-        # without gradients transformers hands out plain tensors, of the weight too
+        # without gradients transformers passes plain tensors, also for the weight
         with style.context_around_forward(module, mesh):
             if is_distributed(x):
                 self.say_that_parts_are_not_cached()

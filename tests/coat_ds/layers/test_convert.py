@@ -239,9 +239,9 @@ def test_linear_layers_of_other_weights_are_counted():
     del model[2].weight, model[4].weight
     conversion = coat_ds.conversion_of(coat_ds.convert(model))
     assert conversion.left == {
-        "0": "a weight that is made of others in each forward",
+        "0": "a weight that each forward recomputes from other parameters",
         "1": "more than a weight and a bias",
-        "2": "a weight that is made of others in each forward",
+        "2": "a weight that each forward recomputes from other parameters",
     }
     assert conversion.summary().startswith("1 of 4 linear layers in FP8")
 

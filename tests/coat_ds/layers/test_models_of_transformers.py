@@ -230,7 +230,7 @@ def test_experts_that_somebody_has_patched_stay(name, count):
     expected = 2 * experts(x, chosen, weights)
     setattr(experts, name, patched)
     coat_ds.convert(experts)
-    assert coat_ds.conversion_of(experts).left[""] == f"experts whose {name} somebody has replaced"
+    assert coat_ds.conversion_of(experts).left[""] == f"experts with a replaced {name}"
     torch.testing.assert_close(experts(x, chosen, weights), expected)
     coat_ds.unconvert(experts)
     assert getattr(experts, name) is patched
