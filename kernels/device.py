@@ -60,6 +60,6 @@ def require_fp8(device: torch.device, emulate: bool = False) -> None:
         major, minor = capability(device)
         raise RuntimeError(
             f"FP8 needs a GPU of compute capability 8.9 or newer, found {torch.cuda.get_device_name(device)} "
-            f'with {major}.{minor}. Use such a GPU, set "coat": {{"enabled": false}}, or, to look at the '
-            'arithmetic only, "activations": {"emulate": true}.'
+            f'with {major}.{minor}. Use such a GPU, set "activations" to false for 8-bit states alone, or, '
+            'to look at the arithmetic only, "activations": {"emulate": true}.'
         )
