@@ -1,4 +1,4 @@
-"""One process, Megatron's groups of size 1, and a tiny model for every test of this room."""
+"""One process, Megatron's groups of size 1, and a tiny model for every test of this folder."""
 
 import contextlib
 
@@ -11,7 +11,7 @@ from tests.hosts import fork_managers_of_checkpoints
 
 @contextlib.contextmanager
 def one_megatron_process():
-    """Megatron ready to build models, on the GPU if there is one, else on the CPU."""
+    """Initializes Megatron so that models can be built, on the GPU if there is one, else on the CPU."""
     from megatron.core import parallel_state
 
     from megatron_ext import cpu
@@ -20,7 +20,7 @@ def one_megatron_process():
     cpu.enable()
     fork_managers_of_checkpoints()
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    # tests of another room may have left a group of one process behind
+    # tests of another folder may have left a group of one process
     if not dist.is_initialized():
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     initialize_model_parallel()

@@ -1,4 +1,4 @@
-"""Tiny models whose layers are tested, and what they are compared by."""
+"""Tiny models for the tests of layers, and the measures for their comparison."""
 
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,4 @@
-"""SDPACoreAttention against Megatron's own core attention, and what it keeps."""
+"""SDPACoreAttention against Megatron's own core attention, and its saved tensors."""
 
 import itertools
 
@@ -31,7 +31,7 @@ def config(**overrides) -> TransformerConfig:
 
 
 def attention(cls=SDPACoreAttention, mask=AttnMaskType.causal, softmax_scale=None, given=None, **overrides):
-    """given: further arguments of the module; overrides: of Megatron's config."""
+    """given: further arguments of the module; overrides: fields of Megatron's config."""
     return cls(
         config=config(**overrides),
         layer_number=2,
@@ -42,7 +42,8 @@ def attention(cls=SDPACoreAttention, mask=AttnMaskType.causal, softmax_scale=Non
 
 
 def qkv(device, groups=HEADS, dtype=torch.float32):
-    """q, k, v as Megatron makes them: q and k out of rotary positions, v a view of the fused product."""
+    """q, k, v as Megatron makes them: q and k are outputs of rotary positions, v is a view of the fused
+    GEMM's output."""
     torch.manual_seed(0)
     fused = torch.randn(S, B, groups, (HEADS // groups + 2) * D, dtype=dtype, device=device)
     q, k, v = fused.requires_grad_().split([HEADS // groups * D, D, D], dim=3)
@@ -55,7 +56,7 @@ def qkv(device, groups=HEADS, dtype=torch.float32):
 @pytest.mark.parametrize("groups", [HEADS, 2, 1])
 def test_equals_megatrons_own(device, groups, scaling):
     results = []
-    # Megatron's own draws its mask on the GPU when none is given
+    # Megatron's own attention makes its mask on the GPU if none is given
     mask = torch.ones(S, S, dtype=torch.bool, device=device).triu(1)[None, None]
     for cls in (SDPACoreAttention, DotProductAttention):
         fused, q, k, v = qkv(device, groups)
@@ -65,7 +66,7 @@ def test_equals_megatrons_own(device, groups, scaling):
         results.append((output, fused.grad))
     for ours, theirs in zip(*results, strict=True):
         # both sum at most S + D FP32 terms in another order: sqrt(S + D) roundings of 2^-24 each, over the
-        # three products of forward and backward, with a factor of 4 for what cancels in softmax's gradient
+        # three GEMMs of forward and backward, with a factor of 4 for cancellation in softmax's gradient
         assert rel_rms(ours, theirs) < 4 * 3 * (S + D) ** 0.5 * 2**-24
 
 
@@ -77,7 +78,7 @@ def test_windows_are_megatrons(device, groups, window):
     results = []
     for cls in (SDPACoreAttention, DotProductAttention):
         fused, q, k, v = qkv(device, groups)
-        # Megatron makes its mask of a window on a GPU
+        # Megatron makes the mask of a window on a GPU
         with cpu.no_cuda():
             output = attention(cls, **options)(q, k, v, mask)
         output.backward(torch.linspace(-1, 1, output.numel(), device=device).view_as(output))
@@ -90,7 +91,7 @@ def test_windows_are_megatrons(device, groups, window):
 def test_layers_and_sequences_without_a_window(device):
     _, q, k, v = qkv(device)
     everything = attention()(q, k, v)
-    # the module is that of layer 2
+    # the module belongs to layer 2
     for options in ({"window_attn_skip_freq": 2}, {"window_attn_skip_freq": [1, 0]}):
         assert attention(window_size=(8, 0), **options)(q, k, v).equal(everything)
     for options in ({}, {"window_attn_skip_freq": 3}, {"window_attn_skip_freq": [0, 1]}):
@@ -127,16 +128,16 @@ def test_dropout_only_in_training(device):
     module = attention(attention_dropout=0.5)
     assert rel_rms(module(q, k, v), exact) > 0.1
     torch.testing.assert_close(module.eval()(q, k, v), exact, rtol=0, atol=0)
-    # whoever builds it may say so, as of Megatron's own
+    # the caller's argument overrides the config, as with Megatron's own attention
     assert attention(given={"attention_dropout": 0.0}, attention_dropout=0.5)(q, k, v).equal(exact)
     assert rel_rms(attention(given={"attention_dropout": 0.5})(q, k, v), exact) > 0.1
 
 
 def test_dropout_draws_from_the_ranks_own_random_state(device):
-    # tensor-parallel ranks share the other one: they would drop the same scores of different heads
+    # tensor-parallel ranks share the other state: with it they would drop the same scores of different heads
     mask = torch.ones(S, S, dtype=torch.bool, device=device).triu(1)[None, None]
     random = torch.cuda.get_rng_state if device.type == "cuda" else torch.get_rng_state
-    # under sequence parallelism Megatron's block has changed to the rank's own by then
+    # under sequence parallelism Megatron's block has already switched to the rank's own state
     split = {"sequence_parallel": True, "tensor_model_parallel_size": 2}
     for cls, options in itertools.product((SDPACoreAttention, DotProductAttention), ({}, split)):
         _, q, k, v = qkv(device)
@@ -147,7 +148,7 @@ def test_dropout_draws_from_the_ranks_own_random_state(device):
 
 @pytest.mark.parametrize("option", ["qk_clip", "log_max_attention_logit"])
 def test_the_largest_logit_is_not_measured(option):
-    # without the error Megatron's loop would end in an AttributeError behind the first step
+    # without this error Megatron's loop would end in an AttributeError after the first step
     with pytest.raises(ValueError, match=f"{option} is True"):
         attention(**{option: True})
 

@@ -1,4 +1,4 @@
-"""What users do with a model around its training steps: inference, penalties, edits, leaves, hooks."""
+"""Operations of users around the training steps: inference, penalties, edits, leaves, hooks."""
 
 import gc
 import weakref
@@ -38,7 +38,7 @@ def in_evaluation(model, device):
 @pytest.mark.parametrize("cache", ["none", "fp8"])
 @pytest.mark.parametrize("variant", [{}, GPT], ids=["llama", "gpt"])
 def test_inference_and_training_leave_each_other_alone(device, variant, cache):
-    """Whichever comes first: tables and notes that one of them makes serve the other."""
+    """In either order: tables and notes made by one of them also work for the other."""
 
     def make():
         return build(coat_layer_spec, layers=2, activations=ActivationsConfig(weight_cache=cache), **variant)
@@ -63,12 +63,12 @@ def test_a_gradient_penalty_is_refused(device):
 
 @pytest.mark.parametrize("behind_a_node", [False, True])
 def test_nothing_outlives_a_recomputed_region(device, behind_a_node):
-    """Its input is a leaf when it is computed again, and the residual a plain addition."""
+    """In the recompute, the region's input is a leaf, and the residual is a plain addition."""
     norm, inputs = CoatNorm(config(), H).to(device), []
 
     def region(x):
         inputs.append(weakref.ref(x))
-        # as ZeRO-3's hooks hand tensors on
+        # ZeRO-3's hooks pass tensors on in this way
         y = norm(share_notes(x, x.view_as(x)) if behind_a_node else x)
         return x + 2 * y
 
@@ -81,7 +81,7 @@ def test_nothing_outlives_a_recomputed_region(device, behind_a_node):
 
 @pytest.mark.parametrize("variant", [{}, GPT], ids=["llama", "gpt"])
 def test_a_linear_layer_checks_the_norm_in_front_of_it(device, variant):
-    """By itself; as part of a fused block it shares one check with all that is in the block."""
+    """The check of a separate linear layer; in a fused block one check covers all parts."""
     layer = build(coat_layer_spec, **variant).decoder.layers[0]
     layer.mlp.register_forward_hook(lambda *_: None)
     x = torch.randn(S, B, H, dtype=torch.bfloat16, device=device, requires_grad=True)
@@ -98,7 +98,7 @@ def test_a_linear_layer_checks_the_norm_in_front_of_it(device, variant):
 CHANGES = {
     "add": (lambda y: y.add_(1), lambda y: y + 1),
     "relu": (F.relu_, F.relu),
-    # on a GPU dropout out of place draws other numbers
+    # on a GPU, out-of-place dropout draws other numbers
     "dropout": (
         lambda y: F.dropout(y, 0.5, inplace=True),
         lambda y: F.dropout(y.clone(), 0.5, inplace=True),
@@ -135,7 +135,7 @@ def test_outputs_of_linear_layers_may_be_changed_in_place(device, change):
         assert found.equal(expected)
 
 
-# where somebody writes, in front of a module or behind it, and whose product reads it
+# the hook that writes, before or after a module, and the layer whose GEMM reads the written tensor
 WRITTEN = {
     "input_layernorm": ("forward", "self_attention.linear_qkv"),
     "self_attention": ("forward_pre", "self_attention.linear_qkv"),
@@ -151,7 +151,8 @@ WRITTEN = {
 
 @pytest.mark.parametrize("name", WRITTEN)
 def test_what_hooks_write_unseen_is_multiplied(device, name):
-    """As what they hand on: codes of the old magnitude would saturate."""
+    """The GEMM multiplies the written values, as it does with values that a hook returns. Codes with the old
+    magnitude would saturate."""
     where, reader = WRITTEN[name]
 
     def unseen(module, args, y=None):
@@ -161,7 +162,7 @@ def test_what_hooks_write_unseen_is_multiplied(device, name):
         return (-8 * args[0], *args[1:]) if y is None else -8 * y
 
     x, results = torch.randn(S, B, H, dtype=torch.bfloat16, device=device), []
-    # what attention keeps is not the tensor that somebody writes into
+    # attention saves other tensors than the one that the hook writes into
     activations = ActivationsConfig(attention_format="sqrt8")
     for hook in (unseen, handed_on):
         layer = build(coat_layer_spec, activations=activations).decoder.layers[0]
@@ -169,7 +170,7 @@ def test_what_hooks_write_unseen_is_multiplied(device, name):
         y, _ = layer(x.clone().requires_grad_(), attention_mask=None)
         y.square().sum().backward()
         with torch.no_grad():
-            # nothing waits for the product here
+            # without gradients no GEMM is deferred
             evaluated, _ = layer(x.clone(), attention_mask=None)
         results.append((y.detach(), layer.get_submodule(reader).weight.grad, evaluated))
     for found, expected in zip(*results, strict=True):
@@ -177,7 +178,7 @@ def test_what_hooks_write_unseen_is_multiplied(device, name):
 
 
 def test_weights_are_cached_where_main_grad_takes_the_gradient(device):
-    """Megatron's parameters reach the product as views."""
+    """Megatron's parameters are passed to the GEMM as views."""
     model = build(coat_layer_spec, activations=ActivationsConfig(weight_cache="fp8"))
     for module in model.modules():
         if isinstance(module, LINEARS):
@@ -193,7 +194,7 @@ def test_hosts_hooks_leave_the_notes(device):
     x = torch.randn(S, B, H, dtype=torch.bfloat16, device=device)
     with torch.no_grad():
         assert maxima_of(norm(x)) is not None
-        # DeepSpeed's and Megatron's are told by the package that they are defined in
+        # hooks of DeepSpeed and Megatron are recognized by the package that defines them
         for package, kept in (("deepspeed.runtime.zero", True), ("megatron.core", True), ("user", False)):
 
             def hook(*_):

@@ -1,6 +1,5 @@
-"""A COAT layer gives the same bits by its fused blocks as by its modules, takes the blocks where nobody can
-tell, and costs no more calls and launches than are written here.
-"""
+"""A COAT layer gives the same bits with its fused blocks as with its modules, uses the blocks unless a module
+is observed, and makes no more calls and launches than the numbers below."""
 
 import collections
 import sys
@@ -30,7 +29,7 @@ GPT = {
     "gated_linear_unit": False,
     "add_bias_linear": True,
 }
-# arguments of Megatron's config, and of the block's activations
+# fields of Megatron's config, and of the block's activations
 VARIANTS = {
     "llama": ({}, {}),
     "gpt": (GPT, {}),
@@ -77,7 +76,7 @@ def batch(device):
 
 
 def take_modules(model) -> list:
-    """Somebody looks at a module inside of each layer, so that it has to be called."""
+    """Hooks one module inside of each layer, so that the layer has to call its modules."""
     return [layer.mlp.register_forward_hook(lambda *_: None) for layer in model.decoder.layers]
 
 
@@ -90,7 +89,7 @@ def loss_and_grads(model, device):
 
 
 def node(layer, device, **arguments) -> str:
-    """What made the output of a layer."""
+    """The autograd node of a layer's output."""
     x = torch.randn(S, B, H, device=device, dtype=layer.config.params_dtype, requires_grad=True)
     y, _ = layer(x, **({"attention_mask": None} | arguments))
     return type(y.grad_fn).__name__
@@ -124,14 +123,14 @@ def test_blocks_evaluate_with_the_bits_of_the_modules(name, device):
         model = build(config, activations | {"evaluation": evaluation}).eval()
         with mock.patch.object(blocks, "_compute", wraps=blocks._compute) as compute, torch.no_grad():
             y = model(*batch(device))
-            # by modules, which multiply as stock ones
+            # evaluation as a stock model runs the modules
             assert compute.call_count == (2 if evaluation == "fp8" else 0)
             handles = take_modules(model)
             assert torch.equal(y, model(*batch(device)))
             assert compute.call_count == (2 if evaluation == "fp8" else 0)
             for handle in handles:
                 handle.remove()
-            # the first pass of a checkpoint, which is told from evaluation by this alone
+            # the first pass of a checkpoint, which differs from evaluation only in the training mode
             model.train()(*batch(device))
             assert compute.call_count == (2 if evaluation == "fp8" else 0)
         found.append(y)
@@ -140,7 +139,7 @@ def test_blocks_evaluate_with_the_bits_of_the_modules(name, device):
 
 @pytest.mark.usefixtures("megatron")
 def test_the_weights_say_the_dtype(device):
-    """In a script of one's own Megatron's config may leave `params_dtype` at FP32."""
+    """In a user's own script `params_dtype` of Megatron's config may still be FP32."""
     model = build({"params_dtype": torch.float32})
     with mock.patch.object(blocks, "_compute", wraps=blocks._compute) as compute:
         loss_and_grads(model, device)
@@ -150,9 +149,9 @@ def test_the_weights_say_the_dtype(device):
 @pytest.mark.usefixtures("megatron")
 @pytest.mark.parametrize("variant", ["llama", "gpt", "head norms"])
 def test_recomputed_attention(variant, device, caplog):
-    """The output is that of attention in BF16, to the bit; gradients are no further from FP32's than with
-    8-bit attention; attention's output is all that is kept of it."""
-    # said once a process
+    """The output is that of attention in BF16, to the bit. Gradients are no further from FP32's than with
+    8-bit attention. Only attention's output is saved."""
+    # logged once per process
     _say_that_nothing_is_recomputed.cache_clear()
     config, _ = VARIANTS[variant]
     exact = build(config | {"bf16": False}, spec=sdpa_layer_spec)
@@ -166,16 +165,16 @@ def test_recomputed_attention(variant, device, caplog):
     assert torch.equal(results["recompute"]["loss"], results["bf16"]["loss"])
     for name, value in expected.items():
         error, other = (rel_rms(results[form][name], value) for form in ("recompute", "sqrt8"))
-        # gradients are sums over 64 tokens, of which the errors' root mean square spreads by 1 / sqrt(64):
-        # equal but for three times that
+        # gradients are sums over 64 tokens; the root mean square of their errors spreads by 1 / sqrt(64):
+        # equal within three times that
         assert error <= other * (1 + 3 / (S * B) ** 0.5), (name, error, other)
-    # q (H), k and v (H / 2 each) in groups of 16 with a byte each, and a number per head and token
+    # q (H), k and v (H / 2 each) in groups of 16 with one byte each, and one number per head and token
     assert kept["sqrt8"] - kept["recompute"] >= 2 * H * 17 / 16
     assert "keep q, k, v" not in caplog.text
     take_modules(model)
     with torch.no_grad():
         model(*batch(device))
-    # where nothing is kept, nothing is missed
+    # if nothing is saved, no warning about saved tensors is needed
     assert "keep q, k, v" not in caplog.text
     assert saved_bytes(model, lambda: model(*batch(device))).per_token_and_layer == kept["sqrt8"]
     assert "keep q, k, v" in caplog.text
@@ -219,7 +218,7 @@ def test_a_part_that_somebody_looks_at_is_called(kind, device):
 
 
 def noting(cls, seen):
-    """A class made from `cls`, as torch makes one where a parameter is parametrized or sharded."""
+    """A subclass of `cls`, as torch makes one if a parameter is parametrized or sharded."""
 
     def forward(self, *args, **kwargs):
         seen.append(cls)
@@ -273,9 +272,9 @@ def test_forwards_that_take_the_modules(device):
     trained, context = layer(x, attention_mask=None)
     assert "MlpBlock" in type(trained.grad_fn).__name__ and context is None
     assert torch.equal(y, trained)
-    # also by position, as a ZeRO-3 unit is called
+    # also with positional arguments, as a ZeRO-3 unit is called
     assert torch.equal(layer(x, None)[0], trained)
-    # what Megatron takes behind the mask is no rotary positions
+    # Megatron's argument after the mask is not rotary positions
     with pytest.raises(ValueError, match=r"an encoder's output \(context\)"):
         layer(x, None, torch.zeros(S, 1, 1, H // HEADS, device=device))
     for other in (x.float(), x[:0]):
@@ -283,15 +282,15 @@ def test_forwards_that_take_the_modules(device):
     dropping = build({"hidden_dropout": 0.5}, layers=1).decoder.layers[0]
     assert "MlpBlock" not in node(dropping, device)
     assert "MlpBlock" in node(dropping.eval(), device)
-    # attention that drops out gives another result when it is run again
+    # attention with dropout gives another result in a recompute
     config, activations = {"attention_dropout": 0.5}, {"attention_format": "recompute"}
     dropping = build(config, activations, layers=1).decoder.layers[0]
     for recomputes in (False, True):
-        # a node lasts no longer than its output
+        # a node is freed with its output
         y, _ = dropping.train(not recomputes)(x, attention_mask=None)
         behind = y.grad_fn.next_functions
         assert any("AttentionBlock" in type(f).__name__ for f, _ in behind) == recomputes
-    # of partial rotary positions Megatron rotates
+    # Megatron applies partial rotary positions
     half = torch.zeros(S, 1, 1, H // HEADS // 2, device=device)
     assert "MlpBlock" not in node(layer, device, rotary_pos_emb=half)
     recomputed = {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}
@@ -302,7 +301,7 @@ def test_forwards_that_take_the_modules(device):
         recomputed,
     ):
         assert "MlpBlock" not in node(build(other, layers=1).decoder.layers[0], device), other
-    # to be offloaded are what modules keep
+    # modules do the offloading of saved tensors
     assert blocks.dense_parts(layer) is not None
     layer.config.fine_grained_activation_offloading = True
     assert blocks.dense_parts(layer) is None
@@ -354,7 +353,7 @@ EXPERTS = {"num_moe_experts": 2, "moe_grouped_gemm": True, "moe_token_dispatcher
 def test_gathered_parameters_are_waited_for(config, device):
     model = build(config)
     overlaps = {"overlap_grad_reduce": True, "overlap_param_gather": True}
-    # a bucket for each parameter
+    # one bucket for each parameter
     settings = DistributedDataParallelConfig(use_distributed_optimizer=True, bucket_size=1, **overlaps)
     wrapped = DistributedDataParallel(model.config, settings, model)
     layer = model.decoder.layers[0]
@@ -365,13 +364,13 @@ def test_gathered_parameters_are_waited_for(config, device):
         group = wrapped.param_to_bucket_group[p]
         assert len(group.params) == 1
         assert group.param_gather_dispatched and group.param_gather_handle is None, name
-    # beside Megatron's hook that of somebody who looks
+    # a user's hook in addition to Megatron's hook
     layer.mlp.register_forward_pre_hook(lambda *_: None)
     assert "MlpBlock" not in node(layer, device)
 
 
 def _ranks():
-    """Losses and gradients of two tensor-parallel ranks, by blocks and by modules."""
+    """Losses and gradients of two tensor-parallel ranks, with blocks and with modules."""
     from megatron_ext import cpu
 
     warnings.simplefilter("ignore")
@@ -398,8 +397,8 @@ def test_blocks_give_the_bits_of_the_modules_on_tensor_parallel_ranks():
         assert len(cases) == 6 and not any(cases.values()), cases
 
 
-# Calls of Python and C functions and launches of kernels of one layer, forward and backward: what an eager
-# step costs the CPU. Lower them when you can; what raises them has to be worth it.
+# Calls of Python and C functions, and launches of kernels, of one layer, forward and backward: the CPU cost
+# of an eager step. Lower these numbers when you can; a change that raises them has to be worth it.
 CALLS = {"forward": (602, 15), "backward": (676, 26)}
 
 
@@ -448,7 +447,8 @@ def test_calls_and_launches_stay_within_their_bounds(monkeypatch):
 
 
 def kinds_kept(device, modules=False, **activations) -> collections.Counter:
-    """How many tensors of each type a layer saves for backward, by its blocks or by its modules."""
+    """The number of tensors of each dtype that a layer saves for backward, with its blocks or with its
+    modules."""
     kept, model = [], build({}, activations, layers=1)
     if modules:
         take_modules(model)
@@ -461,8 +461,8 @@ def kinds_kept(device, modules=False, **activations) -> collections.Counter:
 
 @pytest.mark.usefixtures("megatron")
 def test_attention_is_saved_in_its_own_format(device):
-    """Other tensors of the layer are saved as `saved_format` says."""
-    # queries, keys, values and the output, which the projection saves once more, as its origin
+    """The other tensors of the layer are saved in `saved_format`."""
+    # queries, keys, values and the output, which the projection also saves as its origin
     assert kinds_kept(device, attention_format="sqrt8", saved_format="e4m3")[torch.int8] == 5
 
 
@@ -474,5 +474,5 @@ def test_recomputed_attention_is_saved_as_other_tensors(saved, kind, modules, de
         kinds_kept(device, modules, attention_format=form, saved_format=saved)[kind]
         for form in ("bf16", "recompute")
     )
-    # the output alone; by modules as above
+    # the output only; with modules as above
     assert recomputed == exact + (5 if modules else 1)

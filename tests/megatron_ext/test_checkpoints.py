@@ -1,4 +1,4 @@
-"""The parameters of a COAT model are Megatron's: what it marks them with, and its distributed checkpoints."""
+"""The parameters of a COAT model are Megatron's: their attributes, and Megatron's distributed checkpoints."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ MODELS: dict[str, tuple[dict, dict]] = {
     "experts": ({"expert_model_parallel_size": 2}, EXPERTS | {"expert_model_parallel_size": 2}),
     "experts of parts": ({"tensor_model_parallel_size": 2}, EXPERTS),
 }
-# what Megatron reads off parameters, and what it takes where there is nothing
+# attributes of parameters that Megatron reads, and the defaults that it uses for missing ones
 MARKS = {
     "tensor_model_parallel": False,
     "partition_dim": -1,
@@ -47,7 +47,7 @@ def _stock(config, seed):
     from megatron_ext.layer_specs import sdpa_layer_spec
 
     if "num_moe_experts" in config:
-        # which layers have experts is decided from the config
+        # the config decides which layers have experts
         some = _build(sdpa_layer_spec, config, seed).config
         spec = get_gpt_decoder_block_spec(some, use_transformer_engine=False, normalization="RMSNorm")
     else:
@@ -66,7 +66,7 @@ def _marks(model):
 
 
 def _shake(model):
-    """Makes every weight one of its own: of norms, which begin with ones, and of each rank's experts."""
+    """Gives every weight its own values: norms, which begin with ones, and the experts of each rank."""
     from megatron.core import parallel_state
 
     of_weights = parallel_state.get_tensor_model_parallel_rank()
@@ -91,7 +91,7 @@ def _sharded(model):
 
 
 def _places(model):
-    """Which part of which tensor of a checkpoint each entry is."""
+    """The tensor of the checkpoint and the part of it that each entry stands for."""
     from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 
     found = {}
@@ -227,7 +227,7 @@ def test_two_ranks_checkpoints_load_in_one(runs, source):
         for name, weight in saved["experts"]["saved"].items():
             before, expert, after = name.partition("local_experts.")
             if expert:
-                # each rank holds two of the four
+                # each rank holds two of the four experts
                 number, _, after = after.partition(".")
                 name = f"{before}{expert}{2 * rank + int(number)}.{after}"
             assert weight.equal(found[name]), name

@@ -1,4 +1,5 @@
-"""The COAT layer over sequences that lie on two ranks: rotary positions, losses and gradients of one rank."""
+"""The COAT layer with sequences split over two ranks: rotary positions, losses and gradients equal those of
+one rank."""
 
 import contextlib
 
@@ -15,8 +16,8 @@ H, FFN, HEADS, GROUPS = 256, 352, 4, 2
 
 
 def _own_positions():
-    """Of four parts of the sequence a rank holds one from the front and one from the back, as Megatron has
-    it, since causal attention is then as much work on either."""
+    """Megatron's split: each rank has one part from the first half of the sequence and one from the second
+    half, so that causal attention is equal work on both ranks."""
     from megatron.core import parallel_state
 
     rank, ranks = (
@@ -30,7 +31,7 @@ def _own_positions():
 
 
 class _Gather(torch.autograd.Function):
-    """All ranks' parts, one behind the other."""
+    """Concatenates the parts of all ranks."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -47,7 +48,7 @@ class _Gather(torch.autograd.Function):
 
 
 class GatheredAttention(torch.nn.Module):
-    """Attention over all ranks' keys and values, for machines that cannot run Transformer Engine."""
+    """Attention over the keys and values of all ranks, for machines that cannot run Transformer Engine."""
 
     def __init__(self, config, layer_number, attn_mask_type, attention_type, pg_collection, **_):
         super().__init__()
@@ -96,7 +97,7 @@ def _run(exact):
             loss.backward()
             values = {"loss": loss.detach(), **{name: p.grad.float() for name, p in model.named_parameters()}}
             for value in values.values():
-                # data parallel ranks at size 1, which saw the same: the mean is that of either
+                # at size 1 both data-parallel ranks saw the same tokens, so the mean equals each value
                 dist.all_reduce(value)
             results[size] = {name: (value / 2).cpu() for name, value in values.items()}
         parallel_state.destroy_model_parallel()
@@ -118,8 +119,9 @@ def test_two_ranks_give_the_gradients_of_one_with_transformer_engine():
     pytest.importorskip("transformer_engine.pytorch")
     for rank in run_distributed(_run, 2, False, gpus=True):
         one, two = rank[1], rank[2]
-        # each rank has scales of its own part: every rounding differs. As counted in test_layer.py a gradient
-        # is behind up to 21 of E4M3, 0.026 each, and 4 of E5M2, 0.053, in each layer, and in two runs
+        # each rank has the scales of its own part, so every rounding differs. As counted in test_layer.py, a
+        # gradient has up to 21 roundings to E4M3, 0.026 each, and 4 to E5M2, 0.053 each, in each layer, and
+        # in two runs
         bound = (2 * LAYERS * (21 * 0.026**2 + 4 * 0.053**2)) ** 0.5
         assert abs(two["loss"] - one["loss"]) < 3e-3 * one["loss"]
         for name, expected in one.items():

@@ -1,5 +1,5 @@
-"""What `megatron_ext` relies on in megatron-core beyond what is documented, by name: a version that changes
-one of these fails here first. `make test-megatron-main` runs this against a checkout."""
+"""Undocumented parts of megatron-core that `megatron_ext` uses, by name: a version that changes one of these
+fails here first. `make test-megatron-main` runs this against a checkout."""
 
 import dataclasses
 import inspect
@@ -12,7 +12,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, import_module
 from megatron_ext.layer_specs import sdpa_layer_spec
 from megatron_ext.model import ModelShape, build_gpt
 
-# names that are read or called, and the parameters that are given by name
+# names that are read or called, and the parameters that are passed by name
 NAMES: dict[str, str] = {
     "dist_checkpointing.ShardedTensor.from_rank_offsets": "key data rank_offsets replica_id prepend_axis_num",
     "dist_checkpointing.mapping.ShardedTensorFactory": "key data build_fn merge_fn replica_id",
@@ -113,7 +113,7 @@ def test_fields(name):
     assert not set(FIELDS[name].split()) - {field.name for field in dataclasses.fields(_find(name))}
 
 
-# of latent attention
+# fields of latent attention
 LATENT = "cache_mla_latents q_lora_rank qk_pos_emb_head_dim"
 
 
@@ -122,7 +122,7 @@ def test_config():
     assert not set(LATENT.split()) - {field.name for field in dataclasses.fields(MLATransformerConfig)}
 
 
-# attributes of modules that Megatron has built
+# attributes of modules that Megatron builds
 BUILT: dict[str, str] = {
     "self_attention": "hidden_size_per_attention_head linear_proj linear_qkv num_query_groups_per_partition "
     "world_size",
@@ -179,7 +179,7 @@ def test_residual_addition_is_called_by_position(layer):
 
 
 def test_specs_are_found_in_a_modules_own_names():
-    # neither functions, as 0.16 refuses them, nor names that a module's __getattr__ would make
+    # not functions, which 0.16 refuses, and not names that a module's __getattr__ would make
     for module, name in (
         ("megatron_ext.layer_specs", "coat_layer_spec"),
         ("megatron_ext.layer_specs", "sdpa_layer_spec"),

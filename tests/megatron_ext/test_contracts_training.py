@@ -23,10 +23,10 @@ def host():
 
 
 def test_adam_is_taken_from_globals(host):
-    # ours stands in its place where another test has installed the watch
+    # our function is in its place if another test has installed the watch
     build = BUILD.original()
     assert {"Adam", "USING_PYTORCH_OPTIMIZER"} <= set(build.__code__.co_names)
-    # called by name, so that ours is found
+    # called by name, so that our function is found
     assert build.__name__ in host.get_megatron_optimizer.__code__.co_names
     assert {"config", "model_chunks"} <= set(parameters(build))
 
@@ -72,7 +72,7 @@ def test_what_other_optimizers_call_their_groups(host):
 def test_the_check_for_transformer_engine_is_the_last_one(host):
     source = inspect.getsource(inspect.unwrap(host.OptimizerConfig.__post_init__))
     first, last = source.split("requires FusedAdam from TransformerEngine")
-    # what follows is for those without --use-precision-aware-optimizer
+    # the code after it runs without --use-precision-aware-optimizer only
     assert "self." not in last.split("else:")[0]
     assert "use_precision_aware_optimizer_no_fp8_or_ds_fp8" in first
 

@@ -1,4 +1,4 @@
-"""What lets Megatron run on a CPU comes and goes without a trace."""
+"""The changes that let Megatron run on a CPU can be applied and fully undone."""
 
 import subprocess
 import sys
@@ -52,7 +52,7 @@ def test_enable_and_disable_restore_everything(disabled, caplog, monkeypatch):
         assert not cpu.enabled()
         assert all(now is then for now, then in zip(values(), before, strict=True))
     assert dict(vars(torch.cuda)) == cuda
-    # said once, naming each place
+    # one log line names all places
     (record,) = caplog.records
     assert all(name in record.getMessage() for _, name in PLACES)
 
@@ -119,7 +119,7 @@ def test_scripts_run_as_if_there_were_a_gpu(tmp_path):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
 def test_what_scripts_see_is_taken_back(disabled, monkeypatch):
-    # of four processes two are on this machine
+    # two of four processes are on this machine
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setenv("WORLD_SIZE", "4")
     cuda, available = dict(vars(torch.cuda)), torch.accelerator.is_available

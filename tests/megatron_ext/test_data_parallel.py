@@ -20,12 +20,12 @@ pytestmark = pytest.mark.early
 S, B, VOCAB, LAYERS, MICRO_BATCHES = 32, 2, 64, 2, 2
 H, FFN, HEADS, GROUPS = 64, 96, 4, 2
 STEPS, SAVED_AT = 6, 4
-# no weight of this model stays gathered but norms
+# of this model, only norms stay gathered
 GATHERED = {"stage3_param_persistence_threshold": 100, "stage3_max_live_parameters": 0}
 
 
 def _setup():
-    """The backend and the device of this process, which gets a GPU of its own or none."""
+    """The backend and the device of this process: a GPU of its own, or the CPU."""
     from megatron_ext import cpu
 
     warnings.simplefilter("ignore")
@@ -62,8 +62,8 @@ def _model(tp, sequence_parallel, bf16, **config):
 
 
 def _batches(device):
-    """Micro-batches of each pair of ranks, which are the two of a tensor-parallel group. Where all ranks are
-    data-parallel, two get the same, and the mean over all is no other."""
+    """Micro-batches of each pair of ranks; a pair is a tensor-parallel group. If all ranks are data-parallel,
+    both ranks of a pair get the same batches, and the mean over all ranks is the same."""
     generator = torch.Generator().manual_seed(5)
     sizes = (dist.get_world_size() // 2, MICRO_BATCHES, B, S)
     return torch.randint(0, VOCAB, sizes, generator=generator).to(device)
@@ -84,7 +84,7 @@ def _mean(value):
     return value.item() / dist.get_world_size()
 
 
-# name: tensor-parallel size, sequence parallel, ZeRO stage, BF16 and FP8 or FP32 and no rounding, whether we
+# name: tensor-parallel size, sequence parallel, ZeRO stage, BF16 and FP8 or FP32 without rounding, whether we
 # sum gradients that ranks share
 ZERO = {
     "exact-1": (1, False, 1, False, True),
@@ -97,7 +97,7 @@ ZERO = {
     "fp8-2-zero3-sequence": (2, True, 3, True, True),
     "not-summed": (2, True, 1, True, False),
 }
-# their stages, sequence parallelism and exact sums are in other cases
+# other cases cover their stages, sequence parallelism and exact sums
 LEFT_OUT = ("fp8-2-zero2-sequence", "exact-2-zero3-sequence")
 SPLIT = [name for name, (tp, *_, sums) in ZERO.items() if tp == 2 and sums]
 split_cases = pytest.mark.parametrize(
@@ -110,7 +110,7 @@ split_cases = pytest.mark.parametrize(
 
 
 def _engine(tp, sequence_parallel, stage, rounds, sums):
-    """As launch/pretrain_gpt.py makes it; norms have compressed moments too."""
+    """The engine as launch/pretrain_gpt.py builds it; norms have compressed moments too."""
     import deepspeed
 
     from coat_launch.model import parameter_groups
@@ -152,8 +152,8 @@ def _step(engine, batches):
 
 
 def _shared_bits(engine):
-    """What this rank holds of the parameters that are whole on every rank of tensor parallelism: weights,
-    masters and the codes and metadata of moments."""
+    """This rank's part of the parameters that every tensor-parallel rank holds whole: weights, masters, and
+    the codes and metadata of moments."""
     from deepspeed.runtime.zero import GatheredParameters
 
     from coat_ds.zero.partitions import partitions
@@ -163,11 +163,11 @@ def _shared_bits(engine):
         for name, p in engine.module.named_parameters()
         if not getattr(p, "tensor_model_parallel", False)
     }
-    # where they are not partitioned, this does nothing
+    # does nothing for parameters that are not partitioned
     with GatheredParameters(list(shared)):
         held = {name: [p.detach().cpu().clone()] for p, name in shared.items()}
     inner = engine.optimizer.optimizer
-    # others are in the partition of another data-parallel rank
+    # the other parameters are in the partition of another data-parallel rank
     for _, flat, placed in partitions(engine.optimizer, len(inner.param_groups)):
         for p, start, numel, _ in placed:
             if p not in shared:
@@ -175,7 +175,7 @@ def _shared_bits(engine):
             found = held[shared[p]]
             found.append(flat.detach()[start : start + numel].cpu().clone())
             for moment in (inner.state[flat][name] for name in ("exp_avg", "exp_avg_sq")):
-                # of groups that hold nothing else
+                # these parameter groups contain nothing else
                 (piece,) = (
                     piece for piece in moment.pieces if (piece.begin, piece.end) == (start, start + numel)
                 )
@@ -217,7 +217,7 @@ def _zero(device, folder):
     return results
 
 
-# sequence parallel, whether communication overlaps, and without rounding
+# sequence parallel, whether communication overlaps, and whether nothing is rounded
 MEGATRON = [
     (split, overlap, exact)
     for split, overlap in ((False, False), (True, False), (True, True))
@@ -240,13 +240,13 @@ def _one_rank(device, exact):
 
 
 def exact_gradients():
-    """Those without rounding, for which kernels are no use: on the CPU."""
+    """Gradients without rounding, which needs no kernels: on the CPU."""
     return _one_rank(_setup(), True)
 
 
 def _megatron(device):
-    """Gradients of whole parameters that Megatron's own data parallelism hands to its optimizer, and those of
-    one rank."""
+    """Gradients of whole parameters as Megatron's own data parallelism passes them to its optimizer, and the
+    gradients of one rank."""
     from megatron.core import parallel_state
     from megatron.core.distributed import (
         DistributedDataParallel,
@@ -304,7 +304,7 @@ def same(first, second):
 
 
 def pairs(ranks, name):
-    """What the two ranks of each tensor-parallel group hold of their shared parameters."""
+    """The parts of shared parameters that the two ranks of each tensor-parallel group hold."""
     held = [rank["zero"][name]["shared"] for rank in ranks]
     return list(zip(held[::2], held[1::2], strict=True))
 
@@ -323,10 +323,10 @@ def check_losses(runs, name):
         assert found["losses"] == pytest.approx(one["losses"], rel=1e-5)
         assert found["norms"] == pytest.approx(one["norms"], rel=1e-5)
         return
-    # the first from the same weights: FP8 itself moves the loss of an untrained model by 1.5e-4
+    # the first loss is from the same weights: FP8 itself moves the loss of an untrained model by 1.5e-4
     assert found["losses"][0] == pytest.approx(one["losses"][0], rel=3e-4)
-    # gradients agree to 2 %, as derived in test_parallel.py, and so does what the loss falls by; weights are
-    # rounded to BF16
+    # gradients agree to 2 %, as derived in test_parallel.py, and so does the decrease of the loss; weights
+    # are rounded to BF16
     for a, b in zip(found["losses"], one["losses"], strict=True):
         assert abs(a - b) <= 2e-2 * (one["losses"][0] - b) + 2**-10 * b
     assert found["norms"] == pytest.approx(one["norms"], rel=2e-2)
@@ -336,7 +336,7 @@ def check_losses(runs, name):
 def test_what_ranks_share_stays_the_same_bits(ranks, name):
     for first, second in pairs(ranks, name):
         assert same(first, second)
-        # some of it, moments in FP8 beside it, lies in each partition
+        # each partition has some of it, including moments in FP8
         held = [tensors for tensors in first.values() if len(tensors) > 1]
         assert held and (name.startswith("exact") or all(len(tensors) == 2 + 2 * 3 for tensors in held))
     all_weights = [
@@ -378,7 +378,7 @@ def test_megatrons_data_parallelism_gives_the_gradients_of_one_rank(ranks, case)
 
 def check_wrapper(runs, case):
     found = runs[case]
-    # more than one, so that there is something to overlap
+    # more than one bucket, so that there is something to overlap
     assert found["buckets"] > 1 or not case[1]
-    # by us, in every linear layer, and not by Megatron's hook
+    # our code adds the gradient in every linear layer, not Megatron's hook
     assert found["added"] == [True] * len(LINEARS) * LAYERS

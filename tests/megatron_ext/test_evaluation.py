@@ -1,4 +1,4 @@
-"""`activations.evaluation` "stock" of Megatron's layers: they evaluate in BF16, and train as with "fp8"."""
+"""`activations.evaluation` "stock" in Megatron's layers: they evaluate in BF16, and train as with "fp8"."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def evaluated(model, device):
 
 
 def in_bf16(model, device):
-    """What it evaluates to where all linear layers have fallen back."""
+    """The evaluation with all linear layers fallen back to BF16."""
     linears = [module for module in model.modules() if isinstance(module, LINEARS)]
     for linear in linears:
         linear.paused = True
@@ -58,7 +58,7 @@ def test_layers_evaluate_in_bf16(device, megatron, kind):
         assert again == loss
         if device.type == "cpu":
             assert all(same[name].equal(gradient) for name, gradient in gradients.items())
-        # the second time what waits for a product still does
+        # in the second pass outputs are still deferred to their GEMM
         assert evaluated(stock, device).equal(expected)
     kept = [saved_bytes(model, lambda model=model: model(*batch(device))) for model in (fp8, stock)]
     assert kept[0] == kept[1]

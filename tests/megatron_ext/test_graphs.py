@@ -1,4 +1,4 @@
-"""Layers replayed as CUDA graphs train as those that are launched kernel by kernel, to the bit."""
+"""Layers that run as CUDA graphs train as layers that run eagerly, to the bit."""
 
 import gc
 from dataclasses import replace
@@ -38,8 +38,8 @@ def counts(model) -> list[int]:
 
 
 def step(model, optimizer, device, number: int) -> list[torch.Tensor]:
-    """The losses and gradients of one step. Steps differ in tokens, micro-batches, learning rate and in how
-    large gradients are, so that their scales change; some have a validation loss in between."""
+    """The losses and gradients of one step. Steps differ in tokens, micro-batches, learning rate and the size
+    of gradients, so that their scales change; some steps include a validation loss."""
     found = []
     optimizer.zero_grad()
     for micro_batch in range(1 + number % 3):
@@ -158,7 +158,7 @@ def gradients(layer, x, y, grad, **how):
 
 
 def recorded(device, **how):
-    """A layer with graphs and the same without; what it takes until there are graphs has been run."""
+    """A layer with graphs and the same layer without; the steps before graphs exist have run."""
     layers = [build(graphs, layers=1, **how).decoder.layers[0] for graphs in (True, False)]
     for x in inputs(device, WARM_UP + 1):
         gradients(layers[0], *run(layers[0], x), x)
@@ -167,7 +167,8 @@ def recorded(device, **how):
 
 
 def test_forwards_under_way_at_a_time(device):
-    """The second is launched, unless the model says that several wait for their backwards."""
+    """The second forward runs eagerly, unless the model declares that several forwards precede their
+    backwards."""
     for under_way in (1, 2):
         layer, plain = recorded(device)
         layer.config.pipeline_model_parallel_size = under_way
@@ -175,7 +176,7 @@ def test_forwards_under_way_at_a_time(device):
         first, second = run(layer, a), run(layer, b)
         assert type(first[1].grad_fn).__name__ == "ReplayBackward"
         assert (type(second[1].grad_fn).__name__ == "ReplayBackward") == (under_way == 2)
-        # not in the order of the forwards
+        # in another order than the forwards
         found = gradients(layer, *second, a) + gradients(layer, *first, b)
         expected = gradients(plain, *run(plain, b), a) + gradients(plain, *run(plain, a), b)
         assert all(map(torch.equal, found, expected))
@@ -184,9 +185,8 @@ def test_forwards_under_way_at_a_time(device):
 
 @pytest.mark.parametrize("order", ["1F1B", "two shapes", "two stacks"])
 def test_nothing_that_waits_for_its_backward_is_overwritten(order, device):
-    """Layers in a row, of which several forwards are under way: as in a pipeline, with sequences of two
-    lengths at once, and as two models that take turns, of which the second was not there at first. Steps
-    change the weights."""
+    """Layers in a row with several forwards in progress: as in a pipeline, with sequences of two lengths at
+    once, and with two models in turn, the second of which is built later. Steps change the weights."""
     stacks = []
     for graphs in (True, False):
         layers = [layer for _ in range(2) for layer in build(graphs, layers=2).decoder.layers]
@@ -197,7 +197,7 @@ def test_nothing_that_waits_for_its_backward_is_overwritten(order, device):
     found = []
     for first, second in stacks:
         parameters = list(dict.fromkeys(p for layer in (*first, *second) for p in layer.parameters()))
-        # small, so that what is trained by ones stays finite
+        # small, so that training on gradients of ones stays finite
         optimizer = torch.optim.SGD(parameters, lr=1e-5)
         results, waiting = [], []
         for step in range(12):
@@ -209,13 +209,13 @@ def test_nothing_that_waits_for_its_backward_is_overwritten(order, device):
                 for layer in stack:
                     y = layer(y, attention_mask=None)[0]
                 waiting.append((x, y))
-                # the backward of the forward before the last
+                # the backward of the forward before the last one
                 if order == "1F1B" and len(waiting) == 2:
                     x, y = waiting.pop(0)
                     y.backward(torch.ones_like(y))
                     results += [y.detach(), x.grad]
             if order != "1F1B":
-                # of the first forward first
+                # the first forward first
                 for x, y in waiting:
                     y.backward(torch.ones_like(y))
                     results += [y.detach(), x.grad]
@@ -256,13 +256,13 @@ def test_weights_changed_before_the_backward(device):
             parameter.add_(1)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             y.backward(x)
-        # the forward waits for its backward as long as anybody could call it
+        # the forward stays in progress as long as its backward can still be called
         del leaf, y
         gc.collect()
 
 
 def test_results_are_the_callers(device):
-    """Outputs and gradients that somebody keeps are not what the next replay writes."""
+    """The next replay does not overwrite outputs and gradients that the caller keeps."""
     layer, _ = recorded(device)
     kept, copies = [], []
     for x in inputs(device):
@@ -295,7 +295,8 @@ def test_layers_are_recorded_anew_behind_the_end_of_all_graphs(device):
         assert layer.graphs.count == evaluated.graphs.evaluated == 0
         with torch.no_grad():
             assert torch.equal(evaluated(xs[0], attention_mask=None)[0], expected[0])
-    # an output held its graphs, which have ended all the same; of the two messages torch 2.14 has the second
+    # an output kept its graphs alive, and they have ended nevertheless; torch 2.14 gives the second of the
+    # two messages
     with pytest.raises(RuntimeError, match="CUDAGraph::replay without|before calling instantiate"):
         y.backward(xs[0])
     assert waiting.grad is None
@@ -316,7 +317,7 @@ def test_a_graph_of_each_shape_up_to_a_limit(device):
 
 
 def test_weights_written_behind_a_cache(device):
-    """A replay reads new codes, wherever they were made from."""
+    """A replay reads new codes, whatever they were computed from."""
     layer, plain = recorded(device, activations={"weight_cache": "fp8"})
     x, *_ = inputs(device)
     for a, b in zip(layer.parameters(), plain.parameters(), strict=True):
@@ -351,7 +352,7 @@ def test_where_graphs_are_taken_by_themselves(device):
 
 
 def test_other_options_are_recorded_anew(device):
-    """As by an engine's block, after layers have run."""
+    """The options change after layers have run, as an engine's block changes them."""
     layer, plain = recorded(device)
     for one in (layer, plain):
         for module in reversed(list(one.modules())):
@@ -364,8 +365,8 @@ def test_other_options_are_recorded_anew(device):
 
 
 def test_a_layer_that_falls_back_and_returns_is_recorded_anew(device):
-    """What was recorded would go on multiplying in FP8. With a linear layer in BF16 there are no blocks to
-    record; the way back records them again."""
+    """The old graph would continue in FP8. With a linear layer in BF16 there are no blocks to record; when
+    the layer returns to FP8 they are recorded again."""
     layer, plain = recorded(device)
     fallbacks = [
         Fallback(one, WatchConfig(act="act"), lambda *_: None, lambda *_: None) for one in (layer, plain)

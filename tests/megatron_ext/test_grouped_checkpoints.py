@@ -17,7 +17,7 @@ from tests.util import run_distributed
 
 pytestmark = pytest.mark.early
 
-# each rank's part is whole groups
+# each rank's part consists of whole groups
 CONFIG = EXPERTS | {"moe_ffn_hidden_size": 64, "moe_shared_expert_intermediate_size": None}
 LAYOUTS = {
     "expert parallel": ({"expert_model_parallel_size": 2}, CONFIG),
@@ -45,7 +45,7 @@ def _flat(parts):
 
 
 def _places(model, alone):
-    """Which parts of which tensors of a checkpoint there are, whatever they are called here."""
+    """The parts of tensors in a checkpoint, without the model's names for them."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
     found = []
@@ -74,7 +74,7 @@ def _load(model, folder, alone=False):
 
 
 def _weights(model):
-    """Every weight whole, by the names of SequentialMLP and with the number of each expert in the model."""
+    """Every whole weight, by the names of SequentialMLP and with the number of each expert in the model."""
     from megatron.core import parallel_state
 
     found, rank = {}, parallel_state.get_expert_model_parallel_rank()
@@ -93,7 +93,8 @@ def _weights(model):
 
 
 def _optimizers(folder):
-    """Whole states of a run with experts one after another, and of what grouped ones made of them."""
+    """Whole states of a run with experts one after another, and those of the run with grouped experts that
+    loaded them."""
     from megatron_ext.optimizer import adamw as optimizer
 
     plain = {"exp_avg_format": "fp32", "exp_avg_sq_format": "fp32"}
@@ -114,7 +115,7 @@ def _optimizers(folder):
 
 
 def _by_places(folder):
-    """What becomes of states of `dp_reshardable`: errors, and losses behind and before."""
+    """Results of loading `dp_reshardable` states: errors, and losses after and before."""
     from coat_ds.config import CoatConfigError
     from megatron_ext.optimizer import adamw as optimizer
     from megatron_ext.optimizer import places
@@ -137,7 +138,7 @@ def _by_places(folder):
                 found[name, kind] = again.steps(2)
             except CoatConfigError as error:
                 found[name, kind] = str(error)
-    # a single expert's tensors are its matrices
+    # the tensors of a single expert are its matrices
     single = CONFIG | {"num_moe_experts": 1, "moe_router_topk": 1, "moe_router_pre_softmax": True}
     Trainer("distributed", "coat", **single).save(str(folder / f"single {sharding}"), sharding)
     Trainer("distributed", "coat", **(single | GROUPED)).load(str(folder / f"single {sharding}"), sharding)
@@ -176,7 +177,7 @@ def _two_ranks(folder):
                 _save(loaded, ways[1], alone)
                 result[layout]["loaded again", alone] = _load(_stock(config, seed=4), ways[1], alone)
             if layout == "tensor parallel":
-                # where each rank has all experts, what two ranks with two each have saved
+                # each rank has all experts and loads the checkpoints of two ranks with two experts each
                 for name in ("stock", "grouped"):
                     way = folder / f"expert parallel {name} False"
                     result["other sizes", name] = _load(_grouped(config, seed=5), way)
@@ -242,12 +243,13 @@ def test_states_known_by_places_go_to_their_parameters_alone(ranks):
         found = rank["by places"]
         for kind, other in (("one by one", "grouped"), ("grouped", "one by one")):
             assert found[kind, kind] == found["expected", kind]
-            # behind the embedding, six of the dense layer, and attention, norms and router of the other
+            # the parameters before it: the embedding, six of the dense layer, and attention, norms and router
+            # of the other layer
             assert "expected parameter 12 of a rank" in found[kind, other]
             assert (
                 "--moe-grouped-gemm as the run that saved them did, or --no-load-optim" in found[kind, other]
             )
-        # AdamW's has no shapes
+        # AdamW's states have no shapes
         assert found["unmarked", "one by one"] == found["expected", "unmarked"]
         assert found["stock"] == found["expected", "one by one"]
 
@@ -292,7 +294,7 @@ def test_parameters_that_zero3_has_emptied_keep_their_names(megatron):
 
 @pytest.mark.parametrize("strict", [True, False])
 def test_single_experts_are_not_loaded(megatron, strict):
-    """A part of a tensor stays what it was, and is named."""
+    """The error names the tensor, and the tensor is unchanged."""
     experts = _grouped(CONFIG, seed=1).decoder.layers[1].mlp.experts
     before = experts.linear_fc1.weight.clone()
     one = {"local_experts.1.linear_fc1.weight": torch.zeros_like(before[1])}

@@ -1,4 +1,5 @@
-"""Experts of `--moe-grouped-gemm` against Megatron's own in FP32, on the same weights, and what they keep."""
+"""Experts of `--moe-grouped-gemm` against Megatron's own in FP32, with the same weights, and their saved
+bytes."""
 
 import copy
 import dataclasses
@@ -35,7 +36,7 @@ from tests.util import rel_rms, run_distributed
 
 GROUPED = {"moe_grouped_gemm": True}
 FFN = EXPERTS["moe_ffn_hidden_size"]
-# some experts have no rows, and whole tiles do not come out
+# some experts have no rows, and some end within a tile
 OF_EACH = (9, 0, 16, 25)
 ROWS = sum(OF_EACH)
 CLAMP = 2.0
@@ -70,7 +71,7 @@ def _stock(grouped, dtype=torch.float32, **config):
     experts = _build(sdpa_layer_spec, bf16=dtype == torch.bfloat16, **config).decoder.layers[1].mlp.experts
     experts.load_state_dict(grouped.state_dict())
     for expert in experts.local_experts:
-        # as over several ranks: on one, Megatron adds biases in place, which autograd refuses
+        # as with several ranks: with one rank Megatron adds biases in place, which autograd refuses
         expert.linear_fc2.explicit_expert_comm = True
     return experts
 
@@ -82,7 +83,7 @@ def _inputs(device, seed=3):
 
 
 def _run(experts, x, probs, grad):
-    """The output and every gradient, those of experts' parameters by SequentialMLP's names."""
+    """The output and every gradient; gradients of experts' parameters by SequentialMLP's names."""
     dtype = next(experts.parameters()).dtype
     x, probs = x.to(dtype, copy=True).requires_grad_(), probs.clone().requires_grad_()
     experts.zero_grad()
@@ -100,11 +101,11 @@ def _run(experts, x, probs, grad):
 
 @pytest.fixture(params=CASES)
 def case(request, megatron):
-    # dense layers know fewer activations
+    # dense layers support fewer activations
     config = {"bias_activation_fusion": False, "moe_layer_freq": [1, 1]} | CASES[request.param]
     _, grouped = _grouped(**config)
     for number, (name, p) in enumerate(grouped.named_parameters()):
-        # as large as rows are at the start of either product; biases begin with zeros
+        # as large as rows are at the start of either GEMM; biases begin with zeros
         noise = torch.randn(p.shape, generator=torch.Generator().manual_seed(number))
         p.data.copy_(noise / (1 if name.endswith("bias") else p.shape[-1] ** 0.5))
     return config, grouped
@@ -114,7 +115,7 @@ def test_equals_megatrons_experts(case, device):
     config, grouped = case
     exact, inputs, near = _stock(grouped, **config), _inputs(device), []
     if config.get("activation_func_clamp_value"):
-        # values that rounding carries over a clamp change the derivative as a whole: at most those within
+        # if rounding carries a value over a clamp, its whole derivative changes: at most the values within
         # four standard deviations of BF16's rounding and of the saved one
         width = 4 * (EXPERTS_FORWARD**2 + EXPERTS_BACKWARD["sqrt8"] ** 2) ** 0.5
 
@@ -127,11 +128,12 @@ def test_equals_megatrons_experts(case, device):
     y, grads = _run(grouped, *inputs)
     y_bf16, in_bf16 = _run(_stock(grouped, torch.bfloat16, **config), *inputs)
     crossing = torch.cat(near).float().mean().item() if near else 0
-    # weights in front round what the first product reads, of which gate's part is doubled
+    # router weights before the experts add a rounding to the input of the first GEMM, and gate doubles its
+    # part
     forward = (EXPERTS_FORWARD**2 + 5 * BF16_RMS**2 * config.get("moe_apply_probs_on_input", False)) ** 0.5
     assert rel_rms(y, expected) < forward and rel_rms(y, y_bf16) < 2 * forward
     assert grads.keys() == wanted.keys()
-    # of few numbers the size of an error is known to two standard deviations
+    # the size of an error in few numbers is known to two standard deviations
     of_few = 1 + 2 / (2 * ROWS) ** 0.5
     for name, grad in wanted.items():
         bound = OF_ROWS["sqrt8"] if "linear_fc1" in name else EXPERTS_BACKWARD["sqrt8"]
@@ -153,7 +155,7 @@ def test_keeps_eight_bits(megatron, of_each, biases, device):
     with kept.counting():
         experts(x, torch.tensor(of_each), probs)
     rows, count = len(x), len(of_each)
-    # codes with their scales, where each expert ends, and for biases each row's expert and weights
+    # codes with their scales, the end of each expert, and for biases each row's expert and weights
     expected = rows * (H + 2 * FFN) * 17 // 16 + 4 * count + biases * rows * (8 + 2 * count)
     assert kept.nbytes == (expected if rows else 0)
     kept = SavedStorages(known.__contains__)
@@ -163,7 +165,7 @@ def test_keeps_eight_bits(megatron, of_each, biases, device):
 
 
 def _kept(spec, device, **config):
-    """The bytes that a layer of experts keeps for backward, and the rows of each expert of this rank."""
+    """The bytes that a layer of experts saves for backward, and the rows of each expert of this rank."""
     layer = _build(spec, moe_shared_expert_intermediate_size=None, **config).decoder.layers[1].mlp
     x = torch.randn(S, B, H, generator=torch.Generator().manual_seed(1))
     x = x.to(device, torch.bfloat16).requires_grad_()
@@ -176,18 +178,18 @@ def _kept(spec, device, **config):
 
 
 def _stock_bytes(of_each):
-    """Megatron's experts: the input, gate and up, and what the activation makes of them, in BF16."""
+    """Megatron's experts: the input, gate and up, and the output of the activation, in BF16."""
     return (2 * H + 6 * FFN) * sum(of_each)
 
 
 def _grouped_bytes(of_each):
-    """The input and what is in front of the activation, in 8 bits, and where each expert ends."""
+    """The input of the experts and the input of the activation, in 8 bits, and the end of each expert."""
     return (H + 2 * FFN) * sum(of_each) * 17 // 16 + 4 * len(of_each)
 
 
 def _sequential_bytes(of_each):
-    """As grouped ones, but that a tensor of an expert's input has one scale and whole words of 16 rows, and
-    that the output is there in BF16. Each expert has four scales."""
+    """As for grouped experts, except that each expert's input has one scale and rows padded to multiples of
+    16, and that the output is saved in BF16. Each expert has four scales."""
     rows, filled = sum(of_each), sum(-(-n // 16) * 16 for n in of_each)
     return H * filled + 2 * FFN * rows * 17 // 16 + 2 * H * rows + 16 * len(of_each)
 
@@ -224,7 +226,7 @@ def test_say_what_they_do(megatron):
     assert layers.left == {
         f"layers.1.mlp.experts.linear_fc{i}": "4 experts multiply in one grouped BF16 GEMM" for i in (1, 2)
     }
-    # a dense layer's, the shared expert's, and theirs
+    # those of a dense layer, of the shared expert, and of the routed experts
     assert layers.made["feed_forward"] == {"save 8 bits (sqrt8, groups of 16)": 3}
 
 
@@ -232,7 +234,7 @@ def test_recompute_changes_nothing(megatron):
     tokens = torch.randint(0, VOCAB, (B, S), generator=torch.Generator().manual_seed(5))
     results = []
     for modules in ({}, {"recompute_granularity": "selective", "recompute_modules": ["moe"]}):
-        # the input of a shared expert would be quantized another way
+        # the input of a shared expert would be quantized in another way
         model, _ = _grouped(moe_shared_expert_intermediate_size=None, **modules)
         loss = _loss(model, tokens)
         loss.backward()
@@ -242,15 +244,15 @@ def test_recompute_changes_nothing(megatron):
 
 
 def test_what_is_recomputed_counts_where_parts_are_chosen_alone(megatron):
-    """Megatron reads `recompute_modules` under the selective granularity alone."""
+    """Megatron reads `recompute_modules` only with the selective granularity."""
     _grouped(recompute_granularity=None, recompute_modules=["moe_act"])
 
 
 def test_loading_leaves_what_other_modules_keep_beside_weights(megatron):
-    """Where somebody hands the whole state dict to each module, as loaders for ZeRO-3 do."""
+    """Loaders for ZeRO-3 pass the whole state dict to each module."""
     experts = _grouped()[0].decoder.layers[1].mlp.experts
     stored = {f"experts.{name}": value for name, value in experts.state_dict().items()}
-    # SequentialMLP's layers have it, of nothing
+    # SequentialMLP's layers have this key without contents
     stored |= {"experts.local_experts.0.linear_fc1._extra_state": None, "other._extra_state": torch.ones(1)}
     missing = []
     experts._load_from_state_dict(stored, "experts.", {}, True, missing, [], [])
@@ -258,7 +260,7 @@ def test_loading_leaves_what_other_modules_keep_beside_weights(megatron):
 
 
 EP2, TP2 = {"expert_model_parallel_size": 2}, {"tensor_model_parallel_size": 2}
-# each rank's part is whole groups
+# each rank's part consists of whole groups
 SPREAD = {"sequence_parallel": True, "moe_ffn_hidden_size": 64}
 LAYOUTS = {
     "expert parallel": (EP2, {}),
@@ -268,7 +270,7 @@ LAYOUTS = {
     "all to all, dropping": (EP2, DROPPING),
     "all to all, padded": (EP2, PADDED),
     "all to all, tensor parallel": (TP2, SPREAD | ALL_TO_ALL),
-    # what surrounds experts is spread, they are whole
+    # the layers around the experts are split, the experts are whole
     "all to all, tensor and expert parallel": (
         TP2 | EP2 | {"expert_tensor_parallel_size": 1},
         SPREAD | ALL_TO_ALL,
@@ -293,17 +295,17 @@ def _two_ranks():
         tokens = torch.randint(0, VOCAB, (B, S), generator=torch.Generator().manual_seed(5 + seed))
         batches = {"text": tokens}
         if layout in ("expert parallel", "all to all"):
-            # equal tokens go to the same expert, and one rank's have none
+            # equal tokens go to the same expert, and one rank's experts have none
             batches["one expert"] = torch.full((B, S), 7)
             config = config | {"moe_router_topk": 1, "moe_router_pre_softmax": True}
         model_config = config | {"bf16": False} | sizes
         for batch, tokens in batches.items():
             kinds = [("grouped", coat_layer_spec, GROUPED), ("stock", sdpa_layer_spec, {})]
             if "tensor" in layout:
-                # over expert parallelism alone they are in test_moe.py
+                # the cases with expert parallelism only are in test_moe.py
                 kinds.append(("one after another", coat_layer_spec, {}))
             for name, spec, more in kinds:
-                # no rounding but the experts' own
+                # the only rounding is that of the experts
                 with without_rounding():
                     model = _build(spec, **(model_config | more))
                     loss = _loss(model, tokens)
@@ -352,7 +354,7 @@ RUNS = [
 def test_on_two_ranks_equals_megatrons_experts(ranks, layout, batch):
     for rank in ranks:
         grouped, stock = rank[layout, batch, "grouped"], rank[layout, batch, "stock"]
-        # a relative error of the experts' part of what the head reads
+        # a relative error of the experts' part of the input of the head
         assert abs(grouped["loss"] - stock["loss"]) < EXPERTS_FORWARD * stock["loss"]
         for name, grad in grouped["grads"].items():
             before, experts, after = name.partition(".mlp.experts.")
@@ -367,7 +369,7 @@ def test_on_two_ranks_equals_megatrons_experts(ranks, layout, batch):
 
 @pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if "tensor" in layout])
 def test_one_after_another_over_tensor_parallelism_equal_megatrons(ranks, layout):
-    # nothing is rounded: sums of as many FP32 terms as in test_moe.py in another order
+    # nothing is rounded: sums of the same number of FP32 terms as in test_moe.py, in another order
     for rank in ranks:
         ours, stock = rank[layout, "text", "one after another"], rank[layout, "text", "stock"]
         assert abs(ours["loss"] - stock["loss"]) < 1e-5
@@ -383,7 +385,7 @@ def test_on_two_ranks_they_keep_nothing_else(ranks, name):
         assert of_each == of_grouped == of_sequential and len(of_each) == 2
         assert stock - grouped == _stock_bytes(of_each) - _grouped_bytes(of_each)
         assert stock - sequential == _stock_bytes(of_each) - _sequential_bytes(of_each)
-        # of each rank's tokens as many as an expert is to take
+        # the rows of each rank for an expert, at a capacity factor of 1
         share = S * B * EXPERTS["moe_router_topk"] // EXPERTS["num_moe_experts"]
         assert name != "alltoall, padded" or of_each == [2 * share * 3 // 4] * 2
 
@@ -464,7 +466,7 @@ def test_options_of_fp8_layers_are_refused(megatron):
 
 
 def test_keep_the_format_that_is_asked_for(megatron, device):
-    """Codes of 8 bits are equal in size, not in value."""
+    """Formats of 8 bits take equal bytes but give other values."""
     gradients = []
     for saved in ("sqrt8", "e4m3"):
         _, experts = _grouped(activations=ActivationsConfig(saved_format=saved))

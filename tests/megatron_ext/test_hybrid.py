@@ -1,4 +1,5 @@
-"""Megatron's hybrid stack of this project's layers: the numbers of GPTModel, and of one rank on two."""
+"""Megatron's hybrid stack with this project's layers: the numbers of GPTModel, and two ranks give those of
+one."""
 
 import copy
 
@@ -132,12 +133,12 @@ def test_equals_gpt_model(megatron, layers, stack, pattern, config):
     kinds = set()
     for layer in hybrid.decoder.layers:
         layer.register_forward_hook(
-            # some give a pair
+            # some layers return a pair
             lambda *found: kinds.add(type(found[-1][0] if isinstance(found[-1], tuple) else found[-1]))
         )
     losses = [_loss(model, _tokens()) for model in (hybrid, gpt)]
     assert losses[0].equal(losses[1])
-    # no sum that waits for a norm leaves a layer: another stage of a pipeline may be behind it
+    # no layer returns a deferred sum: the next layer may be on another pipeline stage
     assert kinds == {torch.Tensor}
     for loss in losses:
         loss.backward()
@@ -170,5 +171,5 @@ def test_a_variant_of_attention_is_another_letter(megatron):
 
     settings = config()
     settings.experimental_attention_variant = "gdn2"
-    # that of 'G': GPTModel's layers would be of this kind, those of '*' are not
+    # for 'G': GPTModel's layers would be of this kind, those of '*' are not
     assert coat_parts(settings, experts=False).self_attention

@@ -36,7 +36,7 @@ from tests.util import rel_rms, run_distributed
 pytestmark = pytest.mark.usefixtures("megatron")
 
 Q, KV, WIDTH, POSITIONS = 64, 48, 32, 16
-# as in DeepSeek-V3: value heads narrower than those of queries, and a softmax scale of YaRN's
+# as in DeepSeek-V3: value heads narrower than query heads, and YaRN's softmax scale
 LATENT = {
     "multi_latent_attention": True,
     "q_lora_rank": Q,
@@ -54,11 +54,11 @@ VARIANTS = {
     "no-norms": LATENT | {"qk_layernorm": False},
     "gpt": LATENT | GPT,
 }
-# heads of one width, which torch's fused attention wants on a CPU
+# heads of one width, as torch's fused attention requires on a CPU
 EQUAL = LATENT | {"qk_head_dim": WIDTH - POSITIONS}
 
 # Roundings to E4M3 and to E5M2 between a result and exact arithmetic, counted as in test_layer.py. Queries,
-# keys and values have two more roundings, of the compressed tensors and of the weights behind them:
+# keys and values have two more roundings, of the compressed tensors and of the up projections' weights:
 #   compressed: norm output, weight          2   q, k, v: + norm output, weight            4
 #   projection: + attention, weight          6   gate, up: + norm output, weight           8
 #   product: of gate and up                 16
@@ -86,7 +86,8 @@ LONGEST = (33, 5)
 
 
 class StockAttention(DotProductAttention):
-    """Megatron's attention, which computes with narrower value heads, but does not take their width."""
+    """Megatron's attention, which computes with narrower value heads, but does not accept their width as an
+    argument."""
 
     def __init__(self, *args, k_channels=None, v_channels=None, **kwargs):
         super().__init__(*args, **kwargs)
@@ -114,12 +115,12 @@ def test_gradients_against_the_bf16_layer(device, variant):
     e4m3, e5m2 = (rounding_error(t, device) for t in (torch.float8_e4m3fn, torch.float8_e5m2))
     for name, exact in bf16.items():
         n, m = ROUNDINGS.get(name, LONGEST)
-        # the ratio of two root mean squares spreads by 1 / sqrt(N): three times that. GELU's derivative, of
-        # which the inputs are rounded, enlarges errors twice at most
+        # the ratio of two root mean squares spreads by 1 / sqrt(N): three times that. GELU's derivative at
+        # rounded inputs enlarges errors by a factor of at most two
         bound = (n * e4m3**2 + m * e5m2**2) ** 0.5 * (1 + 3 / exact.numel() ** 0.5) * (1 + (variant == "gpt"))
         error = rel_rms(coat[name], exact)
         assert error < bound, (name, error, bound)
-        # FP8 was at work; biases are in y as they are
+        # the layers did compute in FP8; biases are added to y without rounding
         assert error > e4m3 / 2 or exact.ndim != 2, (name, error)
 
 
@@ -146,9 +147,9 @@ def both_without_rounding(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_equals_megatrons_own_layer_without_rounding(variant):
-    """Megatron's modules alone, its attention that keeps the scores among them.
+    """Against Megatron's modules only, including its attention, which saves the scores.
 
-    In a process that sees no GPU: FP8 GEMMs of a GPU take no FP32 numbers for codes.
+    In a process that sees no GPU: FP8 GEMMs of a GPU accept no FP32 numbers as codes.
     """
     ((coat, own),) = run_distributed(both_without_rounding, 1, variant)
     unused = {name for name in own if own[name] is None}
@@ -185,8 +186,8 @@ def test_saved_bytes_equal_the_arithmetic(device):
         return found
 
     assert kept - of(ActivationsConfig(attention_format="sqrt8")) == (2 - 1.0625) * 4 * HEADS * WIDTH
-    # behind the projections up nothing is kept, and Megatron keeps what goes in: both normed tensors, and the
-    # positions as a part of the tensor that they were split from; and each layer its angles
+    # after the up projections nothing is saved. Megatron saves their inputs: both normed tensors, and the
+    # positions as a part of the tensor that they were split from. Each layer saves its angles
     recomputed = of(recompute_granularity="selective", recompute_modules=["mla_up_proj"])
     gone = 2 * 3 * HEADS * WIDTH + 2 * 2 * POSITIONS * 2 / B + 4 * 4 / tokens
     assert kept - recomputed == gone - 2 * (Q + KV + KV + POSITIONS) - 4 * POSITIONS / B
@@ -207,8 +208,8 @@ def test_recompute_changes_nothing_else(device, recompute):
     assert again.equal(loss)
     for name, grad in grads.items():
         if "mla_up_proj" in recompute.get("recompute_modules", ()) and "_up_proj" in name:
-            # its input is the norm's output, not what the norm's kept input gives: one rounding of that, and
-            # one of each result as it enters the product
+            # the input is the norm's output, not one rebuilt from the norm's saved input: one rounding of the
+            # saved input, and one of each result as it enters the GEMM
             assert rel_rms(recomputed[name], grad) < 3**0.5 * rounding_error(torch.float8_e4m3fn, device)
         else:
             assert recomputed[name].equal(grad), name
@@ -238,8 +239,8 @@ def test_parts_and_checkpoints_are_megatrons(device):
 
 
 def test_a_small_deepseek_learns_as_in_bf16(device):
-    """One dense layer, one with routed experts and a shared one, in Megatron's data parallel wrapper, which
-    takes weight gradients from `main_grad`."""
+    """One dense layer, and one with routed experts and a shared expert, in Megatron's data parallel wrapper,
+    which takes weight gradients from `main_grad`."""
     losses = []
     for spec in (coat_layer_spec, sdpa_layer_spec):
         model = build(spec, HEADS, 2, **LATENT, **EXPERTS)
@@ -262,12 +263,12 @@ def test_a_small_deepseek_learns_as_in_bf16(device):
     coat, bf16 = losses
     fallen = bf16[0] - bf16[-1]
     assert fallen > 1
-    # The gradients above are off by at most e = 0.2 of themselves, in directions of no meaning: a step falls
-    # by as much, but for the curvature along the error, e^2 of it.
+    # The gradients above are off by at most e = 0.2 of themselves, in random directions: a step lowers the
+    # loss equally, except for the curvature along the error, e^2 of it.
     assert (coat - bf16).abs().max() < 0.2**2 * fallen
 
 
-# the second since megatron-core 0.18
+# the second option exists since megatron-core 0.18
 @pytest.mark.parametrize("option", ["cache_mla_latents", "mla_down_proj_fusion"])
 def test_options_that_layers_do_not_have(option):
     config = build(coat_layer_spec, HEADS, **LATENT).config
@@ -286,7 +287,7 @@ def test_norms_that_megatron_leaves_to_transformer_engine():
 
 
 def test_what_cancels_is_added_up_exactly():
-    """As of queries, keys and values of plain attention: the gradients of their weights alone."""
+    """As with queries, keys and values of plain attention: only the gradients of their weights."""
     activations = ActivationsConfig(fast_accumulation="all")
     attention = (
         build(coat_layer_spec, HEADS, activations=activations, **LATENT).decoder.layers[0].self_attention
@@ -326,7 +327,7 @@ def test_attention_that_it_does_not_have():
             **LATENT,
         )
     config = build(coat_layer_spec, HEADS, **LATENT).config
-    # not to its constructor, which wants Transformer Engine's environment
+    # not through its constructor, which needs Transformer Engine's environment
     config.attention_backend = AttnBackend.flash
     arguments = {"layer_number": 1, "attn_mask_type": AttnMaskType.causal, "attention_type": "self"}
     SDPACoreAttention(config, **arguments, k_channels=32, v_channels=32)

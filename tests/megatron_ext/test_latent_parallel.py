@@ -13,7 +13,7 @@ from tests.megatron_ext.test_parallel import whole, without_rounding
 from tests.util import rel_rms, run_distributed
 
 S, B, VOCAB, H, HEADS = 32, 2, 64, 64, 4
-# a rank's part of each projection is whole groups, as it is on one rank
+# a rank's part of each projection consists of whole groups, as on one rank
 LATENT = {
     "multi_latent_attention": True,
     "q_lora_rank": 64,
@@ -95,7 +95,7 @@ def test_equals_one_rank(runs, case):
     for rank in ranks:
         found = rank[case]
         assert found["places"] == expected["places"]
-        # as in test_parallel.py, where the roundings are fewer by half
+        # as in test_parallel.py, which has half the roundings
         bound = 1e-5 if exact else 3e-2
         assert abs(found["loss"] - expected["loss"]) < bound * expected["loss"]
         assert found["grads"].keys() == expected["grads"].keys()
@@ -111,7 +111,8 @@ def test_ranks_agree_bitwise_on_what_they_share(runs):
 
 
 def test_which_gradients_are_summed_under_deepspeed(runs):
-    """Without sequence parallelism every norm sees all tokens, and that of queries no heads."""
+    """Without sequence parallelism every norm sees all tokens, and the norm of queries is before the split
+    into heads."""
     _, _, (first, _) = runs
     assert first[2, False, "v3"]["summed"] == []
     norms = [

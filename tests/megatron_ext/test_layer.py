@@ -44,15 +44,14 @@ from tests.util import rel_rms, run_distributed
 pytestmark = pytest.mark.usefixtures("megatron")
 
 
-# How many roundings to E4M3 and to E5M2 lie between a result and exact arithmetic. Each adds its error
-# independently, hence squares add; matrix products, norms, averages over keys and sums with the exact
-# residual pass a relative error on without enlarging it, and scores this close to zero do not feel the errors
-# of q and k.
+# The number of roundings to E4M3 and to E5M2 between exact arithmetic and a result. Their errors are
+# independent, so squares add. GEMMs, norms, averages over keys and sums with the exact residual pass a
+# relative error on without enlarging it. Scores this close to zero do not depend on the errors of q and k.
 #   q, k, v: norm output, weight            2   attention (of v)                        2
 #   projection: + attention, weight         4   residual and norm                       4
 #   gate, up: + norm output, weight         6   product: of gate and up                12
-# kept values are one rounding further, and rebuilt ones that enter a product two; backward each gradient
-# enters a product through E5M2:
+# Saved values have one rounding more, and values that are rebuilt for a GEMM two. In backward each gradient
+# is rounded to E5M2 before a GEMM:
 #   fc2.weight: product 12 + 2 + 1                   15, 1
 #   d product: weight                                 1, 1   d gate, d up: kept up, gate (6 + 1)        8, 1
 #   fc1.weight: 8 + norm output (4 + 2)              14, 2   d norm: weight                             9, 2
@@ -77,12 +76,13 @@ ROUNDINGS = {
 def test_gradients_against_the_bf16_layer(device, seed, groups):
     models = [build(spec, groups, seed=seed) for spec in (coat_layer_spec, sdpa_layer_spec)]
     torch.manual_seed(seed)
-    # far from 1, so that forgetting the norms' weights shows
+    # far from 1, so that a result without the norms' weights differs visibly
     for norm in ("input_layernorm", "pre_mlp_layernorm"):
         weight = 1 + 0.5 * torch.randn(H)
         for model in models:
             getattr(model.decoder.layers[0], norm).weight.data.copy_(weight)
-    # small next to what the branches add: their errors show and do not drown in BF16's of the residual
+    # small next to the outputs of the branches, so that BF16's errors of the residual do not hide their
+    # errors
     x, grad = (0.01 * torch.randn(S, B, H)).bfloat16().to(device), torch.randn(S, B, H).bfloat16().to(device)
     results = []
     for model in models:
@@ -103,7 +103,7 @@ def test_gradients_against_the_bf16_layer(device, seed, groups):
         for name, (n, m) in ROUNDINGS.items()
     }
     assert all(errors[name] < bounds[name] for name in ROUNDINGS), (errors, bounds)
-    # FP8 was at work: each result has at least one rounding of one operand in it
+    # the layers did compute in FP8: each result has at least one rounding of one operand
     assert all(error > e4m3 / 2 for error in errors.values()), errors
 
 
@@ -115,7 +115,7 @@ def test_saved_bytes_equal_the_arithmetic(device, groups):
     coat, bf16 = (saved_bytes(model, lambda model=model: model(*batch(device))) for model in models)
     kv = groups * D
     expected = (
-        # two norm inputs, gate and up: FP8 and one byte of exponent in groups of 16
+        # two norm inputs, gate and up: FP8, and one byte of exponent in groups of 16
         2 * 1.0625 * H
         + 2 * 1.0625 * FFN
         # q, the output, k and v in BF16
@@ -132,7 +132,7 @@ def test_saved_bytes_equal_the_arithmetic(device, groups):
         assert 2 * (2 * H + 2 * kv) + 2 * 1.0625 * H + 2 * 1.0625 * FFN == H * (2 * 1.0625 + 8) + 2.125 * FFN
     assert coat.per_token_and_layer == expected
     assert (coat.layers, coat.tokens) == (layers, S * B)
-    # a BF16 layer keeps at least two norm inputs, their outputs, gate, up, the product, q, k, v and the
+    # a BF16 layer saves at least two norm inputs, their outputs, gate, up, their product, q, k, v and the
     # attention output
     assert bf16.per_token_and_layer >= 2 * (4 * H + 3 * FFN + 2 * H + 2 * kv)
 
@@ -141,9 +141,10 @@ def test_saved_bytes_equal_the_arithmetic(device, groups):
     ("recompute", "other"),
     [
         ({"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}, None),
-        # linear_proj then keeps attention's output in FP8: the codes it would make in backward
+        # linear_proj then saves attention's output in FP8: the codes that it would compute in backward
         ({"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}, None),
-        # linear_fc1 then sees the norm's output itself, and not what the norm's kept input gives
+        # the input of linear_fc1 is then the norm's output itself, not one rebuilt from the norm's saved
+        # input
         ({"recompute_granularity": "selective", "recompute_modules": ["mlp"]}, "mlp.linear_fc1.weight"),
     ],
     ids=["full", "core_attn", "mlp"],
@@ -156,7 +157,7 @@ def test_recompute_changes_nothing_else(device, recompute, other):
         if other is None or other not in name:
             assert torch.equal(recomputed[name], grad), name
         else:
-            # one rounding of the kept input, and one of each result as it enters the product
+            # one rounding of the saved input, and one of each result as it enters the GEMM
             assert rel_rms(recomputed[name], grad) < 3**0.5 * rounding_error(torch.float8_e4m3fn, device)
 
 
@@ -174,7 +175,7 @@ def test_frozen_weights_get_no_gradient_and_keep_no_input(device):
     _, now = loss_and_grads(model, device)
     for name, grad in now.items():
         assert grad is None if name in frozen else torch.equal(grad, grads[name]), name
-    # nothing more is kept than before, and a linear layer by itself keeps no input at all
+    # no additional tensors are saved, and a separate linear layer saves no input at all
     assert saved_bytes(model, lambda: model(*batch(device))).total <= everything.total
     x = torch.randn(S, B, H, dtype=torch.bfloat16, device=device, requires_grad=True)
     kept = saved_bytes([layer.self_attention.linear_qkv], lambda: layer.self_attention.linear_qkv(x))
@@ -193,18 +194,18 @@ def test_layers_hold_on_to_nothing_after_forward(device):
         kept.append(weakref.ref(origin_of(y).tensors[0]))
         return y
 
-    # a forward hook of the user's would drop the origin
+    # a forward hook of a user would drop the origin
     norm.forward = watched
     layer(x, attention_mask=None)
     del norm.forward
-    # neither the layer, nor the input that its norm handed on, holds what backward would have needed
+    # neither the layer nor the input that its norm passed on keeps the tensors for backward alive
     assert len(kept) == 1 and kept[0]() is None
     with torch.no_grad():
         assert origin_of(norm(x)) is None and take_stand_in(x) is x
 
 
 def test_block_reaches_the_layers(device):
-    """Larger groups keep fewer exponents; E4M3 gradients have half the rounding error of E5M2."""
+    """Larger groups save fewer exponents; E4M3 gradients have half the rounding error of E5M2."""
     models = {
         name: build(coat_layer_spec, activations=activations)
         for name, activations in (
@@ -214,7 +215,7 @@ def test_block_reaches_the_layers(device):
         )
     }
     kept = {name: saved_bytes(m, lambda m=m: m(*batch(device))) for name, m in models.items()}
-    # the scales that gradients are quantized with
+    # the scales with which gradients are quantized
     of_gradients = {
         name: {m._grad_scale.fmt for m in model.modules() if hasattr(m, "_grad_scale")}
         for name, model in models.items()
@@ -239,7 +240,7 @@ def test_norm_is_megatrons_rms_norm(device):
     gamma = torch.randn(48, device=device)
     for zero_centered in (False, True):
         norm = CoatNorm(config(layernorm_zero_centered_gamma=zero_centered), 48, eps=1e-3).to(device)
-        # as built it multiplies by 1
+        # the weight is 1 after the build
         expected = F.rms_norm(x.float(), (48,), None, 1e-3)
         # BF16 rounds to half a step of 2^-8 of the value
         assert rel_rms(norm(x), expected) < 2**-8 / 3**0.5
@@ -277,7 +278,7 @@ def test_unsupported_options_are_named(overrides, text):
     [
         ("fp4", "e2m1", "--fp4-format is not supported"),
         ("moe_grouped_gemm", True, "sdpa_layer_spec: --moe-grouped-gemm is not supported"),
-        # of Megatron's own latent attention, whose gradients are wrong there
+        # Megatron's own latent attention, whose gradients are wrong there
         ("multi_latent_attention", True, "--tensor-model-parallel-size is 2.*coat_layer_spec"),
     ],
 )
@@ -285,7 +286,7 @@ def test_what_megatrons_own_layers_lack_is_named(field, found, text):
     settings = config(tensor_model_parallel_size=2, num_moe_experts=2)
     sdpa_parts(settings, experts=True)
     for name, value in {"cache_mla_latents": False, field: found}.items():
-        # not to the constructor, which wants Transformer Engine
+        # not through its constructor, which needs Transformer Engine
         setattr(settings, name, value)
     with pytest.raises(ValueError, match=text):
         sdpa_parts(settings, experts=True)
@@ -311,7 +312,7 @@ VARIANTS = {
         "gated_linear_unit": False,
         "bias_activation_fusion": False,
     },
-    # large beside what is under the root, so that another one shows
+    # epsilon is large compared with the mean square, so that another epsilon changes the result
     "qk-norm": {"qk_layernorm": True, "layernorm_epsilon": 0.1},
     "qk-norm-turned-by-megatron": {"qk_layernorm": True, "rotary_interleaved": True},
     "qk-norm-gpt": GPT | {"qk_layernorm": True},
@@ -340,12 +341,12 @@ def test_other_layers_against_bf16(device, variant):
     assert coat.keys() == bf16.keys()
     e4m3, e5m2 = (rounding_error(t, device) for t in (torch.float8_e4m3fn, torch.float8_e5m2))
     for name, exact in bf16.items():
-        # no longer way than in the table above: at most 21 roundings to E4M3 and 4 to E5M2, and twice that
-        # where the derivative of an activation, of which the inputs are rounded, enlarges them
+        # no more roundings than in the table above: at most 21 to E4M3 and 4 to E5M2, and twice that because
+        # the derivative of an activation at rounded inputs enlarges them
         assert rel_rms(coat[name], exact) < 2 * (21 * e4m3**2 + 4 * e5m2**2) ** 0.5, name
 
 
-# what Megatron's own path is taken for, or a pass of ours that it must equal: options, and angles
+# cases that take Megatron's own path, or a path of ours that must give the same: options and angles
 POSITIONS = {
     "plain": ({}, lambda angles: angles),
     "behind norms": ({"qk_layernorm": True}, lambda angles: angles),
@@ -365,23 +366,23 @@ def test_queries_and_keys_are_turned_as_megatrons(device, kind):
     options, angles_of = POSITIONS[kind]
     norms = {name: options.get(name, False) for name in ("qk_layernorm", "qk_l2_norm")}
     stock = get_gpt_layer_local_spec(normalization="RMSNorm", **norms)
-    # its own draws its mask on the GPU
+    # Megatron's own attention makes its mask on the GPU
     stock.submodules.self_attention.submodules.core_attention = SDPACoreAttention
     x, seen = torch.randn(S, B, H, generator=torch.Generator().manual_seed(0)).bfloat16().to(device), []
     for spec in (coat_layer_spec, sdpa_layer_spec, stock):
         model = build(spec, **options)
         attention = model.decoder.layers[0].self_attention
         torch.manual_seed(0)
-        # megatron-core 0.19 has none but where they are asked for
+        # megatron-core 0.19 has these norms only with the option for them
         for norm in filter(None, (attention.q_layernorm, attention.k_layernorm)):
             for weight in norm.parameters():
                 weight.data.add_(0.3 * torch.randn(D).to(weight))
         if kind == "scaled":
-            # as pretrain_gpt.py notes it for --position-embedding-type yarn
+            # pretrain_gpt.py sets this for --position-embedding-type yarn
             attention.config.yarn_rotary_scaling_factor = 8.0
         attention.core_attention.register_forward_pre_hook(lambda _, args: seen.append(args[:2]))
         attention(x, None, rotary_pos_emb=angles_of(model.rotary_pos_emb(S)))
-    # the input and the weight are rounded, to E4M3 and as all here to BF16
+    # the input and the weight are rounded, to E4M3 and to BF16
     bound = 2**0.5 * rounding_error(torch.float8_e4m3fn, device) + 2**-8
     *ours, megatrons = seen
     for queries_and_keys in ours:
@@ -398,7 +399,7 @@ def test_attention_in_fp8_keeps_fewer_bytes(device, dropout):
         kept[form] = saved_bytes(model, lambda model=model: model(*batch(device))).per_token_and_layer
         loss_and_grads(model, device)
     fewer = kept["bf16"] - kept["sqrt8"]
-    # q and the output have H channels, k and v half as many; with dropout CPUs keep scores, too
+    # q and the output have H channels, k and v half that number; with dropout CPUs also save the scores
     assert fewer > 0 if dropout else fewer == (2 - 1.0625) * (2 * H + 2 * H // 2)
 
 
@@ -409,9 +410,9 @@ def test_weight_cache_changes_nothing_else(device):
     assert cached_weight_bytes(model) == 0
     again, cached = loss_and_grads(model, device)
     assert again.equal(loss) and all(cached[name].equal(grads[name]) for name in grads)
-    # the largest magnitude, and beside the codes in two layouts the scale
+    # codes in two layouts, the largest magnitude and the scale
     linears = [m.weight.numel() for m in model.modules() if isinstance(m, LINEARS)]
-    # fc2's is the last
+    # fc2's weight is the last
     assert len(linears) == 4 and linears[-1] == H * FFN
     assert cached_weight_bytes(model) == sum(2 * n + 8 for n in linears)
     # a layer that falls back holds no copies
@@ -432,7 +433,7 @@ def test_a_feed_forward_layer_takes_megatrons_arguments():
 
 
 def both_gelus(fused):
-    """What the feed-forward layers of COAT and of Megatron make of the same input without rounding."""
+    """The outputs of the feed-forward layers of COAT and of Megatron for the same input, without rounding."""
     config = GPT | {"bias_activation_fusion": fused, "bf16": False}
     x = 4 * torch.randn(S, B, H, generator=torch.Generator().manual_seed(1))
     ys = []
@@ -446,9 +447,9 @@ def both_gelus(fused):
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_gelu_is_megatrons(fused):
-    """Its fused one is the approximation by tanh, the other is exact; they differ by 3e-5 here.
+    """Megatron's fused GELU is the approximation by tanh, its other GELU is exact; they differ by 3e-5 here.
 
-    In a process that sees no GPU: FP8 GEMMs of a GPU take no FP32 numbers for codes.
+    In a process that sees no GPU: FP8 GEMMs of a GPU accept no FP32 numbers as codes.
     """
     (ys,) = run_distributed(both_gelus, 1, fused)
     # sums of at most FFN FP32 terms in another order

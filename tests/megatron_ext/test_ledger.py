@@ -1,4 +1,4 @@
-"""The ledger counts bytes that can be counted by hand."""
+"""The ledger's byte counts equal counts by hand."""
 
 import ctypes
 
@@ -11,7 +11,7 @@ S, B, H = 6, 2, 8
 
 
 class Layer(torch.nn.Module):
-    """Keeps what `keep(x)` multiplies x by, and its weight."""
+    """Multiplies x by `keep(x)` and by its weight, and saves both factors."""
 
     def __init__(self, keep):
         super().__init__()
@@ -33,7 +33,7 @@ def count(*layers: Layer):
 
 
 def test_counts_storages_once_and_whole():
-    # a layer keeps its input and the factor; the product with the weight is kept by no one
+    # a layer saves its input and the factor; the product with the weight is not saved
     own = S * B * H * 4
     found = count(*(Layer(lambda x: torch.ones(S, B, H)) for _ in range(3)))
     assert found.total == 3 * (own + own)
@@ -44,7 +44,7 @@ def test_counts_storages_once_and_whole():
     found = count(*(Layer(lambda x: table) for _ in range(3)))
     assert found.total == 3 * own + table.nbytes
 
-    # a view keeps everything behind it
+    # a view keeps its whole storage
     found = count(Layer(lambda x: torch.ones(10, S, B, H)[0]))
     assert found.total == own + 10 * own
 
@@ -56,13 +56,13 @@ def test_does_not_count_parameters_or_what_others_keep():
     def run():
         return layer(large.exp()[: S * B * H].view(S, B, H))
 
-    # the input is a view of the 1000 results of exp, which exp keeps anyway
+    # the input is a view of the 1000 results of exp, which exp saves anyway
     assert saved_bytes([layer], run).total == 1000 * 4 + 4
     large.grad = None
 
 
 class Keeps(torch.autograd.Function):
-    """Saves `kept` and reads nothing of it."""
+    """Saves `kept` and does not read it."""
 
     @staticmethod
     def forward(ctx, x, kept):
@@ -77,7 +77,7 @@ def test_an_address_that_was_emptied_and_used_again_counts():
     with saved.counting():
         Keeps.apply(factor, first)
         assert saved.nbytes == first.nbytes
-        # as Megatron's recompute does with what it makes again in backward
+        # Megatron's recompute does this with tensors that it recomputes in backward
         first.untyped_storage().resize_(0)
         Keeps.apply(factor, second)
     assert saved.nbytes == second.nbytes

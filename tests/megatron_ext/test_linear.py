@@ -1,4 +1,4 @@
-"""Megatron's parallel linear layers in FP8: gradients that go into main_grad, biases, sizes and options."""
+"""Megatron's parallel linear layers in FP8: gradients added to main_grad, biases, sizes and options."""
 
 from unittest import mock
 
@@ -40,7 +40,7 @@ def test_gradients_go_into_megatrons_main_grad(device, overlap):
         for name, parameter in model.named_parameters():
             assert parameter.grad is None
             assert parameter.main_grad.dtype == torch.float32
-            # added once a pass, not once by us and again by Megatron
+            # added once per pass by our code, and not again by Megatron
             assert torch.equal(parameter.main_grad, passes * expected[name].float()), name
         for module in (
             m for m in model.modules() if isinstance(m, CoatColumnParallelLinear | CoatRowParallelLinear)
@@ -69,26 +69,26 @@ def test_fast_sums_go_into_main_grad_unrounded(device, dtype, modules):
     weight = model.decoder.layers[0].mlp.linear_fc1.weight
     model.decoder.layers[0].mlp.linear_fc1._formats = LinearFormats(fast_weight_grad=True)
     if modules:
-        # somebody looks at one, so that each is called
+        # one hooked module, so that all modules are called
         model.decoder.layers[0].mlp.register_forward_hook(lambda *_: None)
     _, expected = loss_and_grads(model, device)
     model.zero_grad()
     weight.main_grad, weight.grad_added_to_main_grad = torch.zeros_like(weight, dtype=dtype), False
     loss = model(*batch(device), labels=batch(device)[0]).mean()
-    # Megatron may hand out other buffers between forward and backward
+    # Megatron may assign other buffers between forward and backward
     first, weight.main_grad = weight.main_grad, torch.zeros_like(weight, dtype=dtype)
     loss.backward()
     (fc1,) = (grad for name, grad in expected.items() if name.endswith("linear_fc1.weight"))
     assert first.count_nonzero() == 0
     assert weight.main_grad.bfloat16().equal(fc1)
-    # a GPU's kernel would be too large for this one
+    # a GPU rounds, since this case is too small for its kernel
     unrounded = dtype == torch.float32 and device.type == "cpu"
     assert weight.main_grad.equal(fc1.to(dtype)) != unrounded
     assert weight.grad.shape == weight.shape and weight.grad.dtype == weight.dtype
 
 
 def test_a_gradient_that_is_added_again_is_zero(device, monkeypatch):
-    """Megatron adds what autograd returns as well where `zero_out_wgrad` is set."""
+    """With `zero_out_wgrad` Megatron also adds the gradient that autograd returns."""
     empty_like = torch.empty_like
     monkeypatch.setattr(torch, "empty_like", lambda *args, **rest: empty_like(*args, **rest).fill_(1))
     model = build(coat_layer_spec)
@@ -102,7 +102,7 @@ def test_a_gradient_that_is_added_again_is_zero(device, monkeypatch):
 
 @pytest.mark.parametrize("marks", [{}, {"grad_added_to_main_grad": False, "__fsdp_param__": True}], ids=list)
 def test_gradients_that_others_collect_stay_autograds(device, marks):
-    """Megatron's FSDP has `main_grad`, too, and other frameworks have it without the rest."""
+    """Megatron's FSDP also has `main_grad`, and other frameworks have it without the other attributes."""
     model = build(coat_layer_spec)
     _, expected = loss_and_grads(model, device)
     weight = model.decoder.layers[0].mlp.linear_fc1.weight
@@ -129,7 +129,7 @@ def test_gradient_accumulation_fusion_needs_no_apex(device):
             layer.zero_grad()
             layer(x.requires_grad_(), attention_mask=None)[0].backward(grad)
         results.append({n: p.main_grad if fused else p.grad for n, p in weights.items()})
-        # what Megatron's own layers read
+        # attributes that Megatron's own layers read
         assert layer.mlp.linear_fc1.config is settings and settings.gradient_accumulation_fusion == fused
     once, twice = results
     assert len(twice) == 4 and all(torch.equal(twice[n], 2 * once[n].float()) for n in twice)
@@ -161,7 +161,7 @@ def test_linear_bias(device, cls, skip_bias_add):
     y, bias = module(x)
     assert (bias is module.bias) if skip_bias_add else (bias is None)
     expected = x.float() @ module.weight.float().t() + (0 if skip_bias_add else module.bias.float())
-    # two operands rounded to E4M3, and the result to BF16; three deviations of so many samples on top
+    # two operands rounded to E4M3, and the result to BF16; plus three deviations for a sample of this size
     bound = (2 * rounding_error(torch.float8_e4m3fn, device) ** 2 + 2**-16) ** 0.5
     assert rel_rms(y, expected) < bound * (1 + 3 / y.numel() ** 0.5)
 
@@ -169,7 +169,7 @@ def test_linear_bias(device, cls, skip_bias_add):
 def test_megatrons_own_graphs_are_refused():
     settings = config()
     for implementation in ("local", "transformer_engine"):
-        # Megatron records graphs with Transformer Engine's random states or on a GPU only
+        # Megatron records graphs only with Transformer Engine's random states or on a GPU
         settings.cuda_graph_impl = implementation
         with pytest.raises(ValueError, match=f"--cuda-graph-impl {implementation} .*activations.cuda_graphs"):
             linear(CoatColumnParallelLinear, outputs=32, settings=settings)
@@ -216,7 +216,8 @@ def _sizes_on_two_ranks():
     found = []
     with mock.patch("torch.cuda.is_available", lambda: True):
         for sizes in ({"outputs": 48}, {"inputs": 48}):
-            # what a column-parallel layer reads, and a row-parallel one gives, is whole on each rank
+            # the input of a column-parallel layer and the output of a row-parallel layer are whole on each
+            # rank
             for cls in (CoatColumnParallelLinear, CoatRowParallelLinear):
                 try:
                     linear(cls, **sizes)
@@ -235,7 +236,7 @@ def test_sizes_are_those_of_a_ranks_part():
 
 
 def test_products_of_another_type_are_refused(device):
-    """Newer Megatron may ask for them; FP8 products are of the type of the input."""
+    """Newer versions of Megatron can request another dtype; FP8 GEMMs return the dtype of the input."""
     module = linear(CoatColumnParallelLinear, name="fc1").to(device)
     x = torch.randn(4, 2, H, dtype=torch.bfloat16, device=device)
     given = {"input": x, "weight": module.weight}

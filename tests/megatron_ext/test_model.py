@@ -1,4 +1,4 @@
-"""Model shapes, GPT models under both specs, Megatron's own way to a spec, and checkpoints."""
+"""Model shapes, GPT models with both specs, Megatron's own lookup of a spec, and checkpoints."""
 
 import copy
 import dataclasses
@@ -42,10 +42,11 @@ def test_shipped_shapes():
     assert SHAPE == ModelShape(4, 128, 352, 4, 2)
     shape = load_shape(CONFIGS / "model_125m.json")
     assert shape == ModelShape(12, 768, 2048, 12, 4)
-    # "125M" counts tied embeddings of GPT-2's size, 50304 x 768; here the layers and one such matrix
+    # the name "125M" counts tied embeddings of GPT-2's size, 50304 x 768; here: the layers and one such
+    # matrix
     assert 110e6 < 12 * parameters_of_a_layer(shape) + 50304 * 768 < 140e6
     for path in CONFIGS.glob("model_*.json"):
-        # FP8 matrix products on a GPU want multiples of 16
+        # FP8 GEMMs on a GPU need multiples of 16
         shape = load_shape(path)
         kv = shape.hidden_size // shape.num_attention_heads * shape.num_query_groups
         assert not any(
@@ -86,7 +87,7 @@ def test_shape_files_must_hold_a_json_object(tmp_path):
         path.write_text(content)
         with pytest.raises(ValueError, match=text):
             load_shape(path)
-    # defaults may be left out, and an integer is a fine float
+    # defaults may be omitted, and an integer is valid as a float
     path.write_text(
         json.dumps(
             {**dict.fromkeys(("num_layers", "hidden_size", "ffn_hidden_size"), 2)}
@@ -145,7 +146,7 @@ def pickled(config):
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, replaced, pickled])
 def test_copies_of_a_config_have_what_it_was_told(copied):
-    """As Megatron makes them for shared experts and for fewer groups of keys than ranks."""
+    """Megatron copies the config for shared experts, and when there are fewer groups of keys than ranks."""
     told, config = ActivationsConfig(group_size=32), build(coat_layer_spec).config
     set_activations(config, told)
     other = copied(config)
@@ -156,7 +157,7 @@ def test_copies_of_a_config_have_what_it_was_told(copied):
 
 @pytest.mark.parametrize("name", ["coat_layer_spec", "sdpa_layer_spec"])
 def test_megatron_finds_the_specs_by_name(name):
-    # what `--spec megatron_ext.layer_specs <name>` does
+    # the code of `--spec megatron_ext.layer_specs <name>`
     spec = import_module(["megatron_ext.layer_specs", name])
     layers = build(spec).decoder.layers
     assert len(layers) == SHAPE.num_layers and all(type(layer) is spec.module for layer in layers)
@@ -164,7 +165,7 @@ def test_megatron_finds_the_specs_by_name(name):
 
 
 def test_stock_checkpoints_load_and_go_back(device):
-    # megatron_ext's specs against Megatron's own local spec, untouched
+    # megatron_ext's specs against Megatron's own unmodified local spec
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
     stock = build(get_gpt_layer_local_spec(normalization="RMSNorm"), seed=1)
@@ -191,10 +192,10 @@ def test_loss_at_the_start_is_that_of_bf16(device):
     assert coat.dtype == torch.float32 and coat.shape == (B, S)
     assert not torch.equal(coat, bf16)
     # The final norm's output has mean square 1 in each of 128 channels; logits are its products with weights
-    # of deviation 0.02, so of deviation 0.02 sqrt(128) = 0.23. A layer's result carries 14 roundings of 0.026
-    # each (test_layer.py), 0.1 in all, and so at most does the sum of layers with the exact residual. A
-    # token's loss is off by the error of its label's logit less the mean error of all: 0.023. The mean of 128
-    # tokens is off by 0.023 / sqrt(128); four times that is allowed.
+    # of deviation 0.02, so they have a deviation of 0.02 sqrt(128) = 0.23. A layer's result has 14 roundings
+    # of 0.026 each (test_layer.py), 0.1 in total, and the sum of layers with the exact residual has at most
+    # that. The error of a token's loss is the error of its label's logit minus the mean error of all logits:
+    # 0.023. The error of the mean of 128 tokens is 0.023 / sqrt(128); four times that is allowed.
     sigma = 0.02 * 128**0.5 * 14**0.5 * 0.026
     assert (coat - bf16).square().mean().sqrt() < sigma
     assert abs(coat.mean() - bf16.mean()) < 4 * sigma / (B * S) ** 0.5

@@ -1,4 +1,4 @@
-"""Mixtures of FP8 experts over two expert-parallel ranks, against Megatron's own on the same weights."""
+"""Mixtures of FP8 experts over two expert-parallel ranks, against Megatron's own with the same weights."""
 
 import contextlib
 import dataclasses
@@ -31,9 +31,9 @@ EXPERTS = {
     "moe_layer_freq": [0, 1],
     "moe_token_dispatcher_type": "allgather",
 }
-# of two experts each token takes one
+# two experts, and each token takes one
 EACH_ONE = {"num_moe_experts": 2, "moe_router_topk": 1, "moe_router_pre_softmax": True}
-# Megatron's fused GELU takes no weights of the router, its shared experts no biases
+# Megatron's fused GELU takes no weights of the router, and its shared experts have no biases
 GPT = {
     "normalization": "LayerNorm",
     "activation_func": F.gelu,
@@ -43,11 +43,11 @@ GPT = {
     "moe_shared_expert_intermediate_size": None,
 }
 ALL_TO_ALL = {"moe_token_dispatcher_type": "alltoall"}
-# experts drop the tokens that are too many for them
+# experts drop tokens above their capacity
 DROPPING = ALL_TO_ALL | {"moe_expert_capacity_factor": 0.75}
-# and take others, of weight zero, where they have too few
+# and are padded with tokens of weight zero below it
 PADDED = DROPPING | {"moe_pad_expert_input_to_capacity": True}
-# messages between ranks are sent again in backward
+# backward repeats the messages between ranks
 RECOMPUTED = ALL_TO_ALL | {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
 ROUTED = "decoder.layers.1.mlp.experts.local_experts"
 
@@ -78,7 +78,7 @@ def _measure(exact):
     initialize_model_parallel(expert_model_parallel_size=RANKS)
     generator = torch.Generator().manual_seed(5 + dist.get_rank())
     text = torch.randint(0, VOCAB, (B, S), generator=generator)
-    # of equal tokens each goes to the same expert, and one rank's has none
+    # equal tokens go to the same expert, and the experts of one rank have none
     equal = torch.full((B, S), 7)
     batches = {
         "text": (text, {}),
@@ -151,8 +151,8 @@ BATCHES = [
 def test_equals_megatrons_experts(runs, batch):
     exact, ranks = runs
     e4m3, e5m2 = (rounding_error(t, "cpu") for t in (torch.float8_e4m3fn, torch.float8_e5m2))
-    # without rounding to FP8: sums of at most S * B * RANKS FP32 terms in another order. With it: no longer
-    # way than in the table of test_layer.py, 21 roundings to E4M3 and 4 to E5M2, and twice that where the
+    # without rounding to FP8: sums of at most S * B * RANKS FP32 terms in another order. With rounding: no
+    # more roundings than in the table of test_layer.py, 21 to E4M3 and 4 to E5M2, and twice that because the
     # derivative of an activation enlarges them; the loss as in test_model.py
     bound = 1e-5 if exact else 2 * (21 * e4m3**2 + 4 * e5m2**2) ** 0.5
     loss_bound = 1e-5 if exact else 4 * 0.02 * H**0.5 * 14**0.5 * e4m3 / (S * B) ** 0.5
@@ -163,7 +163,7 @@ def test_equals_megatrons_experts(runs, batch):
         for name, grad in stock["grads"].items():
             error = rel_rms(coat["grads"][name], grad)
             assert error < bound, name
-            # each expert's products were made in FP8
+            # the GEMMs of each expert ran in FP8
             product = name.endswith(("linear_fc1.weight", "linear_fc2.weight"))
             assert exact or not product or not grad.any() or error > e4m3 / 2, name
 
@@ -199,7 +199,7 @@ def test_trains_under_megatrons_data_parallelism(runs):
         losses = rank["losses"]["alltoall"]
         assert losses[-1] < losses[0] - 0.1 and losses == rank["losses"]["allgather"]
     for name, weight in first["weights"].items():
-        # ranks began with the same weights, and take their own way with other tokens
+        # ranks began with the same weights, which diverge with other tokens
         assert weight.equal(second["weights"][name]) != name.startswith(ROUTED), name
         assert weight.isfinite().all()
 
@@ -223,7 +223,7 @@ def test_layers_with_experts(megatron):
     for every, expected in ((1, [1, 1, 1, 1]), (2, [1, 0, 1, 0]), ([0, 1, 1, 0], [0, 1, 1, 0])):
         config.moe_layer_freq = every
         assert [is_moe_layer(config, i) for i in range(4)] == expected
-    # the second stage of a pipeline begins with the model's third layer
+    # the second pipeline stage begins with the model's third layer
     config.num_layers, config.pipeline_model_parallel_size = 4, 2
     stage = SimpleNamespace(pp=SimpleNamespace(rank=lambda: 1))
     assert [_has_experts(config, i, pg_collection=stage) for i in (1, 2)] == [True, False]
@@ -233,7 +233,7 @@ def test_layers_with_experts(megatron):
 
 @pytest.mark.parametrize("every, last", [([0, 1], True), ([1, 0], False), (2, False)])
 def test_layers_of_multi_token_prediction_are_as_the_last(megatron, every, last):
-    """As Megatron's own specs choose them."""
+    """As in Megatron's own specs."""
     spec = dataclasses.replace(coat_layer_spec, submodules=get_gpt_layer_local_spec().submodules)
     layer = build_module(
         get_mtp_layer_spec(spec, use_transformer_engine=False),
@@ -243,7 +243,7 @@ def test_layers_of_multi_token_prediction_are_as_the_last(megatron, every, last)
     )
     (inner,) = (module for module in layer.modules() if type(module) is coat_layer_spec.module)
     assert isinstance(inner.mlp, CoatMoELayer) == last
-    # releases say which layers those are, or count on
+    # some releases mark these layers with is_mtp_layer, others continue the numbers of the layers
     arguments = {"layer_number": 1, "is_mtp_layer": True}
     assert _has_experts(layer.config, **arguments) == last
 
@@ -261,7 +261,8 @@ def test_recompute_changes_nothing_else(megatron):
     for again, recomputed in others:
         assert again.equal(loss)
         for name, grad in grads.items():
-            # fc1 of a shared expert then sees the norm's output itself, and not what the kept input gives
+            # the input of a shared expert's fc1 is then the norm's output itself, not one rebuilt from the
+            # saved input
             bound = 3**0.5 * rounding_error(torch.float8_e4m3fn, "cpu") if "shared" in name else 0
             assert rel_rms(recomputed[name], grad) <= bound, name
 
@@ -281,7 +282,7 @@ def test_unsupported_options_are_named(megatron, overrides, text):
         _build(coat_layer_spec, **overrides)
 
 
-# not all releases have them
+# some releases do not have them
 @pytest.mark.parametrize(
     "option",
     [

@@ -1,4 +1,5 @@
-"""The groups DeepSpeed asks for, in two processes: as tensor-parallel and as data-parallel ranks."""
+"""The groups that DeepSpeed reads from `mpu`, in two processes: as tensor-parallel and as data-parallel
+ranks."""
 
 import math
 
@@ -17,7 +18,8 @@ def _loss(model):
 
 
 def _shared_gradients():
-    """Of parameters that see a part of the data each, two of which autograd hands one tensor."""
+    """The gradients of parameters that each rank computes for a part of the data. Autograd returns one tensor
+    as the gradient of two of them."""
     from megatron_ext.mpu import sum_shared_gradients
 
     model = torch.nn.ParameterDict({name: torch.ones(3) for name in ("a", "b", "whole", "frozen")})
@@ -53,7 +55,7 @@ def _worker():
         }
         if tp == 1:
             _loss(model).backward()
-            # the whole model is on this rank
+            # this rank has the whole model
             found["exact_norm"] = math.sqrt(
                 sum(p.grad.double().square().sum().item() for p in model.parameters())
             )
@@ -106,7 +108,7 @@ def test_deepspeed_trains_over_megatrons_groups():
         assert result["pipeline"] == [rank, 2, rank, 2, 0, 1]
         assert one["shared"] == ([], {"a": [1.0] * 3, "b": [1.0] * 3, "whole": [2.0] * 3})
         assert two["shared"] == (["a", "b"], {"a": [2.0] * 3, "b": [2.0] * 3, "whole": [2.0] * 3})
-        # context-parallel ranks hold the same weights: data-parallel ones to DeepSpeed
+        # context-parallel ranks hold the same weights, so DeepSpeed treats them as data-parallel ranks
         assert result["context"] == ([0, 1], 1)
         assert (one["dp"], one["mp"]) == (2, 1) and (two["dp"], two["mp"]) == (1, 2)
         for found, dp, mp in ((one, 2, 1), (two, 1, 2)):
@@ -129,7 +131,7 @@ def test_deepspeed_trains_over_megatrons_groups():
             assert one[name] == pytest.approx(one["exact_norm"], rel=bound)
             assert two[name] == pytest.approx(one["exact_norm"], rel=bound)
         assert two["losses"][0] == pytest.approx(one["losses"][0], rel=bound)
-        # the same step taken
+        # the step is the same
         assert (
             two["losses"][1] == pytest.approx(one["losses"][1], rel=1e-3)
             and one["losses"][1] < one["losses"][0]
@@ -147,7 +149,7 @@ def test_experts_that_deepspeed_would_average_are_named():
     from megatron_ext.mpu import sum_shared_gradients
 
     model = torch.nn.ParameterDict({"expert": torch.ones(3)})
-    # as Megatron marks what ranks do not share
+    # Megatron marks parameters that ranks do not share in this way
     model["expert"].allreduce = False
     with pytest.raises(
         ValueError, match="expert_model_parallel_size: expected 1 under DeepSpeed.*average expert"

@@ -1,4 +1,4 @@
-"""Megatron's `--optimizer muon`: with COAT's layers, and with our AdamW for the other parameters."""
+"""Megatron's `--optimizer muon`: with COAT's layers, and with COAT's AdamW for the other parameters."""
 
 from unittest import mock
 
@@ -13,12 +13,13 @@ pytest.importorskip(
     "emerging_optimizers",
     reason="needs NVIDIA's Emerging-Optimizers, which no package index has, and Python 3.12",
 )
-# layers, and whether the other parameters are ours
+# layers, and whether COAT steps the other parameters
 CASES = (("sdpa", False), ("coat", False), ("coat", True))
 
 
 def work(tp, folder):
-    """Of each case: the optimizers' names, losses before a checkpoint is saved, behind it, and resumed."""
+    """For each case: the optimizers' names, and losses before a checkpoint is saved, after it, and resumed
+    from it."""
     from megatron.core import parallel_state
 
     from megatron_ext import cpu

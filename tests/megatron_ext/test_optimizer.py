@@ -1,4 +1,4 @@
-"""The FP8 optimizer behind Megatron's own optimizers, and its states in Megatron's own checkpoints.
+"""The FP8 optimizer inside of Megatron's own optimizers, and its states in Megatron's own checkpoints.
 
 One spawn of two processes serves all tests of training and checkpoints.
 """
@@ -24,17 +24,17 @@ MODES = {
     "precision_aware": {"use_distributed_optimizer": True, "use_precision_aware_optimizer": True},
     "plain": {},
 }
-# how Megatron lays states out in a checkpoint; those that are not distributed have one way
+# layouts of states in Megatron's checkpoints; a plain optimizer has one layout
 SHARDINGS = {
     "distributed": ("dp_reshardable", "fully_reshardable"),
     "precision_aware": ("dp_reshardable", "fully_reshardable"),
     "plain": ("fully_reshardable",),
 }
-# without Transformer Engine Megatron's own AdamW cannot load the other format
+# without Transformer Engine, Megatron's own AdamW cannot load the other format
 STOCK = {"distributed": "dp_reshardable", "plain": "fully_reshardable"}
 SIZES = {"tp2": {"tensor_model_parallel_size": 2}, "pp2": {"pipeline_model_parallel_size": 2}}
-# where this is frozen the border of two data-parallel ranks lies in the middle of a group of linear_proj's
-# weight, otherwise between tensors
+# with these weights frozen, the border of two data-parallel ranks cuts a group of linear_proj's weight;
+# otherwise it is between tensors
 CUT = "word_embeddings"
 
 
@@ -69,7 +69,7 @@ class Trainer:
         self.optimizer = get_megatron_optimizer(OptimizerConfig(**{**options, **MODES[mode]}), [self.model])
 
     def steps(self, *numbers):
-        """The losses of steps on tokens of these numbers and of this data-parallel rank."""
+        """The losses of steps on tokens with these numbers, for this data-parallel rank."""
         from megatron.core import parallel_state
 
         losses = []
@@ -116,11 +116,11 @@ class Trainer:
 
     @property
     def inner(self):
-        """The AdamW inside."""
+        """The wrapped AdamW."""
         return self.optimizer.optimizer
 
     def tensors(self):
-        """What a step reads and writes, on this rank: weights, masters and decoded moments."""
+        """The tensors that a step reads and writes on this rank: weights, masters and decoded moments."""
         inner = self.inner
         held = [p for group in inner.param_groups for p in group["params"]]
         states = [value for p in held for _, value in sorted(inner.state[p].items())]
@@ -136,7 +136,7 @@ def _plain(folder):
     return {key: value for key, value in tensors.items() if key.startswith("optimizer.")}
 
 
-# the paper's formats, and how they are said to change into today's
+# the paper's formats, and the log lines for changes to today's formats
 PAPERS = {"enabled": True, "report": False, "optimizer": {"exp_avg_sq_format": "fp8_expanded"}}
 CHANGE = "exp_avg from {} to {} and exp_avg_sq from {} to {}"
 TO_TODAYS = CHANGE.format("fp8_expanded", "ratio8", "fp8_expanded", "log8")
@@ -161,8 +161,8 @@ def changes():
 
 
 def _train_in_papers_formats(folder):
-    """By mode, losses and lines of a run in the paper's formats that goes on from today's, and of one in
-    today's that goes on from that; and losses of the first one without the second."""
+    """By mode: losses and lines of a run in the paper's formats that resumes a run in today's formats, and of
+    a run in today's formats that resumes the former; and losses of the first run without the second."""
     from megatron_ext.optimizer import adamw as optimizer
 
     results = {}
@@ -184,7 +184,8 @@ def _train_in_papers_formats(folder):
 
 
 def _train_as_if_fused(folder):
-    """Counts and states of a run and of its resumption, where Megatron believes that it has FusedAdam."""
+    """Step counts and states of a run and of its resumption, where Megatron treats the optimizer as
+    FusedAdam."""
     from megatron.core import optimizer as host
     from megatron.core.optimizer import distrib_optimizer
 
@@ -210,8 +211,8 @@ def _train_as_if_fused(folder):
 
 
 def _kept_by_size():
-    """Of each tensor that this rank holds a part of: elements of the part and of the whole, and the formats
-    of its first moment, where the smallest that is not kept has as many elements as linear_proj's weight."""
+    """For each tensor of which this rank holds a part: elements of the part and of the whole, and the formats
+    of its first moment. The smallest compressed tensor is as large as linear_proj's weight."""
     from megatron_ext.optimizer import adamw as optimizer
 
     block = {"min_numel": H * H, "keep_fp32": []}
@@ -250,7 +251,7 @@ def _train(folder):
             result["bytes"] = sum(t.nbytes for s in held for n in MOMENTS for t in s[n].stored())
             result["numel"] = sum(s[MOMENTS[0]].numel() for s in held)
             result["step"] = {int(s["step"]) for s in first.inner.state.values()}
-            # as Megatron does before it reads a checkpoint: changes nothing
+            # Megatron does this before it reads a checkpoint; it changes nothing
             first.optimizer.load_state_dict(first.optimizer.state_dict())
             losses += first.steps(2, 3)
             result["losses"], result["end"] = losses, first.tensors()
@@ -272,7 +273,7 @@ def _train(folder):
                 other = Trainer(mode).load(f"{folder}/{mode}-fully_reshardable", "fully_reshardable")
                 other.save(f"{folder}/{mode}-{name}", "fully_reshardable")
                 results[mode][name] = _plain(f"{folder}/{mode}-{name}")
-        # of the last sizes, at which a rank has whole tensors
+        # at the last sizes a rank has whole tensors
         whole = Trainer("distributed", frozen=CUT).load(f"{folder}/cut", "fully_reshardable")
         whole.save(f"{folder}/whole", "fully_reshardable")
         results["cut"].append(_plain(f"{folder}/whole"))
@@ -283,7 +284,8 @@ def _train(folder):
         optimizer.uninstall()
         for mode, sharding in STOCK.items():
             stock = Trainer(mode)
-            # without Transformer Engine Megatron's distributed optimizer loads into one that has made steps
+            # without Transformer Engine, Megatron's distributed optimizer loads only into an optimizer that
+            # has stepped
             stock.steps(0)
             stock.save(f"{folder}/{mode}-of-stock-alone", sharding)
             stock.load(f"{folder}/{mode}-{sharding}", sharding)
@@ -313,8 +315,8 @@ def ranks(tmp_path_factory):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_states_are_codes(ranks, mode):
-    # two codes and, for each of 128, twice five bytes; the last group of a rank's part may be smaller, and
-    # norms, 5 of 64 elements among 61,760, keep 8 bytes. The other 16 bits of a master are not counted
+    # two codes, and twice five bytes per group of 128; the last group of a rank's part may be smaller. Norms,
+    # 5 of 64 elements among 61,760, keep 8 bytes. The other 16 bits of a master are not counted
     sizes = {rank[mode]["bytes"] / rank[mode]["numel"] for rank in ranks}
     assert all(2 + 10 / 128 <= size < 2.15 for size in sizes), sizes
     assert all(rank[mode]["step"] == {2} for rank in ranks)
@@ -326,7 +328,7 @@ def test_goes_on_to_the_bit(ranks, mode, sharding):
         arrivals, losses, tensors, lines = rank[mode]["again", sharding]
         assert losses == rank[mode]["losses"][2:]
         assert all(torch.equal(a, b) for a, b in zip(tensors, rank[mode]["end"], strict=True))
-        # through FP32 values: the codes were found again
+        # the codes are recovered from FP32 values
         assert "restored to the bit" in arrivals and "encoded" not in arrivals
         assert not lines
 
@@ -336,13 +338,13 @@ def test_other_formats_are_loaded_and_named(ranks, mode):
     for number, rank in enumerate(ranks):
         for (losses, lines), change in zip(rank["formats"][mode], (TO_PAPERS, TO_TODAYS), strict=True):
             expected = rank[mode]["losses"][2:]
-            # masters are the same, and the moments play no part in the first loss
+            # masters are equal, and the first loss does not depend on the moments
             assert losses[0] == expected[0] and losses[1] == pytest.approx(expected[1], rel=1e-2)
             assert len(lines) == (number == 0) and all(f": {change} in " in line for line in lines)
 
 
 def test_groups_begin_where_the_whole_tensors_do(ranks):
-    """In a tensor that two ranks share, too: only the group that their border cuts is encoded anew."""
+    """Also in a tensor that two ranks share: only the group that their border cuts is re-encoded."""
     saved, found = ranks[0]["cut"]
     assert saved.keys() == found.keys()
     changed = {key: (found[key] != wanted).sum().item() for key, wanted in saved.items()}
@@ -351,14 +353,14 @@ def test_groups_begin_where_the_whole_tensors_do(ranks):
 
 
 def test_min_numel_is_of_the_whole_tensor(ranks):
-    """Otherwise the tensor that two ranks share would have other formats on one of them."""
+    """Otherwise the two parts of a shared tensor would have different formats."""
     found = [entry for rank in ranks for entry in rank["kept by size"]]
     assert all(formats == ({"fp32"} if whole < H * H else {"ratio8"}) for _, whole, formats in found)
     assert any(part < whole == H * H for part, whole, _ in found)
 
 
 def test_masters_are_exact_without_fp32_masters(ranks):
-    # the same 32 bits of each parameter, in other places
+    # the same 32 bits of each parameter, in different tensors
     wanted, found = (ranks[0][mode]["saved"] for mode in ("distributed", "precision_aware"))
     assert wanted.keys() == found.keys()
     assert all(torch.equal(found[key], wanted[key]) for key in wanted)
@@ -371,7 +373,7 @@ def test_goes_on_where_fused_adam_is_expected(ranks):
             assert all(torch.equal(a, b) for a, b in zip(tensors, tensors_again, strict=True))
 
 
-# a value is off by half a step of E4M3, 2^-4 of it, where a group is stretched by 1 or more: spans 2^16.6
+# the error is half a step of E4M3, 2^-4 of the value, if a group is stretched by 1 or more: it spans 2^16.6
 ENCODED_ONCE = 2**-4
 
 
@@ -382,7 +384,7 @@ def test_other_sizes_hold_the_same_states(ranks, mode, size):
     assert saved.keys() == found.keys()
     for key, wanted in saved.items():
         if "param" in key or size == "pp2":
-            # pipeline stages hold whole parameters, whose groups stay the same; so do masters
+            # pipeline stages hold whole parameters, whose groups and masters stay equal
             assert torch.equal(found[key], wanted), key
         else:
             assert rel_rms(found[key], wanted) < ENCODED_ONCE, key
@@ -406,15 +408,16 @@ def test_stock_adamw_reads_it_and_is_read(ranks, mode):
     assert mode == "distributed" or count == {3}
     (line,) = result["lines", "of-stock-alone"]
     assert f": {FROM_FP32} in " in line and not ranks[1][mode]["lines", "of-stock-alone"]
-    # where it has gone on from COAT's, AdamW hands on the options of COAT's groups
+    # after AdamW has resumed a run of COAT, it passes on the options of COAT's groups
     assert not result["lines", "of-stock"]
-    # the weights are the same, and the moments play no part in the first loss
+    # the weights are equal, and the first loss does not depend on the moments
     assert result["ours"] == (count, losses)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_goes_on_from_before_the_first_step(megatron, tmp_path, mode):
-    """As where FP16's loss scale is still too large: Megatron leaves a count of 0 out of its checkpoints."""
+    """This happens if FP16's loss scale is still too large: Megatron leaves a count of 0 out of its
+    checkpoints."""
     from megatron_ext import cpu
     from megatron_ext.optimizer import adamw as optimizer
 
@@ -446,7 +449,7 @@ def test_precision_aware_takes_fp32_parameters(megatron):
 
 
 def test_states_of_parameters_that_are_frozen_now_are_refused(megatron, tmp_path):
-    """Two layers have equal shapes, by which `dp_reshardable` knows parameters."""
+    """Two layers have equal shapes, by which `dp_reshardable` identifies parameters."""
     from megatron_ext import cpu
     from megatron_ext.optimizer import adamw as optimizer
 
@@ -469,7 +472,7 @@ def test_states_of_parameters_that_are_frozen_now_are_refused(megatron, tmp_path
 
 
 def test_states_of_fewer_or_more_parameters_are_refused(megatron):
-    """Megatron pads its buffers: they may be as large."""
+    """Megatron pads its buffers, so their sizes may be equal."""
     from megatron_ext import cpu
     from megatron_ext.optimizer import adamw as optimizer
     from megatron_ext.optimizer import places

@@ -1,4 +1,4 @@
-"""How the FP8 optimizer gets behind Megatron's own ones, what it is given there, and what it refuses."""
+"""Installation of the FP8 optimizer in Megatron's optimizers: its arguments, and refused options."""
 
 import copy
 import pickle
@@ -24,7 +24,7 @@ def test_seam_comes_and_goes(megatron):
     from megatron_ext.optimizer import adamw as optimizer
     from megatron_ext.optimizer import watch
 
-    # below it, and stays
+    # installed below the optimizer's patch, and not removed
     watch.install()
 
     def places():
@@ -71,7 +71,7 @@ def test_unknown_megatron_is_refused_before_anything_changes(megatron, monkeypat
 
 
 def test_the_optimizer_is_watched_beside_layers_of_megatron(megatron):
-    """Which do not ask for it."""
+    """Megatron's layers do not install the watch."""
     from megatron_ext import installing
     from megatron_ext.optimizer import adamw as optimizer
     from megatron_ext.optimizer import watch
@@ -82,7 +82,7 @@ def test_the_optimizer_is_watched_beside_layers_of_megatron(megatron):
         assert watch.installed()
     finally:
         optimizer.uninstall()
-    # as before: layers of ours, which are imported by now, have asked
+    # the watch is still installed, since our layers are imported by now
     assert watch.installed()
 
 
@@ -116,7 +116,8 @@ def test_small_tensors_keep_fp32_moments(megatron):
     ids=lambda value: value if isinstance(value, str) else "bf16" if value else "fp32 parameters",
 )
 def test_patterns_are_of_names_in_the_model(megatron, caplog, mode, bf16):
-    """Not of those within Megatron's wrappers, and as readings of the watch name them."""
+    """Patterns match names of the model, not names inside of Megatron's wrappers; readings of the watch use
+    the same names."""
     from megatron_ext import cpu
     from megatron_ext.optimizer import adamw as optimizer
 
@@ -160,7 +161,7 @@ def test_contradictions_are_errors(megatron, options, named):
         settings = DistributedDataParallelConfig(use_distributed_optimizer=True)
         with cpu.no_cuda(), pytest.raises(CoatConfigError, match=named):
             wrapped = DistributedDataParallel(model.config, settings, model)
-            # Megatron's FSDP itself needs a GPU; the optimizer asks for this alone
+            # Megatron's FSDP itself needs a GPU; the optimizer only checks this flag
             settings.use_megatron_fsdp = options.pop("use_megatron_fsdp", False)
             common = {"use_distributed_optimizer": True, "use_precision_aware_optimizer": True}
             config = OptimizerConfig(**({"optimizer": "adam", "lr": 1e-3, "bf16": True} | common | options))
@@ -189,7 +190,7 @@ def test_copies_go_on_as_the_optimizer_does(copied):
     again.step()
     assert q is not p and torch.equal(q, p)
     ours, theirs = optimizer.state_dict(), again.state_dict()
-    # where FusedAdam has the count, and moments as they are stored
+    # the count is where FusedAdam has it, and moments are as they are stored
     assert theirs["param_groups"] == ours["param_groups"] and theirs["param_groups"][0]["step"] == 2
     for name in ("exp_avg", "exp_avg_sq"):
         assert isinstance(theirs["state"][0][name], Moment)
@@ -197,7 +198,7 @@ def test_copies_go_on_as_the_optimizer_does(copied):
 
 
 def test_decoupled_gradients_are_watched():
-    """As of Megatron's precision-aware optimizer, whose parameters have no others."""
+    """Megatron's precision-aware optimizer uses decoupled gradients only."""
     from megatron_ext.optimizer.adamw import MegatronAdamW
 
     p = torch.nn.Parameter(torch.ones(16, 128, dtype=torch.bfloat16))
@@ -212,7 +213,7 @@ def test_decoupled_gradients_are_watched():
 
 
 def test_masters_are_read_and_written_part_by_part(monkeypatch):
-    """Joined on their device, an embedding's takes several times its FP32 size."""
+    """Joined on its device, the masters of an embedding take several times its FP32 size."""
     from megatron_ext.optimizer.adamw import MegatronAdamW
 
     generator = torch.Generator().manual_seed(0)
@@ -221,12 +222,12 @@ def test_masters_are_read_and_written_part_by_part(monkeypatch):
     for x in (p, again):
         x.decoupled_grad = torch.randn(x.shape, generator=generator)
     optimizer.step()
-    # Megatron frees what it knows of
+    # Megatron frees the gradients that it has a reference to
     assert p.grad is None and again.grad is None
     monkeypatch.setattr("coat_kernels.codecs.codec.AT_ONCE", 256)
     monkeypatch.setattr("coat_ds.optim.moment.AT_ONCE", 256)
     whole = join_master(p, optimizer.state[p]["remainder"])
-    # whatever models are built in
+    # whatever the default dtype of the model's construction
     with default_dtype(torch.bfloat16), Made() as made:
         tensors = optimizer.tensors_of(p)
     assert made.over(512) == {torch.float32: 3} and torch.equal(tensors["param"], whole)
@@ -236,7 +237,8 @@ def test_masters_are_read_and_written_part_by_part(monkeypatch):
     for name, value in optimizer.tensors_of(again).items():
         assert torch.equal(value, tensors[name])
     assert torch.equal(again, p)
-    # what is written to the second moment leaves the first, which is relative to it, what it was
+    # a write to the second moment keeps the first moment's value, although it is stored relative to the
+    # second
     state = optimizer.state[again]
     state["exp_avg_sq"].mul_(4)
     assert rel_rms(state["exp_avg"].decode(), tensors["exp_avg"]) < 0.05
@@ -255,7 +257,7 @@ def test_types_of_moments_are_megatrons_default_or_fp8(name):
 
 
 def two_parameters(**options):
-    """An optimizer of two BF16 parameters, in a group each, of which the first has made two steps."""
+    """An optimizer of two BF16 parameters, each in its own group; the first parameter has made two steps."""
     from megatron_ext.optimizer.adamw import MegatronAdamW
 
     torch.manual_seed(0)
@@ -296,7 +298,7 @@ def test_states_are_written_in_fp32_whatever_the_weights_are():
 
 
 def test_the_count_is_that_of_fused_adam():
-    """Of a group, whose parameters have not all made all steps."""
+    """The step count of a group whose parameters have made different numbers of steps."""
     from megatron_ext.optimizer.adamw import MegatronAdamW
 
     p, q = (torch.nn.Parameter(torch.ones(16, 128)) for _ in range(2))
@@ -307,9 +309,9 @@ def test_the_count_is_that_of_fused_adam():
         optimizer.step()
     before = optimizer.state[p]["exp_avg"].decode()
     packed = optimizer.state_dict()
-    # FusedAdam looks for both
+    # FusedAdam reads both
     assert packed["param_groups"][0]["step"] == 2 and packed["param_groups"][0]["bias_correction"] is True
-    # as Megatron does before it reads a checkpoint
+    # Megatron does this before it reads a checkpoint
     optimizer.load_state_dict(packed)
     assert [optimizer.state[x]["step"] for x in (p, q)] == [2, 2]
     assert optimizer.state[p]["exp_avg"].decode().equal(before)

@@ -1,4 +1,4 @@
-"""What users of Megatron's own scripts can say, and what they are told."""
+"""Options for users of Megatron's own scripts, and the log lines and errors about them."""
 
 import dataclasses
 import json
@@ -57,7 +57,7 @@ def test_a_file_is_the_block_of_deepspeed(file):
     ids=lambda value: value[:24] if isinstance(value, str) else "",
 )
 def test_errors_name_file_and_key(file, content, said):
-    """The more usual ones: tests/test_mistakes.py."""
+    """More common mistakes: tests/test_mistakes.py."""
     path = file(content)
     with pytest.raises(CoatConfigError) as error:
         options.coat_config()
@@ -100,7 +100,7 @@ for name, (specs, *wanted) in {WANTED!r}.items():
 
 
 def test_modules_of_specs_bring_what_they_are_named_for():
-    # importing has effects
+    # importing the module has effects
     subprocess.run([sys.executable, "-c", IMPORTS], check=True, timeout=300)
 
 
@@ -129,7 +129,7 @@ def test_compressed_recompute_has_the_groups_of_the_file(megatron, file, brings)
     try:
         installing.install(**brings)
         _, _, (codes, instead_of) = _pass(_model("coat_layer_spec", **CASES["uniform"]))
-        # of BF16, a code and for each group a byte
+        # BF16 becomes one code per element and one byte per group
         assert codes and codes * 2 == instead_of * (1 + 1 / 32)
     finally:
         recompute.uninstall()
@@ -187,7 +187,7 @@ def test_single_layers_follow_the_precision_file(megatron):
     assert first.mlp.linear_fc1.coat_part().why == "--te-precision-config-file"
     assert second.mlp.linear_fc2._formats.backward.name == "e4m3"
     assert second.mlp.linear_fc1._formats.backward.name == "e5m2"
-    # the neighbours of a layer in BF16 hand it what it reads
+    # the layers next to a layer in BF16 pass it its input
     device = next(model.parameters()).device
     tokens = torch.zeros(1, 16, dtype=torch.long, device=device)
     model(tokens, torch.arange(16, device=device)[None], None, labels=tokens).sum().backward()

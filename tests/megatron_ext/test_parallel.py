@@ -12,7 +12,7 @@ from megatron_ext.layers.blocks import dense_parts, is_small
 from tests.util import rel_rms, run_distributed
 
 S, B, VOCAB, LAYERS = 32, 2, 64, 2
-# a rank's part of FFN is whole groups, as they are on one rank
+# a rank's part of FFN consists of whole groups, as on one rank
 H, FFN, HEADS, GROUPS = 64, 128, 4, 4
 LLAMA: dict = {"qk_layernorm": True}
 GPT = {
@@ -26,7 +26,7 @@ VARIANTS = {"llama": LLAMA, "gpt": GPT, "one group": {"num_query_groups": 1}}
 
 @contextlib.contextmanager
 def without_rounding():
-    """Makes FP8 codes and kept groups FP32 numbers: what is left is the arithmetic of the layers."""
+    """Makes FP8 codes and saved groups FP32 numbers: only the arithmetic of the layers remains."""
     from coat_kernels import fp8
     from coat_kernels.groups import reference as groups
 
@@ -44,7 +44,7 @@ def without_rounding():
 
 
 def whole(parameter, value):
-    """The gradient of the whole parameter from those of its shards, on every rank."""
+    """The gradient of the whole parameter from the gradients of its shards, on every rank."""
     from megatron.core import parallel_state
 
     group = parallel_state.get_tensor_model_parallel_group()
@@ -60,7 +60,7 @@ def whole(parameter, value):
 
 
 class _Awaited:
-    """A message under way that notes when it is waited for."""
+    """A pending message that records when it is waited for."""
 
     def __init__(self, work, order, name):
         self.work, self.order, self.name = work, order, name
@@ -71,9 +71,8 @@ class _Awaited:
 
 
 def _watch(record, order):
-    """Notes (kind, bytes of an element, elements of a rank) of each gather, scatter and agreement on a
-    magnitude, and in which order messages start, are waited for, and FP8 products are computed.
-    """
+    """Records (kind, bytes of an element, elements of a rank) of each gather, scatter and agreement on a
+    magnitude, and the order in which messages start and end and FP8 GEMMs run."""
     from coat_kernels.linear import op as linear
 
     def watched(call, kind, own):
@@ -104,7 +103,8 @@ def _watch(record, order):
 
 
 def run_cases(cases, exact):
-    """Loss, gradients and messages of each (tp, sequence_parallel, variant); some also with `main_grad`."""
+    """Loss, gradients and messages of each (tp, sequence_parallel, variant); for some also with
+    `main_grad`."""
     from megatron.core import parallel_state
 
     from megatron_ext import cpu, mpu
@@ -154,8 +154,8 @@ def run_cases(cases, exact):
 
 
 def _are_small(layer, tp, shares):
-    """Whether it is with as many tokens as "auto" records at most, and with one more on each rank: where
-    gradients stay with their parameters, and where not."""
+    """Whether the layer is small with the largest number of tokens that "auto" records, and with one more per
+    rank: if gradients stay with their parameters, and if not."""
     parts, x, found = dense_parts(layer), torch.empty(1, 1, 1), []
     for leave in (False, True):
         setattr(parts.qkv.weight, LEAVES, leave)
@@ -167,7 +167,7 @@ def _are_small(layer, tp, shares):
 
 
 def _into_main_grad(model, tokens, positions, order):
-    """The order of things in a backward that adds to `main_grad`, and what is there after two."""
+    """The order of events in a backward that adds to `main_grad`, and the values after two of them."""
     weights = {n: p for n, p in model.named_parameters() if "linear_" in n and p.ndim == 2}
     for weight in weights.values():
         weight.main_grad, weight.grad_added_to_main_grad = torch.zeros_like(weight), False
@@ -204,9 +204,9 @@ def test_equals_one_rank(runs, case):
     expected = one[1, False, case[2]]
     for rank in ranks:
         found = rank[case]
-        # without rounding to FP8: sums of at most FFN FP32 terms in another order. With it, a value next to a
-        # border between two codes may change sides, by which it moves by a step of 2^-3 of itself: that
-        # happens to one in 2^-3 / 2^-24 / sqrt(FFN) values, once in each of some twenty roundings
+        # without rounding to FP8: sums of at most FFN FP32 terms in another order. With rounding, a value
+        # next to the border between two codes may change sides, which moves it by a step of 2^-3 of itself:
+        # that happens to one in 2^-3 / 2^-24 / sqrt(FFN) values, once in each of some twenty roundings
         bound = 1e-5 if exact else 2e-2
         assert abs(found["loss"] - expected["loss"]) < bound * expected["loss"]
         assert found["grads"].keys() == expected["grads"].keys()
@@ -215,7 +215,7 @@ def test_equals_one_rank(runs, case):
 
 
 def test_more_is_recorded_over_ranks(runs):
-    """There the CPU launches messages as well."""
+    """Over ranks the CPU launches messages as well."""
     _, one, *more = runs
     assert graphed_work(2) > graphed_work(1)
     for found in (one, *(rank for ranks in more for rank in ranks)):
@@ -232,8 +232,8 @@ def test_ranks_agree_bitwise_on_what_they_share(runs):
 
 
 def test_sequence_parallelism_moves_one_byte_an_element(runs):
-    """Forward gathers two norm outputs a layer, backward gathers them again and two gradients; Megatron's
-    BF16 layers move two bytes. Partial sums are scattered as they are."""
+    """Forward gathers two norm outputs per layer; backward gathers them again, and two gradients. Megatron's
+    BF16 layers move two bytes per element. Partial sums are scattered in their own dtype."""
     exact, _, two, _ = runs
     if exact:
         pytest.skip("codes are FP32 here")
@@ -242,13 +242,14 @@ def test_sequence_parallelism_moves_one_byte_an_element(runs):
     of = {way: [m for m in run[way] if m[0] == "gather" and m[2] == shard] for way in ("forward", "backward")}
     assert [m[1] for m in of["forward"]].count(1) == 2 * LAYERS
     assert [m[1] for m in of["backward"]].count(1) == 4 * LAYERS
-    # nothing of the layers travels as anything else
+    # no other tensor of the layers is sent in another dtype
     assert {m[1] for m in of["forward"] + of["backward"]} == {1}
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_ranks_agree_on_the_scales_of_what_they_gather(runs, variant):
-    """Under sequence parallelism, of two inputs and two gradients a layer, and of nothing else."""
+    """Under sequence parallelism, ranks agree on the scales of two inputs and two gradients per layer, and of
+    nothing else."""
     _, _, two, _ = runs
     for rank in two:
         for sequence in (False, True):
@@ -258,7 +259,8 @@ def test_ranks_agree_on_the_scales_of_what_they_gather(runs, variant):
 
 
 def _hidden(order, kind):
-    """How many messages of a kind travel while a product is computed that waits for none started later."""
+    """The number of messages of a kind that overlap with a GEMM, if that GEMM does not wait for a message
+    started later."""
     count = 0
     for index, event in enumerate(order):
         if event == ("start", kind):
@@ -268,8 +270,9 @@ def _hidden(order, kind):
 
 
 def test_messages_travel_while_products_are_computed(runs):
-    """In the backward of each of the two layers split by output: the gather of what was kept behind the
-    gradient of the input, the sum of the latter behind that of the weight. As in Megatron's own layers."""
+    """In the backward of each of the two layers split by output, the gather of the saved input overlaps with
+    the GEMM of the input's gradient, and the sum of the input's gradient with the GEMM of the weight's
+    gradient. As in Megatron's own layers."""
     _, _, two, _ = runs
     for order in ("order", "main order"):
         parallel, sequence = (two[0][2, split, "llama"][order] for split in (False, True))
@@ -284,7 +287,7 @@ def test_main_grad_holds_the_sum_of_two_passes(runs):
             run = rank[2, split, "llama"]
             assert len(run["added"]) == 4 * LAYERS and all(run["added"])
             for name, grad in run["main grads"].items():
-                # of the same numbers, hence exact
+                # sums of equal numbers are exact
                 assert grad.equal(2 * run["grads"][name]), name
 
 

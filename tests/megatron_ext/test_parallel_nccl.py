@@ -15,7 +15,7 @@ from tests.megatron_ext import test_pipeline as pipeline
 from tests.util import rel_rms, run_distributed
 
 RANKS = 2
-# Of FP8's part in a loss: it moves those of these untrained models by 3e-4 and less
+# The part of FP8 in a loss: it moves the losses of these untrained models by at most 3e-4
 LOSS_BOUND = 1e-3
 
 pytestmark = [
@@ -68,7 +68,8 @@ def test_messages_are_fp8_and_hidden(layers):
 
 
 def _end_beside_a_model(sequence_parallel, ends):
-    """How many graphs each layer of a model had that was there, with its loss, when process groups ended."""
+    """The number of graphs of each layer of a model that existed, with its loss, when process groups
+    ended."""
     device = data_parallel._setup()
     model = data_parallel._model(2, sequence_parallel, bf16=True)
     tokens = data_parallel._batches(device)[0, 0]
@@ -76,7 +77,7 @@ def _end_beside_a_model(sequence_parallel, ends):
         loss = data_parallel._loss(model, tokens)
         loss.backward()
     found = [layer.graphs.count for layer in model.decoder.layers]
-    # the first ends the groups of tensor parallelism alone
+    # the first only ends the groups of tensor parallelism
     for group in [model.decoder.layers[0].self_attention.linear_qkv.tp_group, None][:ends]:
         dist.destroy_process_group(group)
     return found
@@ -127,7 +128,7 @@ def test_zero_over_two_tensor_parallel_ranks(hosts, name):
     for rank in hosts:
         runs = rank["zero"]
         data_parallel.check_losses(runs, name)
-        # attention sums its gradients in any order
+        # attention's backward sums its gradients in any order
         resumed = [loss for loss, _ in runs[name]["resumed"]]
         assert resumed == pytest.approx(runs[name]["losses"][data_parallel.SAVED_AT :], rel=2**-9)
     ((first, second),) = data_parallel.pairs(hosts, name)

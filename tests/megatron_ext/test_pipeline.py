@@ -1,4 +1,4 @@
-"""The COAT layer under Megatron's pipeline schedules: the losses and gradients of one rank."""
+"""The COAT layer with Megatron's pipeline schedules: the losses and gradients of one rank."""
 
 import contextlib
 
@@ -27,8 +27,8 @@ def train(pipeline, virtual, weights, exact=False):
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     sizes = {"virtual_pipeline_model_parallel_size": virtual} if virtual else {}
     initialize_model_parallel(pipeline_model_parallel_size=pipeline, **sizes)
-    # of two interleaved ranks each is before and behind the other: Megatron tells their messages apart only
-    # where it overlaps them
+    # with two interleaved ranks, each is both the previous and the next stage of the other: Megatron
+    # distinguishes their messages only with overlap
     overlap = {"overlap_p2p_comm": True, "batch_p2p_comm": False} if virtual and pipeline == 2 else {}
     stages = [
         build_gpt(
@@ -37,7 +37,7 @@ def train(pipeline, virtual, weights, exact=False):
             seq_length=S,
             vocab_size=VOCAB,
             bf16=False,
-            # as Megatron-LM has it
+            # the default of Megatron-LM
             deallocate_pipeline_outputs=True,
             vp_stage=stage,
             **sizes,
@@ -101,13 +101,13 @@ def one():
     return run_distributed(train, 1, 1, None, None)[0]
 
 
-# gloo matches messages by order, so that of two interleaved ranks it takes one for the other
+# gloo matches messages by order, so with two interleaved ranks it would confuse them
 @pytest.mark.parametrize(("pipeline", "virtual"), [(2, None), (4, 2)], ids=["1F1B", "interleaved"])
 def test_equals_one_rank(one, pipeline, virtual):
     ranks = run_distributed(train, pipeline, pipeline, virtual, one["weights"])
     grads = {name: grad for rank in ranks for name, grad in rank["grads"].items()}
     assert grads.keys() == one["grads"].keys()
-    # the same products of the same numbers, summed over the micro-batches in the same order
+    # the same GEMMs of the same numbers, summed over the micro-batches in the same order
     assert len(one["losses"]) == MICRO_BATCHES and ranks[-1]["losses"] == one["losses"]
     for name, grad in one["grads"].items():
         assert rel_rms(grads[name], grad) < 1e-6, name

@@ -1,4 +1,4 @@
-"""`coat plan --megatron` beside Megatron's models with experts: what they hold, and what layers keep."""
+"""`coat plan --megatron` against Megatron's models with experts: parameters, and bytes saved by layers."""
 
 import dataclasses
 
@@ -35,7 +35,7 @@ WORDS = (
 )
 GATED_WORDS = f"{WORDS} --disable-bias-linear --swiglu"
 SHARED_WORDS = "--moe-shared-expert-intermediate-size 192"
-# of each Megatron's config, and the same as arguments
+# fields of Megatron's config, and the same as command-line arguments
 CASES = {
     "experts": ({}, GATED_WORDS),
     "every other layer": ({"moe_layer_freq": 2}, f"{GATED_WORDS} --moe-layer-freq 2"),
@@ -71,7 +71,7 @@ SYSTEMS = {
 
 
 def _build(layers, activations, **config):
-    """A model of COAT's layers, or of Megatron's own where `activations` are None."""
+    """A model of COAT's layers, or of Megatron's own if `activations` is None."""
     shape = ModelShape(layers, H, FFN, HEADS, GROUPS)
     spec, coat = sdpa_layer_spec, None
     if activations is not None:
@@ -79,13 +79,13 @@ def _build(layers, activations, **config):
     model = build_gpt(shape, spec, seq_length=S, vocab_size=VOCAB, activations=coat, **(EXPERTS | config))
     for name, module in model.named_modules():
         if activations is None and "local_experts" in name:
-            # as over several ranks: on one, Megatron adds biases in place, which autograd refuses
+            # as with several ranks: with one rank Megatron adds biases in place, which autograd refuses
             module.explicit_expert_comm = True
     return model
 
 
 def _kept(activations, **config) -> float:
-    """Bytes a layer and token: what two layers add to what two keep."""
+    """Bytes per layer and token: the bytes that two more layers save."""
     found = []
     for layers in (2, 4):
         model = _build(layers, activations, **config)
@@ -103,7 +103,7 @@ def _system(activations):
 
 
 def _padding(activations, grouped) -> float:
-    """FP8 inputs of experts have whole 16 rows."""
+    """Rows of FP8 inputs of experts are padded to multiples of 16."""
     return 16 * COUNT * H / (B * S) if activations is not None and not grouped else 0
 
 
@@ -119,10 +119,10 @@ def test_layers_keep_what_is_predicted(megatron, name, system, grouped):
     found = _kept(activations, moe_grouped_gemm=grouped, **config)
     model = plan.from_module(_build(2, activations, moe_grouped_gemm=grouped, **config))
     predicted = saved_per_token(model, Layout(), _system(activations))
-    # a layer's scales are a few bytes beside, and where each expert ends
+    # plus a few bytes for the scales of a layer, and for the ends of experts
     bound = 0.005 * predicted
     if activations is None:
-        # torch's norms on a CPU, and positions, keep what they keep in dense layers
+        # torch's norms on a CPU, and positions, save the same bytes in dense layers
         found -= _kept(None, **(config | DENSE))
         predicted -= saved_per_token(dataclasses.replace(model, experts=None), Layout(), _system(None))
     assert -bound < found - predicted < bound + _padding(activations, grouped)
@@ -143,7 +143,7 @@ def test_models_are_read(megatron, name):
 
 
 def test_a_dense_model_is_read(megatron):
-    """With heads of a size of their own, and one matrix for embedding and head."""
+    """A model with its own head size, and one matrix for embedding and head."""
     shape = ModelShape(2, H, FFN, HEADS, GROUPS, untie_embeddings_and_output_weights=False)
     model = build_gpt(shape, sdpa_layer_spec, seq_length=S, vocab_size=VOCAB, kv_channels=32)
     words = "--num-layers 2 --hidden-size 256 --ffn-hidden-size 512 --num-attention-heads 4 --vocab-size 512"
@@ -156,7 +156,7 @@ def test_a_dense_model_is_read(megatron):
 def test_gates_that_dense_layers_do_not_have_are_named(megatron):
     own = {"activation_func": quick_gelu, "bias_activation_fusion": False, "moe_grouped_gemm": True}
     assert plan.from_module(_build(2, {}, **own)).experts.grouped
-    # a model is read before its layers are exchanged
+    # a model is read before its layers are converted
     model = _build(2, None, **{**own, "moe_grouped_gemm": False})
     with pytest.raises(plan.PlanError, match="--quick-geglu: COAT has it in experts of --moe-grouped-gemm"):
         plan.from_module(model)
@@ -176,7 +176,7 @@ LAYOUTS = {
 
 
 def _stepped(model) -> tuple[int, int]:
-    """Elements of masters on this rank: of routed experts, and of all else."""
+    """Elements of masters on this rank: of routed experts, and of all other parameters."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
@@ -231,14 +231,14 @@ def test_ranks_hold_and_keep_what_is_predicted(ranks, name):
     of_ranks = [rank[name] for rank in ranks]
     memory = plan.predict(model, spread, rungs()["BF16"]).peak
     assert {2 * rank["parameters"] for rank in of_ranks} == {memory.weights}
-    # the distributed optimizer cuts where ranks end, not where parameters do: a mean of whole numbers
+    # the distributed optimizer splits at the borders of ranks, not of parameters: a mean of whole numbers
     masters = sum(sum(rank["masters"]) for rank in of_ranks) / RANKS
     assert memory.masters == pytest.approx(4 * masters, rel=1e-9)
-    # tokens are not spread evenly over ranks, but their mean is
+    # tokens are not spread evenly over ranks, but their mean is exact
     grouped, bf16 = (sum(rank[kind] for rank in of_ranks) / RANKS for kind in ("grouped", "BF16"))
     experts = dataclasses.replace(model.experts, grouped=True)
     predicted = saved_per_token(dataclasses.replace(model, experts=experts), spread, _system({}))
-    # a layer's scales, and where each expert ends, are less than a byte a token
+    # a layer's scales and the ends of experts are less than a byte per token
     assert grouped == pytest.approx(predicted, abs=1)
     of_layers = (
         saved_per_token(m, spread, _system(None)) for m in (model, dataclasses.replace(model, experts=None))
@@ -247,7 +247,7 @@ def test_ranks_hold_and_keep_what_is_predicted(ranks, name):
     assert bf16 == pytest.approx(sparse - dense, abs=1)
 
 
-# fields of Megatron's config that its argument has another name for, with values that ask for something
+# fields of Megatron's config whose arguments have other names, with values that enable a feature
 FIELDS = {
     "fp8-format": {"fp8": "hybrid"},
     "fp4-format": {"fp4": "e2m1"},

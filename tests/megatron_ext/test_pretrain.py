@@ -25,7 +25,7 @@ pytestmark = [
 ]
 ROOT = Path(__file__).parents[2]
 
-# without dropout: on a CPU it shares its random state with data loaders, which draw from it when they start
+# without dropout: on a CPU it shares its random state with data loaders, which draw from it at their start
 ARGUMENTS = {
     "hidden_size": 64,
     "num_attention_heads": 4,
@@ -54,14 +54,14 @@ ARGUMENTS = {
 DISTRIBUTED = {"use_distributed_optimizer": "", "dist_ckpt_optim_fully_reshardable": ""}
 SAVED, END = 2, 5
 
-# the script of a model, our specs for it, and what says that it is two layers of attention and feed-forward
+# the script of a model, our specs for it, and the argument that sets two layers of attention and feed-forward
 _PATTERN = "*-*-"
 if Path(MEGATRON, "pretrain_hybrid.py").exists():
     _HYBRID = "pretrain_hybrid.py", "hybrid_stack_spec", {"hybrid_layer_pattern": _PATTERN}
 else:
     _OLD = {"hybrid_override_pattern": _PATTERN, "num_layers": len(_PATTERN), "is_hybrid_model": ""}
     _HYBRID = "pretrain_mamba.py", "hybrid_stack_spec", _OLD
-# as DeepSeek's: a dense layer, and one with experts in grouped products
+# as in DeepSeek: a dense layer, and one with experts in grouped GEMMs
 _LATENT = {
     "num_layers": 2,
     "lr": 5e-3,
@@ -83,14 +83,14 @@ MODELS = {
     "hybrid": _HYBRID,
     "latent": ("pretrain_gpt.py", "layer_spec", _LATENT),
 }
-# whether the hybrid stack reads checkpoints of GPTModel: since 0.19
+# the hybrid stack reads checkpoints of GPTModel since 0.19
 GPT_INTO_HYBRID = Path(MEGATRON, "megatron/core/dist_checkpointing/gpt_checkpoint_interop.py").exists()
 
 
 def pretrain(model, layers="coat", processes=1, variables=None, check=True, **arguments):
     """(loss, norm of the gradient) by iteration, as Megatron logs them, and the whole output.
 
-    The optimizer's states are FP8, and so are `layers` by "coat"; by "sdpa" they are BF16.
+    The optimizer's states are FP8. `layers` "coat" are FP8, `layers` "sdpa" are BF16.
     """
     script, spec, shape = MODELS[model]
     # Megatron compiles with the python3 and python3-config of the path
@@ -124,11 +124,12 @@ def pretrain(model, layers="coat", processes=1, variables=None, check=True, **ar
 
 @pytest.fixture(scope="module", params=MODELS)
 def interrupted(request, tmp_path_factory):
-    """A model, its losses without interruption, and the folder of a checkpoint on the way: two ranks."""
+    """A model, its losses without interruption, and the folder of a checkpoint in the middle of the run: two
+    ranks."""
     folder = tmp_path_factory.mktemp("checkpoint")
     logged, output = pretrain(request.param, processes=2, save=folder, save_interval=SAVED, **DISTRIBUTED)
     assert "COAT: AdamW states" in output
-    # another run goes on from there, not from the end
+    # another run resumes from there, not from the end
     (folder / "latest_checkpointed_iteration.txt").write_text(str(SAVED))
     return request.param, logged, folder
 
@@ -136,7 +137,7 @@ def interrupted(request, tmp_path_factory):
 def test_trains(interrupted):
     _, logged, _ = interrupted
     assert list(logged) == [1, 2, 3, 4, 5]
-    # from about ln 128; mock tokens are soon learned
+    # from about ln 128; the mock tokens are learned quickly
     assert 4.5 < logged[1][0] < 5.2 and logged[END][0] < logged[1][0] - 0.5
 
 
@@ -147,8 +148,8 @@ def test_layers_compute_in_fp8(interrupted):
     plain, _ = pretrain(model, layers="sdpa", processes=2, train_iters=SAVED, **DISTRIBUTED)
     # equal layers would give equal bits, as `test_goes_on_to_the_bit` shows
     assert all(plain[iteration] != logged[iteration] for iteration in plain)
-    # normed output and weights of 0.02 make logits of 0.02 * sqrt(64) = 0.16, which FP8 changes by less than
-    # the 2^-4 that it may change a value by; a token's loss is the difference of two such terms
+    # normed output and weights of 0.02 make logits of 0.02 * sqrt(64) = 0.16. FP8 changes these by less than
+    # 2^-4, its largest change of a value; a token's loss is the difference of two such terms
     assert plain[1][0] == pytest.approx(logged[1][0], abs=2 * 0.16 * 2**-4)
 
 
@@ -166,13 +167,13 @@ def test_goes_on_at_other_sizes(interrupted, size):
     model, logged, folder = interrupted
     sizes = {f"{size}_model_parallel_size": 2}
     if (model, size) == ("latent", "tensor"):
-        # experts ask for it
+        # experts require it
         sizes["sequence_parallel"] = ""
     again, _ = pretrain(model, processes=2, load=folder, **sizes, **DISTRIBUTED)
-    # the weights are the same bits, only sums are in another order: BF16 roundings, 2^-9 of each logit
+    # the weights are the same bits, only the order of sums differs: BF16 roundings, 2^-9 of each logit
     assert again[3][0] == pytest.approx(logged[3][0], rel=2**-9)
-    # updates come from moments that were rounded once more where a group was cut: by 2^-4 at most, which the
-    # change of the loss, itself a tenth of it, shows
+    # updates come from moments that were rounded a second time in cut groups, by 2^-4 at most; this changes
+    # the decrease of the loss, which is itself a tenth of the loss
     assert again[END][0] == pytest.approx(logged[END][0], rel=2**-4 / 4)
 
 
@@ -195,7 +196,7 @@ def test_options_reach_the_run(tmp_path):
     }
     logged, output = pretrain("gpt", variables={"COAT_CONFIG": str(tmp_path / "coat.json")}, **arguments)
     assert logged[END][0] < logged[1][0] - 0.5
-    # a group of 64 costs 2 + 10 / 64 bytes, norms in FP32 and masters' 16 bits beside it
+    # a group of 64 costs 2 + 10 / 64 bytes, plus norms in FP32 and the masters' 16 bits
     assert re.search(r"COAT: AdamW states 4\.1\d\d bytes per parameter", output)
 
 

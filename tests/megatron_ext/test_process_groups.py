@@ -1,6 +1,5 @@
-"""CUDA graphs that may hold collectives of a process group end before it. That NCCL waits for none then is
-tested in `test_parallel_nccl.py`, the end of graphs in `test_graphs.py`.
-"""
+"""CUDA graphs that may hold collectives of a process group end before the group. That NCCL then does not hang
+is tested in `test_parallel_nccl.py`, the end of graphs in `test_graphs.py`."""
 
 import pytest
 import torch.distributed as dist
@@ -13,7 +12,7 @@ S, VOCAB = 32, 64
 
 
 def _applied_by_a_model(tensor_parallel):
-    """Whether torch's function is exchanged before and behind the building of a model."""
+    """Whether torch's functions are patched before and after a model is built."""
     from megatron_ext import cpu
     from megatron_ext.layer_specs import coat_layer_spec
     from megatron_ext.model import ModelShape, build_gpt, initialize_model_parallel
@@ -57,7 +56,7 @@ def _what_ends_graphs(backend):
 
 @pytest.mark.parametrize("backend", ["fake", "gloo"])
 def test_groups_that_graphs_end_before(backend):
-    """torch's fake backend stands for NCCL, which CPUs do not have."""
+    """torch's fake backend replaces NCCL, which CPUs do not have."""
     (found,) = run_distributed(_what_ends_graphs, 1, backend)
     another = int(backend == "fake")
     assert found == {"another": another, "gloo": 0, "not a member": 0, "all": 1, "after all": 0}

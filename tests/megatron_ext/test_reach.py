@@ -1,4 +1,4 @@
-"""The block's `activations` in layers that a script built before the engine, and what is said of them."""
+"""The block's `activations` in layers that a script built before the engine, and the log lines about them."""
 
 import json
 import logging
@@ -28,7 +28,7 @@ EXPERTS = {
 
 
 def gpt(told=None, **sizes):
-    """A model as a script of the user's builds it, which knows nothing of the block."""
+    """A model as a user's script builds it, without the block."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
     from megatron.core.transformer import TransformerConfig

@@ -1,4 +1,4 @@
-"""FP8 inputs of what Megatron recomputes."""
+"""FP8 inputs of regions that Megatron recomputes."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ CASES = {
         "moe_router_topk": 2,
     },
 }
-# inputs of S * B * H elements that are kept: of both layers, of one, q, k and v of both, norms' outputs
+# saved inputs of S * B * H elements: of both layers; of one layer; q, k and v of both; norms' outputs
 KEPT = {"uniform": 2, "block": 1, "core_attn": 6, "mlp": 2, "experts": 2}
 
 
@@ -46,7 +46,7 @@ def _model(spec_name, **options):
 
 
 def _pass(model):
-    """Loss, gradients, and bytes of packed inputs (and of what they stand for)."""
+    """Loss, gradients, and bytes of packed inputs (and of the tensors that they replace)."""
     tokens = torch.randint(0, VOCAB, (B, S), generator=torch.Generator().manual_seed(3))
     device = next(model.parameters()).device
     tokens, positions = tokens.to(device), torch.arange(S, device=device).expand(B, S)
@@ -71,9 +71,9 @@ def test_forward_stays_and_inputs_take_half(compressing, spec, case):
     assert torch.equal(loss, stock_loss) and nothing == (0, 0)
 
     assert instead_of == KEPT[case] * S * B * H * 2
-    # a code and, for each group, a byte
+    # one code per element, and one byte per group
     assert codes * 2 == instead_of * (1 + 1 / GROUP)
-    # an input is off by at most 2^-4 of itself, 2.7 % relative RMS, and a gradient by the few times that of
+    # an input is off by at most 2^-4 of itself, 2.7 % relative RMS, and a gradient by a few times that, for
     # the inputs of its region's layers
     for name, expected in stock_gradients.items():
         assert rel_rms(gradients[name], expected) < 2**-3, name
@@ -86,7 +86,7 @@ def test_random_states_are_replayed_exactly(megatron, device):
     from megatron_ext.layers import recompute
 
     torch.manual_seed(0)
-    # E4M3 holds these as they are
+    # E4M3 holds these exactly
     x = torch.randint(-8, 9, (S, B, H)).to(device, torch.bfloat16)
     weight = torch.randn(H, H, device=device, dtype=torch.bfloat16).requires_grad_()
 
@@ -136,7 +136,7 @@ def test_distributed_inputs_are_codes_of_a_share():
         _distributed, 2
     ):
         assert [2 * n for n in shares] == list(kept) and kept[1] == LAYERS * S * B * H * 2
-        # shares are whole groups: the codes are the same
+        # shares consist of whole groups: the codes are the same
         assert torch.equal(loss, loss_of_shares)
         assert all(torch.equal(gradients_of_shares[name], g) for name, g in gradients.items())
 

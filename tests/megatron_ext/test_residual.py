@@ -12,7 +12,7 @@ pytestmark = pytest.mark.usefixtures("megatron")
 
 
 def test_residual_takes_its_way_through_the_norm(device):
-    """The sum of both gradients is made in the norm's backward, and is that of autograd."""
+    """The norm's backward computes the sum of both gradients, equal to autograd's sum."""
     layer = build(coat_layer_spec).decoder.layers[0]
     x = torch.randn(S, B, H, dtype=torch.bfloat16, device=device, requires_grad=True)
     normed = layer.input_layernorm(x)
@@ -22,10 +22,10 @@ def test_residual_takes_its_way_through_the_norm(device):
     grad = torch.randn_like(y)
     (fused,) = torch.autograd.grad(y, x, grad)
     normed = layer.input_layernorm(x)
-    # another object of the same values: its gradient is added by autograd
+    # another object with the same values: autograd adds its gradient
     y = add((2 * normed, None), x.view_as(x), 0.0)
     (summed,) = torch.autograd.grad(y, x, grad)
-    # rounded to BF16 once, and once more after the sum
+    # rounded to BF16 once, and a second time after the sum
     assert rel_rms(fused, summed) < 2**-8
 
 
@@ -37,14 +37,14 @@ def gradients_of(layer, x, grad):
 
 
 def test_biases_of_a_layer(device):
-    """Their gradients are those of a layer whose last biases Megatron adds."""
+    """Their gradients equal those of a layer whose last biases Megatron adds."""
     layer = build(coat_layer_spec, **GPT).decoder.layers[0]
     torch.manual_seed(0)
     for name, parameter in layer.named_parameters():
         if name.endswith("bias"):
             parameter.data.add_(0.3 * torch.randn_like(parameter))
     x, grad = torch.randn(2, S, B, H, device=device).bfloat16()
-    # a hook of the user's on a module keeps the layer from running as fused blocks
+    # a user's hook on a module keeps the layer from running as fused blocks
     layer.mlp.linear_fc1.register_forward_hook(lambda *_: None)
     found = gradients_of(layer, x, grad)
     for linear in (layer.mlp.linear_fc2, layer.self_attention.linear_proj):

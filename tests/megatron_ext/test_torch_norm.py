@@ -1,4 +1,4 @@
-"""The norms of a Megatron without Transformer Engine, with each of the packages that are called apex."""
+"""The norms of a Megatron without Transformer Engine, with each of the packages named apex."""
 
 import importlib.util
 from pathlib import Path
@@ -7,12 +7,13 @@ import pytest
 
 from tests.util import run_distributed
 
-# what Megatron and this package look for in it; another project on the package index has none of that
+# the class that Megatron and this package look for; another project named apex on the package index does not
+# have it
 NVIDIAS = "class FusedLayerNormAffineFunction: ...\n"
 
 
 def _package(folder: Path, kind: str) -> Path:
-    """The part that can be imported without a GPU: of another project called apex, and of NVIDIA's."""
+    """The part that can be imported without a GPU, for the other project named apex and for NVIDIA's apex."""
     (folder / "apex" / "normalization").mkdir(parents=True)
     (folder / "apex" / "__init__.py").touch()
     if kind != "another":
@@ -43,7 +44,7 @@ def _run(folder):
     initialize_model_parallel()
     gpt = {"activation_func": F.gelu, "gated_linear_unit": False, "add_bias_linear": True}
     found = {"megatron": backends.HAVE_APEX, "kernels": torch_norm.apex_has_layer_norm(), "norms": {}}
-    # as --persist-layer-norm is by default
+    # the default of --persist-layer-norm
     for normalization, config in (("RMSNorm", {}), ("LayerNorm", gpt)):
         model = build_gpt(
             ModelShape(1, 32, 48, 4, 2),
@@ -80,12 +81,12 @@ def _run(folder):
 )
 def test_apex_is_told_by_its_contents(tmp_path, kind):
     found = run_distributed(_run, 1, _package(tmp_path, kind), fresh=True)[0]
-    # Megatron takes whatever is called apex
+    # Megatron accepts any package named apex
     assert found["megatron"]
     assert found["megatron's"] == "FusedLayerNorm"
     assert found["kernels"] == (kind == "with kernels")
     torch_norms, megatrons = "torch.nn.modules.normalization", "megatron.core.fusions.fused_layer_norm"
-    # apex's RMSNorm is not in Megatron; that of heads is ours
+    # Megatron does not have apex's RMSNorm; the norm of heads is ours
     assert found["norms"]["RMSNorm"] == [f"{torch_norms}.RMSNorm", "megatron_ext.layers.norm.CoatHeadNorm"]
     expected = f"{megatrons}.FusedLayerNorm" if kind == "with kernels" else f"{torch_norms}.LayerNorm"
     assert found["norms"]["LayerNorm"] == [expected] * 2

@@ -17,14 +17,14 @@ from tests.util import run_distributed
 pytestmark = pytest.mark.early
 
 INJECTED, STEPS = 3, 18
-# an outlier feature: so large that FP8 loses all others
+# an outlier feature, so large that FP8 loses all other values
 FACTOR = 2.0**20
 EP2 = {"expert_model_parallel_size": 2}
 NOTHING = {"layers": [], "states": []}
 
 
 def watches(watch):
-    """From now on optimizers are built with this block of the watch."""
+    """Later optimizers are built with this block of the watch."""
     from megatron_ext.optimizer import adamw as optimizer
 
     block = {"enabled": True, "report": False, "optimizer": {"min_numel": 0}, "watch": watch}
@@ -33,8 +33,8 @@ def watches(watch):
 
 
 class Learner(Trainer):
-    """Trains on what can be learned. In each layer one channel of what fc2 reads is not trained, so that it
-    can become an outlier."""
+    """Trains on learnable data. In each layer one channel of the input of fc2 is not trained, so that it can
+    become an outlier."""
 
     def __init__(self, watch, **options):
         from megatron.core import parallel_state
@@ -50,7 +50,7 @@ class Learner(Trainer):
             group["lr"] = 5e-3
 
     def chain_anew(self):
-        """As Megatron does beside Muon."""
+        """Builds a new chain, as Megatron does with Muon."""
         from megatron.core.optimizer import ChainedOptimizer
 
         self.optimizer = ChainedOptimizer(self.optimizer.chained_optimizers)
@@ -58,7 +58,7 @@ class Learner(Trainer):
         return self
 
     def inject(self):
-        """Makes the channel an outlier; in BF16 the model computes what it did."""
+        """Makes the channel an outlier; in BF16 the model's output is unchanged."""
         for (fc1, up), (fc2, column) in zip(self._fixed[::2], self._fixed[1::2], strict=True):
             with torch.no_grad():
                 fc1[up] *= FACTOR
@@ -99,14 +99,14 @@ class Learner(Trainer):
 
 
 def watched(folder):
-    """Two data-parallel ranks whose optimizer is distributed."""
+    """Two data-parallel ranks with the distributed optimizer."""
     plain = Learner(False)
     assert plain.watch is None
     runs = {"plain": plain.steps(*range(5))}
     trainer = Learner({"every": 7, "folder": folder}).chain_anew()
     hooks = len(trainer.model.module._forward_pre_hooks)
     losses = trainer.steps(*range(5))
-    # step 7, of number 6, is watched, and taken in behind step 8
+    # step 7 (number 6) is watched, and its reading is processed after step 8
     trainer.steps(5, 6, 7)
     last = trainer.watch.last
     trainer.watch.close()
@@ -119,7 +119,7 @@ def watched(folder):
 
 
 def states(folder):
-    """The moments of all tensors go to FP32, by a limit that any error passes."""
+    """The moments of all tensors fall back to FP32, through a limit that any error exceeds."""
     from megatron_ext.optimizer.watch import watch_optimizer
 
     watch = {"every": 1, "readings": 2, "act": "act", "update_error": 1e-6, "folder": folder}
@@ -127,13 +127,13 @@ def states(folder):
     before = trainer.codecs
     trainer.steps(*range(4))
     result = {"before": before, "after": trainer.codecs, "fallen": trainer.watch.fallback.state()}
-    # Megatron-LM's default, of whose states each rank writes its own
+    # Megatron-LM's default, with which each rank writes its own states
     trainer.save(f"{folder}/checkpoint", "dp_reshardable")
     early, of_torch = Learner(watch), Learner(watch)
-    # what it does with a chain that is watched already counts
+    # a chain that is watched already has to work too
     early.watch = watch_optimizer(early.optimizer, WatchConfig(**watch))
     assert "coat_watch" not in of_torch.optimizer.state_dict(), "the layout is Megatron's"
-    # the second reading that passes is on its way then
+    # the second reading above the limit is not processed yet
     early.steps(0, 1)
     of_torch.optimizer.load_state_dict(early.optimizer.state_dict())
     result["of --ckpt-format torch"] = of_torch.watch.fallback.state(), of_torch.codecs
@@ -145,7 +145,7 @@ def states(folder):
     result["goes on at"] = again.watch.last.step
     again.watch.fallback.restore({})
     result["undone"] = again.codecs
-    # a run that does not ask for it takes nothing over
+    # a run with act "warn" restores no fallback
     other = Learner({"every": 1, "act": "warn"}).load(f"{folder}/checkpoint", "dp_reshardable")
     result["not taken"] = other.watch.fallback.state(), other.codecs
     return result
@@ -187,7 +187,7 @@ def outlier(folder, sizes):
     result["undone"] = linear.paused, linear._in_fp8
     # the same weights in FP8 and in BF16
     result["of the same"] = again.loss(0).item(), trainer.loss(0).item()
-    # at other sizes the names are the same
+    # the names are the same at other sizes
     parallel_state.destroy_model_parallel()
     initialize_model_parallel()
     other = Learner(acting).load(f"{folder}/checkpoint", "fully_reshardable")
@@ -196,7 +196,7 @@ def outlier(folder, sizes):
 
 
 def pipeline(folder):
-    """Two stages of one layer: each rank knows the other's, too."""
+    """Two pipeline stages of one layer each; each rank also has the other's readings."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     watch = {"every": 1, "readings": 1, "act": "act", "flushed": 0.0, "update_error": 1e9, "folder": folder}
@@ -223,8 +223,8 @@ def pipeline(folder):
 
 
 class Mixture(Trainer):
-    """Trains two experts, each on a rank of its own, on equal tokens, of which all go to the same one. So
-    large is a channel of the experts that FP8 loses all others."""
+    """Trains two experts, each on its own rank, on equal tokens, which all go to the same expert. One channel
+    of the experts is so large that FP8 loses all other values."""
 
     def __init__(self, watch):
         watches(watch)
@@ -245,7 +245,7 @@ class Mixture(Trainer):
 
 
 def experts(folder):
-    """Two expert-parallel ranks behind the alltoall dispatcher."""
+    """Two expert-parallel ranks with the alltoall dispatcher."""
     plain = Mixture(False).steps(0, 1)
     watched = Mixture({"every": 1, "folder": f"{folder}/watched"})
     result = {"plain": plain, "watched": watched.steps(0, 1)}
@@ -289,7 +289,7 @@ def everything(folder):
 
 
 def under_deepspeed():
-    """Losses under ZeRO-3, whose units are whole layers, and figures of a layer that has fallen back."""
+    """Losses under ZeRO-3 with whole layers as units, and the figures of a layer that has fallen back."""
     import deepspeed
 
     from coat_launch.model import parameter_groups
@@ -327,7 +327,7 @@ def under_deepspeed():
 
 def test_megatrons_layers_fall_back_under_deepspeed():
     (losses,) = run_distributed(under_deepspeed, 1)
-    # in BF16 it has no codes
+    # in BF16 the layer has no codes
     assert [counted for _, counted in losses] == [True, True, False, False, True, True]
     assert losses[-1][0] < losses[0][0] - 0.5
 
@@ -353,7 +353,7 @@ def test_readings_are_the_same_on_all_ranks_and_change_nothing(ranks, folder):
     assert set(layer) >= {"input_flushed", "gradient_flushed", "input_saturated", "gradient_saturated"}
     assert groups["decoder.layers.*"]["saved_flushed"] < 0.01
     assert not any("other" in group or "_scale" in group for group in groups)
-    # the last rank's, as Megatron-LM's own numbers are
+    # the last rank writes the file, as it logs Megatron-LM's own numbers
     (written,) = read(f"{folder}/watched")
     assert written == second["last"]
     memory = written.memory
@@ -386,10 +386,11 @@ def test_an_outlier_is_seen_and_the_run_is_saved(ranks):
         assert found["early"] == (NOTHING, 1) and found["graphs"] == 0, (
             "they replay what the layer did before"
         )
-        # the second reading that passes is of the second step with it, and is taken in behind the third
+        # the second reading above the limit is of the second step with the outlier, and is processed after
+        # the third
         assert found["act"][: INJECTED + 3] == found["off"][: INJECTED + 3]
         lost = {how: sum(found[how][-6:]) - sum(found["none"][-6:]) for how in ("off", "act")}
-        # the rest of it was lost in these three steps
+        # the other part was lost in these three steps
         assert lost["off"] > 0.5 and lost["act"] < 0.6 * lost["off"], lost
         in_fp8, in_bf16 = found["of the same"]
         assert in_fp8 > in_bf16 + 0.1
@@ -408,7 +409,7 @@ def test_stages_of_a_pipeline_agree(ranks):
     assert second == (first, layers, fallen)
     assert {f"decoder.layers.{i}.mlp.linear_fc2" for i in range(2)} <= set(layers)
     assert {"embedding.word_embeddings.weight", "output_layer.weight"} <= set(first)
-    # of both stages
+    # layers of both stages
     assert {name.split(".")[2] for name in fallen["layers"]} == {"0", "1"}
 
 

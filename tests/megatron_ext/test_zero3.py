@@ -1,4 +1,4 @@
-"""COAT layers under ZeRO-3 that are no units, so that hooks stand between their modules, in two processes."""
+"""COAT layers under ZeRO-3 that are not units, so that hooks run between their modules, in two processes."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ import torch.distributed as dist
 from tests.util import run_distributed
 
 S, B, VOCAB, LAYERS = 16, 2, 64, 2
-# no weight of this model stays gathered but norms
+# of this model, only norms stay gathered
 ZERO3 = {"stage3_param_persistence_threshold": 100, "stage3_max_live_parameters": 0}
 
 
@@ -40,11 +40,11 @@ def _engine(model, stage):
 
 
 def _forward(engine):
-    """The loss of this rank's tokens, and the bytes that all of the model keeps for backward."""
+    """The loss of this rank's tokens, and the bytes that the whole model saves for backward."""
     kept = {}
 
     def pack(x):
-        # the weights themselves: ZeRO-3 empties them
+        # weights themselves do not count: ZeRO-3 releases them
         if not isinstance(x, torch.nn.Parameter):
             storage = x.untyped_storage()
             kept[storage.data_ptr()] = storage
@@ -58,7 +58,7 @@ def _forward(engine):
 
 
 def _hooked(loss) -> set[torch.nn.Module]:
-    """Modules for which DeepSpeed has put nodes into the graph of `loss`."""
+    """Modules for which DeepSpeed has added nodes to the graph of `loss`."""
     found, seen, todo = set(), set(), [loss.grad_fn]
     while todo:
         node = todo.pop()
@@ -110,7 +110,7 @@ def _worker():
         engine.destroy()
     model = _model({})
     model.embedding.requires_grad_(False)
-    # what a frozen embedding gives needs no gradient: from the first layer's output on
+    # the output of a frozen embedding needs no gradient: from the first layer's output on
     engine = _engine(model, 3)
     result["frozen"] = {type(module).__name__ for module in _hooked(_forward(engine)[0])}
     return result
@@ -130,7 +130,7 @@ def test_layers_keep_as_much_as_under_stage_1(ranks, kind):
 
 @pytest.mark.parametrize("kind", ["bf16", "sqrt8"])
 def test_gradients_are_those_of_stage_1(ranks, kind):
-    """To the bit: BF16 sums of two ranks have one order, and the mean of two is exact."""
+    """Equal to the bit: BF16 sums of two ranks have one order, and the mean of two is exact."""
     for rank in ranks:
         one, three = rank[1, kind][0], rank[3, kind][0]
         assert one["loss"] == three["loss"]
@@ -143,7 +143,7 @@ def test_only_modules_with_weights_have_nodes(ranks):
     for rank in ranks:
         for step in rank[3, "bf16"]:
             assert step["hooked"] == rank["weighty"]
-            # before DeepSpeed knows the order of modules, norms too
+            # until DeepSpeed has recorded the order of modules, it also releases norms
             assert step["released"] >= rank["matrices"]
-        # recomputed forwards rely on all of them
+        # recomputed forwards rely on all of these
         assert {"CoatTransformerLayer", "CoatMLP", "CoatNorm", "GPTModel"} <= rank["frozen"]

@@ -1,4 +1,4 @@
-"""What `coat plan` says that ZeRO-3 has gathered, layer by layer, beside what DeepSpeed has."""
+"""The elements that ZeRO-3 has gathered at each layer: predictions of `coat plan` against DeepSpeed."""
 
 import pytest
 
@@ -10,14 +10,15 @@ from tests.util import run_distributed
 
 LAYERS = 8
 SIZES = Sizes(layers=LAYERS, hidden=64, ffn=128, heads=4, groups=2, head_dim=16, vocabulary=VOCAB)
-# a layer has 36,864 elements: about three are there at a time, as of a model of 13 billion parameters
+# a layer has 36,864 elements: about three layers are gathered at a time, as in a model of 13 billion
+# parameters
 LIMITS = Limits(max_live=115_000, max_reuse=115_000, persistence=100)
-# of what is gathered ahead: a layer, part of one, more than is let in
+# prefetched elements: a layer, part of one, and more than the limit allows
 AHEAD = (37_000, 20_000, None)
 
 
 def gathered() -> list[list[int]]:
-    """Elements that are there while each layer runs, forward and then backward, for each of `AHEAD`."""
+    """Gathered elements while each layer runs, forward and then backward, for each of `AHEAD`."""
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
     _start("gloo")
@@ -41,7 +42,7 @@ def gathered() -> list[list[int]]:
 
         for layer in engine.module.decoder.layers:
             layer.mlp.register_forward_hook(behind)
-        # the order is known from the second step on
+        # the order is recorded from the second step on
         for step in range(3):
             found.clear()
             _step(engine, case, step)
@@ -60,7 +61,7 @@ def ranks():
 def test_weights_are_those_that_deepspeed_has(ranks, ahead):
     layout = Layout(gpus=2, stage=3, sequence=32, prefetch=ahead, limits=LIMITS)
     modules = _Stage(SIZES, layout, rungs()["COAT"], 0)._gathered()
-    # four modules in front of the layers
+    # four modules come before the layers
     forward, backward = modules[4 : 4 + LAYERS], modules[-4 - LAYERS : -4]
     planned = [module.runs.weights for module in (*forward, *backward)]
     assert all(rank[AHEAD.index(ahead)] == planned for rank in ranks)

@@ -19,7 +19,7 @@ from tests.util import run_distributed
 pytestmark = pytest.mark.early
 
 S, B, VOCAB, LAYERS = 32, 2, 64, 2
-# no weight of these models stays gathered but norms
+# of these models, only norms stay gathered
 GATHERED = {"stage3_param_persistence_threshold": 100, "stage3_max_live_parameters": 0}
 ONE_FOR_ALL = {
     **{**EXPERTS, "moe_layer_freq": [0, 1]},
@@ -106,7 +106,7 @@ def _twice(engine, step: int) -> torch.Tensor:
 
 
 def _one_token(engine, step: int) -> torch.Tensor:
-    """Of equal tokens each goes to the same expert; another one on the other ranks."""
+    """Equal tokens go to the same expert; each rank has another token."""
     return _loss(engine, torch.full((B, S), 7 + 5 * dist.get_rank()))
 
 
@@ -116,7 +116,7 @@ def _by_keyword(engine, step: int) -> torch.Tensor:
 
 
 def _evaluate(engine, step: int) -> None:
-    """Forward passes that are followed by none backward."""
+    """Forward passes without a backward pass."""
     engine.eval()
     with torch.no_grad():
         _once(engine, 20)
@@ -166,7 +166,7 @@ CASES = {
     "grouped experts, module by module": Case(lambda: _gpt(**GROUPED), _one_token, units=0, wanted=False),
     "hybrid": Case(_stack, units=4),
     "frozen part": Case(lambda: _freeze(_gpt(), "decoder.layers.0.mlp.linear_fc1"), units=1),
-    # at stage 1 the border between ranks cuts a group of the moments in two
+    # at stage 1 the border between ranks cuts a group of the moments
     "frozen later": Case(_gpt, after=_freeze_and_back, steps=4, base=3),
     "offload": Case(_gpt, zero=OFFLOAD, base=3),
     "secondary partitions": Case(_gpt, zero={"zero_hpz_partition_size": 2}),
@@ -175,7 +175,7 @@ CASES = {
     "Hugging Face's, converted": Case(_llama, _by_keyword),
     "Mixtral, converted": Case(FAMILIES["mixtral"].build, _by_keyword),
     "Qwen3-MoE of 24 experts, converted": Case(FAMILIES["qwen3_moe_grouped"].build, _by_keyword),
-    # BF16 products keep the weights themselves, which ZeRO-3 empties: other bytes than at stage 1
+    # BF16 GEMMs save the weights themselves, which ZeRO-3 releases: other bytes than at stage 1
     "Hugging Face's": Case(_llama, _by_keyword, coat={"activations": False}, wanted=True, base=3),
 }  # fmt: skip
 FOUR_RANKS = ["small buckets"]
@@ -201,11 +201,11 @@ def _engine(case: Case, stage: int, wanted: str | bool):
 
 
 def _step(engine, case: Case, step: int) -> tuple[float, int]:
-    """The loss, and the bytes that all of the model keeps for backward."""
+    """The loss, and the bytes that the whole model saves for backward."""
     kept, parameters = {}, list(engine.module.parameters())
 
     def pack(x):
-        # weights, and their aliases, are not kept: ZeRO-3 empties them
+        # weights and their aliases do not count as saved: ZeRO-3 releases them
         weights = {p.untyped_storage().data_ptr() for p in parameters}
         if x.untyped_storage().data_ptr() not in weights:
             kept[x.untyped_storage().data_ptr()] = x.untyped_storage()
@@ -276,7 +276,7 @@ def _gathered() -> dict[str, list[str]]:
 
 
 def _resumed(folder: str) -> list[list[float]]:
-    """Losses of two steps after two that were saved: with units on, off, on."""
+    """Losses of two steps after two saved steps: with units on, off, on."""
     out = []
     for saved in (True, False):
         engine = _engine(CASES["sqrt8"], 3, "auto" if saved else False)
@@ -323,13 +323,13 @@ def two(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def four():
-    # BF16 sums of four ranks: stage 1 has another order of them
+    # BF16 sums of four ranks: stage 1 adds them in another order
     return run_distributed(work, 4, "gloo", FOUR_RANKS, 3, "")
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_units_compute_what_stage_1_computes(two, name):
-    """To the bit: BF16 sums of two ranks have one order, and the mean of two is exact."""
+    """Equal to the bit: BF16 sums of two ranks have one order, and the mean of two is exact."""
     for rank in two:
         check(name, *rank[name])
 
@@ -403,7 +403,7 @@ def test_what_cannot_be_a_unit():
     zero = SimpleNamespace(stage=3)
     units = LayerUnits(model, "auto", zero)
     assert set(units.chosen) == {"b", "c.0"}
-    # no engine was built: as if both were inside of something that DeepSpeed takes for a leaf
+    # no engine was built, so both count as inside of a leaf module of DeepSpeed
     units.complete(None)
     assert units.summary() == (
         "ZeRO-3 gathers 0 of 3 layers whole; module by module 1 (a): parameters shared with another module; "
@@ -411,7 +411,7 @@ def test_what_cannot_be_a_unit():
     )
     assert LayerUnits(model, True, SimpleNamespace(stage=2)).summary() is None
     assert not plain.zero3_unit
-    # none inside of another, of which a model may be the outer one
+    # units do not nest; the model itself may be the outer unit
     whole = _Layer()
     whole.inner = _Layer()
     assert set(LayerUnits(whole, "auto", zero).chosen) == {""}

@@ -1,6 +1,5 @@
-"""Cases of `test_zero3_units.py` on two GPUs with NCCL, where messages run beside kernels, and weights that
-DeepSpeed gathers in 8 bits, by kernels of its own.
-"""
+"""Cases of `test_zero3_units.py` on two GPUs with NCCL, where messages overlap with kernels, and with weights
+that DeepSpeed gathers in 8 bits by its own kernels."""
 
 import pytest
 import torch
@@ -15,9 +14,11 @@ NAMES = [
     *("two forwards", "evaluation, tied", "experts", "hybrid", "frozen part", "Megatron's"),
     "secondary partitions",
 ]
-# attention's backward sums in any order; what that moves across a border of E5M2 moves by 2^-2 of itself
+# attention's backward sums in any order; a value that this moves across a border of E5M2 changes by 2^-2 of
+# itself
 GRADIENT_BOUND = 2e-2
-# Of weights in 8 bits, in groups of up to 16,000 that units and modules fill differently, in a loss
+# The error of a loss from weights gathered in 8 bits, in groups of up to 16,000 elements that units and
+# modules fill differently
 QUANTIZED_BOUND = 1e-2
 
 pytestmark = [
