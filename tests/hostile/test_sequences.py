@@ -1,8 +1,8 @@
 """Random sequences of operations on an optimizer, with CoatAdamW and with a model of it.
 
 The model is torch.optim.AdamW on FP32 parameters, whose moments are rounded as the format stores them after
-each step, and whose parameters are the masters of BF16 parameters. Both have to agree to the bit
-after every operation.
+each step, and whose parameters are the masters of BF16 parameters. Both have to agree to the bit after every
+operation.
 """
 
 import io
