@@ -295,7 +295,7 @@ def test_second_moments_that_cannot_decay(log):
 def test_where_no_model_is_converted(monkeypatch):
     """On a GPU without FP8 a block gives FP8 states, as before there were converted layers."""
     gpu, usual = torch.device("cuda", 0), ActivationsConfig()
-    for found, reason in (((8, 0), "compute capability 8.0, and FP8 products need 8.9"), ((8, 9), None)):
+    for found, reason in (((8, 0), "compute capability 8.0, and FP8 GEMMs need 8.9"), ((8, 9), None)):
         for module in (device, deepspeed_config):
             monkeypatch.setattr(module, "capability", lambda _, found=found: found)
         said = no_conversion({}, usual, gpu)
