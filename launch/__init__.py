@@ -4,5 +4,5 @@ import importlib.resources
 
 
 def config_path(name: str) -> str:
-    """The file of that name in `configs/`, in a clone as in an installed wheel."""
+    """The path of a file in `configs/`, in a clone and in an installed wheel."""
     return str(importlib.resources.files("coat_launch.configs") / name)

@@ -8,7 +8,7 @@ from coat_launch import config_path
 
 RUNS = ("bf16", "coat")
 SHAPE_FLAGS = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups")
-# so many steps in a row whose loss or gradients are not finite are no accident
+# a longer series of steps with a loss or gradients that are not finite ends the run
 MAX_FAILURES = 10
 
 
@@ -27,8 +27,8 @@ def rate(text: str) -> float:
 
 
 def parse_args(argv: list[str] | None = None, description: str | None = None) -> argparse.Namespace:
-    """The arguments, sys.argv's by default, with defaults that depend on others filled in. Exits, as argparse
-    does, for what does not go together.
+    """The arguments, sys.argv's by default, with dependent defaults filled in. Exits, as argparse does, for
+    arguments that do not fit together.
     """
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
@@ -87,7 +87,7 @@ def _add_training(add: Callable) -> None:
         "--non-finite",
         choices=("stop", "skip"),
         default="stop",
-        help="at a loss that is NaN or infinite: stop, or skip the step, say so and go on, but for "
+        help="at a loss that is NaN or infinite: stop, or log a line and skip the step, and stop after "
         f"{MAX_FAILURES} in a row (default %(default)s)",
     )
     add(
@@ -95,11 +95,11 @@ def _add_training(add: Callable) -> None:
         type=positive,
         default=600,
         metavar="SECONDS",
-        help="after which a rank that does not answer, of a lost host, ends the run (default %(default)s)",
+        help="seconds until a rank that does not answer ends the run (default %(default)s)",
     )
     add("--seed", type=int, default=1234, help="weights, order and split of the data (default %(default)s)")
     add("--deepspeed-config", default=config_path("ds_zero1_coat.json"), help="DeepSpeed JSON")
-    # not --run, which torchrun takes for an abbreviation of its own
+    # not --run, which torchrun reads as an abbreviation of its own options
     add("--variant", choices=RUNS, help="override the JSON: bf16 disables the coat block")
     add("--compare", action="store_true", help="both runs, one after the other, and a table")
     add("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
@@ -142,13 +142,13 @@ def _check(args: argparse.Namespace, refuse: Callable[[str], object]) -> None:
         )
     if args.resume and args.load is not None:
         refuse("--resume is --load that may find nothing: give one of them")
-    # of a variable that is not set: pathlib takes it for the current folder
+    # a shell variable that is not set leaves an empty path, which pathlib reads as the current folder
     for name, paths in (("data", args.data), ("output", [args.output])):
         if "" in paths:
             refuse(f"--{name}: found an empty path. Name one, or drop the option")
     for name in ("warmup_steps", "seed"):
         if (value := getattr(args, name)) < 0:
             refuse(f"--{name.replace('_', '-')}: expected 0 or more, found {value}")
-    # torch takes twice as many, and Megatron adds a few thousands
+    # torch's limit is twice this, and Megatron adds a few thousands
     if args.seed >= 2**63:
         refuse(f"--seed: expected a number below 2^63, found {args.seed}. Give a smaller one")

@@ -1,16 +1,17 @@
-"""Checkpoints that survive what happens to the processes which write them.
+"""Checkpoints that stay valid when processes are killed while writing them.
 
     checkpoints/
-        step300/                   complete: DeepSpeed's files, and manifest.json, sizes and SHA-256 of them
-        step400.5e1a7c2f.partial/  being written, or what is left of that; removed before the next save
-        step200.damaged/           found not to be what its manifest says
+        step300/                   complete: DeepSpeed's files, and manifest.json with their sizes and SHA-256
+        step400.5e1a7c2f.partial/  incomplete; removed before the next save
+        step200.damaged/           its files differ from its manifest
         latest                     the name of the newest complete one, for DeepSpeed's own tools
 
-A checkpoint is written under another name, read back, and renamed; only then `latest` follows and old ones
-go. So at any moment a name without a suffix is a whole checkpoint, whichever process dies when. No two saves
-write under the same name. The folder has to be one that all ranks see.
+A checkpoint is written under another name, read back, and renamed. Only then `latest` is updated and old
+checkpoints are removed. So at any moment a name without a suffix is a complete checkpoint, even if a process
+is killed. No two saves write under the same name. All ranks have to share the folder.
 
-Nothing in a checkpoint is executed: torch reads tensors, plain containers, the types in `_framework_types`.
+Nothing in a checkpoint is executed: torch reads tensors, plain containers, and the types in
+`_framework_types`.
 """
 
 import argparse
@@ -37,26 +38,26 @@ from coat_launch.json_file import read_object
 from coat_launch.report import OutputError, atomic_write
 
 MANIFEST = "manifest.json"
-# the key of the manifest's own sum
+# the key of the manifest's own hash
 SEAL = "sha256"
 PARTIAL, DAMAGED, UNIVERSAL = ".partial", ".damaged", ".universal.partial"
 _NAME = re.compile(r"step(\d+)")
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be gone on from; the message names it and the way out."""
+    """A checkpoint from which a run cannot resume; the message names the checkpoint and the fix."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a run is spread. Plain ZeRO checkpoints are read by the layout that wrote them."""
+    """How a run is distributed. Plain ZeRO checkpoints can only be read with the layout that wrote them."""
 
     data_parallel_size: int
     tensor_parallel_size: int
     zero_stage: int
 
     def can_convert(self, saved: "Layout") -> bool:
-        """Whether DeepSpeed's universal checkpoints lead from `saved` to this."""
+        """Whether DeepSpeed's universal checkpoints convert from `saved` to this layout."""
         both = {self.zero_stage, saved.zero_stage}
         return self.tensor_parallel_size == saved.tensor_parallel_size == 1 and (
             both <= {1, 2} or both == {3}
@@ -65,7 +66,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """One whose files are what its manifest says."""
+    """A checkpoint whose files equal its manifest."""
 
     path: Path
     layout: Layout
@@ -81,9 +82,10 @@ def _step(path: Path) -> int:
 
 
 def leave_out_empty_states(model: torch.nn.Module) -> None:
-    """Keeps None, Megatron's extra state of a layer that has none, out of checkpoints.
+    """Keeps None, Megatron's extra state of a layer without extra state, out of checkpoints.
 
-    DeepSpeed's conversion to universal checkpoints takes it for a tensor; Megatron adds it where it lacks.
+    DeepSpeed's conversion to universal checkpoints treats it as a tensor; Megatron adds it on load if
+    missing.
     """
 
     def drop(module, state, prefix, metadata):
@@ -99,14 +101,14 @@ def newest(folder: Path) -> Path | None:
 
 
 def _named(folder: Path) -> list[Path]:
-    """What has a checkpoint's name, the newest first. One without a manifest is damaged, or another
-    program's: no run may take it for nothing, and write over it."""
+    """The paths that have a checkpoint's name, the newest first. One without a manifest is damaged, or
+    another program's: a run must not ignore it and overwrite it."""
     found = [path for path in folder.iterdir() if _step(path) >= 0] if folder.is_dir() else []
     return sorted(found, key=_step, reverse=True)
 
 
 def sealed(manifest: dict) -> dict:
-    """`manifest` with the SHA-256 of what it says."""
+    """`manifest` with the SHA-256 of its content."""
     content = json.dumps(manifest, sort_keys=True).encode()
     return {**manifest, SEAL: hashlib.sha256(content).hexdigest()}
 
@@ -116,10 +118,11 @@ def save(
 ) -> None:
     """Writes `folder`/step`step` and points `latest` to it. Collective over all ranks.
 
-    client_state: what `load` returns besides DeepSpeed's own; plain containers, numbers and tensors.
+    client_state: what `load` returns in addition to DeepSpeed's own; plain containers, numbers and tensors.
     keep: how many of the newest checkpoints stay; all without it.
 
-    Raises OutputError, on the rank it happens on, where a file cannot be written or is not what was written.
+    Raises OutputError, on the rank on which it happens, if a file cannot be written or differs when read
+    back.
     """
     name = f"step{step}"
     partial = folder / from_main(lambda: f"{name}.{uuid.uuid4().hex[:8]}{PARTIAL}")
@@ -143,7 +146,7 @@ def save(
             atomic_write(folder / "latest", name.encode())
             whole = [path for path in _named(folder) if (path / MANIFEST).is_file()]
             for old in whole[keep:] if keep else ():
-                # a half-removed checkpoint must not pass for a whole one
+                # a half-removed checkpoint must not look like a complete one
                 old.rename(old.with_name(old.name + PARTIAL))
                 shutil.rmtree(old.with_name(old.name + PARTIAL))
     dist.barrier()
@@ -152,16 +155,16 @@ def save(
 def find(folder: Path, *, set_aside: bool = False) -> Checkpoint | None:
     """The newest checkpoint in the folder, or the folder itself if it is one, that verifies. Collective.
 
-    What is damaged is said on stderr by rank 0, and the one before it is taken; with `set_aside` it is then
-    also renamed, so that it neither counts as one to keep nor is in the way of a new one.
+    Rank 0 reports damaged checkpoints on stderr, and the previous one is tried. With `set_aside` damaged ones
+    are then also renamed, so that they neither count for `keep` nor block the name of a new one.
 
-    Returns None where there is no checkpoint. Raises CheckpointError where all are damaged.
+    Returns None if there is no checkpoint. Raises CheckpointError if all are damaged.
     """
     candidates = from_main(lambda: [folder] if _step(folder) >= 0 else _named(folder))
     for number, path in enumerate(candidates):
         fault, layout = _verify(path)
         if fault is None:
-            # not before: where all are damaged, the next start would take the folder for an empty one
+            # not before: if all are damaged, the next start would treat the folder as empty
             for damaged in candidates[:number] if set_aside and is_main() else ():
                 aside = damaged.with_name(damaged.name + DAMAGED)
                 shutil.rmtree(aside, ignore_errors=True)
@@ -172,8 +175,8 @@ def find(folder: Path, *, set_aside: bool = False) -> Checkpoint | None:
             print(f"checkpoint {path} is damaged: {fault}{then}", file=sys.stderr)
     if candidates:
         raise CheckpointError(
-            f"{folder}: every checkpoint in it is damaged. Bring one back from a copy, or remove them to "
-            "start anew"
+            f"{folder}: every checkpoint in it is damaged. Restore one from a copy, or remove them to "
+            "start from step 0"
         )
     return None
 
@@ -181,12 +184,12 @@ def find(folder: Path, *, set_aside: bool = False) -> Checkpoint | None:
 def load(engine, found: Checkpoint, layout: Layout, scratch: Path) -> dict:
     """Restores the engine and the random states; returns the client state. Collective.
 
-    A checkpoint of another data-parallel size is converted on the way, in the folder `scratch`, and then the
-    engine has to have been configured with `"checkpoint": {"load_universal": true}`. Random states, one a
-    rank, are restored at the same number of ranks only.
+    A checkpoint of another data-parallel size is converted first, in the folder `scratch`. The engine's
+    config needs `"checkpoint": {"load_universal": true}` for it. Random states, one per rank, are restored
+    only with the same number of ranks.
 
-    Raises CheckpointError where DeepSpeed has no way from one layout to the other, where a file holds more
-    than data, and where it does not hold what this model and this optimizer need.
+    Raises CheckpointError if DeepSpeed cannot convert between the layouts, if a file contains more than data,
+    and if it lacks what this model and this optimizer need.
     """
     folder, tag = found.path.parent, found.path.name
     converted = found.layout != layout
@@ -197,7 +200,7 @@ def load(engine, found: Checkpoint, layout: Layout, scratch: Path) -> dict:
                 "between data-parallel sizes of ZeRO 1 and 2, and of ZeRO 3, without tensor parallelism. "
                 "Go on with the sizes and the stage it was written with"
             )
-        # of its own, for DeepSpeed notes the newest universal checkpoint beside it
+        # a folder of its own: DeepSpeed writes the name of the newest universal checkpoint next to it
         folder = scratch / from_main(lambda: f"{tag}.{uuid.uuid4().hex[:8]}{UNIVERSAL}")
     decay = [group.get("weight_decay") for group in engine.optimizer.param_groups]
     with reading(found.path):
@@ -218,7 +221,7 @@ def load(engine, found: Checkpoint, layout: Layout, scratch: Path) -> dict:
 
 
 def _verify(path: Path) -> tuple[str | None, Layout | None]:
-    """What is wrong with a checkpoint, None if nothing; how it was spread."""
+    """What is wrong with a checkpoint, None if nothing; and its layout."""
 
     def read() -> tuple[dict, Layout] | str:
         if not (path / MANIFEST).exists():
@@ -231,10 +234,10 @@ def _verify(path: Path) -> tuple[str | None, Layout | None]:
             seal = manifest.pop(SEAL, None)
             if unknown := manifest.keys() - {"step", "layout", "files"}:
                 raise ValueError(f"unknown key {min(unknown)!r}")
-            # older ones have none
+            # older manifests have none
             if seal is not None and sealed(manifest)[SEAL] != seal:
-                return f"{MANIFEST} is not what was written: it has another SHA-256 than it says"
-            # a folder that was renamed by hand would resume at a step that it is not of
+                return f"{MANIFEST} was changed: its SHA-256 differs from the one in it"
+            # a folder that was renamed by hand would resume at a wrong step
             if manifest["step"] != _step(path):
                 return f"{MANIFEST} is of step {manifest['step']}"
             files, layout = manifest["files"], Layout(**manifest["layout"])
@@ -248,7 +251,7 @@ def _verify(path: Path) -> tuple[str | None, Layout | None]:
             return f"{MANIFEST} has no {error}"
         except (ValueError, TypeError, AttributeError) as error:
             return f"{MANIFEST} cannot be read ({error})"
-        # DeepSpeed would read it all the same
+        # DeepSpeed would read it regardless
         for file in sorted(path.glob("*.pt")):
             if file.name not in files:
                 return f"{MANIFEST} has no {file.name}"
@@ -274,7 +277,7 @@ def _verify(path: Path) -> tuple[str | None, Layout | None]:
 
 
 def _read_back(file: Path) -> dict:
-    """What the manifest says of a file, once it is on the disk and holds what was in memory."""
+    """A file's entry in the manifest, after the file is on the disk and equals what was in memory."""
     _sync(file)
     if zipfile.is_zipfile(file) and (record := zipfile.ZipFile(file).testzip()):
         raise OSError(f"{file}: {record} was read back with another checksum than it was written with")
@@ -311,13 +314,14 @@ def _writing(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Whatever torch and DeepSpeed raise over what stands in a checkpoint becomes a CheckpointError."""
+    """Turns every error that torch and DeepSpeed raise over the content of a checkpoint into a
+    CheckpointError."""
     try:
         yield
     except (CheckpointError, OutputError, torch.OutOfMemoryError, dist.DistError):
         raise
     except pickle.UnpicklingError as error:
-        # torch's advice, which comes before, is to trust the file
+        # the text before it is torch's advice to trust the file
         why = str(error).rpartition("WeightsUnpickler error:")[2].strip()
         raise CheckpointError(
             f"{path}: a file holds more than data and was not read ({why}). Take a checkpoint that this "
@@ -332,23 +336,23 @@ def reading(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _data_only() -> Iterator[None]:
-    """Within, every `torch.load` of DeepSpeed, which asks for pickles, reads data only."""
+    """Within this context every `torch.load` of DeepSpeed, which requests pickles, reads data only."""
     forced = mock.patch.dict(os.environ, TORCH_FORCE_WEIGHTS_ONLY_LOAD="1")
     with forced, torch.serialization.safe_globals(_framework_types()):
         yield
 
 
 def _framework_types() -> list[Callable | tuple[Callable, str]]:
-    """What stands in DeepSpeed's and COAT's files besides tensors and containers; with the name that it has
-    there, if it is another."""
+    """The types in DeepSpeed's and COAT's files other than tensors and containers; with the name in the file,
+    if it differs."""
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address
 
-    # allows torch to read moments of the compressed layout, whose parts are checked when they are made
+    # makes torch accept moments of the compressed layout, whose parts are checked at construction
     import coat_ds.state  # noqa: F401
 
-    # Python 3.11.0 to 3.11.3, Debian 12's among them, write a member as a call of getattr
+    # Python 3.11.0 to 3.11.3, Debian 12's among them, pickle an enum member as a call of getattr
     return [LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address, (_stage, "builtins.getattr")]
 
 
@@ -379,7 +383,7 @@ def _convert(source: Path, target: Path) -> None:
                     inject_missing_state=True,
                 )
             )
-            # which DeepSpeed leaves out
+            # DeepSpeed's conversion omits this file
             if (source / FILE).is_file():
                 shutil.copy2(source / FILE, target)
     dist.barrier()
@@ -408,7 +412,7 @@ def is_main() -> bool:
 
 
 def from_main(make: Callable):
-    """What rank 0 makes, on every rank. Collective."""
+    """The value that rank 0 computes, on every rank. Collective."""
     box = [make() if is_main() else None]
     dist.broadcast_object_list(box)
     return box[0]
@@ -421,6 +425,6 @@ def _gather(value) -> list:
 
 
 def _each_its_share(files: list[Path], action: Callable) -> dict:
-    """`action` of every file by name; each rank does its share of them."""
+    """`action` of every file by name; each rank processes its share of them."""
     mine = {file.name: action(file) for file in files[dist.get_rank() :: dist.get_world_size()]}
     return {name: done for part in _gather(mine) for name, done in part.items()}

@@ -1,11 +1,11 @@
-"""What the scripts of this folder start on each node, and what they look at before.
+"""Checks a node and starts training on it; the scripts of this folder call it.
 
     python launch/cluster.py torchrun|deepspeed|megatron [--dry-run] [arguments of the training script]
 
 Settings come from environment variables:
 
     NODES            number of nodes; from HOSTFILE or Slurm where there is one, else 1
-    NODE_RANK        which of them this is, from 0 (torchrun, megatron)
+    NODE_RANK        index of this node, from 0 (torchrun, megatron)
     GPUS_PER_NODE    processes a node (default: slots of HOSTFILE, GPUs of the node that starts this, or 1)
     HOSTFILE         lines "host slots=n"; hosts are reached by ssh (deepspeed)
     LAUNCHER         pdsh, openmpi, or slurm inside an allocation, without HOSTFILE (deepspeed; default pdsh)
@@ -15,23 +15,23 @@ Settings come from environment variables:
     INTERFACE        network interface of NCCL, gloo and the rendezvous, as "eth0"
     TENSOR_SIZE      tensor parallel size (default 1)
     PIPELINE_SIZE    pipeline parallel size (megatron; default 1)
-    DATA_SIZE        data parallel size: what the others leave; given, it is checked
+    DATA_SIZE        data parallel size: the processes divided by the other sizes; a given value is checked
     MODEL_CONFIG     default configs/model_quickstart.json
     DEEPSPEED_CONFIG default configs/ds_zero1_coat.json
-    DATA             paths of the data, separated by ":" (default: what the training script does without)
+    DATA             paths of the data, separated by ":" (default: the training script's default)
     TOKENIZER        tokenizer.json
     SEQ_LENGTH       default 128
     STEPS            default 120
     SAVE_INTERVAL    steps between checkpoints (default 100)
     OUTPUT           folder that all nodes see (default runs/gpt)
-    MAX_RESTARTS     how often torchrun starts all ranks again after a failure (default 0)
+    MAX_RESTARTS     number of times that torchrun restarts all ranks after a failure (default 0)
     JOB              name of the rendezvous, the same on all nodes (default coat)
     PYTHON           the interpreter, at the same path on all nodes
     MEGATRON_PATH    checkout of Megatron-LM (megatron)
     SPEC             module of the layer spec (megatron; default megatron_ext.with_optimizer)
 
-Every node is looked at first: versions, GPUs, sizes, disk, NCCL's variables; `--dry-run` prints what each
-would run instead. Both need the network only where there is more than one node.
+Checks of every node come first: versions, GPUs, sizes, disk, NCCL's variables. `--dry-run` prints each node's
+command instead. Both need the network only with more than one node.
 """
 
 import argparse
@@ -76,7 +76,7 @@ def main(argv: list[str]) -> None:
             own["DS_ENV_FILE"] = commands.write_for_deepspeed(settings, env, own)
     except ClusterError as error:
         sys.exit(f"error: {error}")
-    # the agents ignore what the ranks answer by a checkpoint
+    # the ranks react with a checkpoint; the agents ignore the signal
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     argv = commands.command(settings, settings.node_rank, extra)
     os.execvpe(argv[0], argv, {**env, **own})

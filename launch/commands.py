@@ -1,4 +1,4 @@
-"""What a node runs: the command, its environment, and what DeepSpeed's launcher would change of both."""
+"""A node's command and its environment, and checks for values that DeepSpeed's launcher would change."""
 
 import fcntl
 import os
@@ -13,24 +13,25 @@ from coat_launch.settings import ClusterError, Settings
 
 # this project's scripts
 HERE = Path(__file__).resolve().parent
-# beginnings of the names of variables that DeepSpeed's launcher hands to other nodes by itself
+# prefixes of the variables that DeepSpeed's launcher passes to other nodes by itself
 HANDED_ON = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL")
-# characters of variables that do not reach the ranks as they are. DeepSpeed quotes all but a few for a shell,
-# which is not there with two of the launchers, and srun cuts at commas. With pdsh there is one, but the file
-# of variables has a line for each, of which DeepSpeed strips the ends.
+# Characters in variables that the launchers change. DeepSpeed quotes most values for a shell, but two of the
+# launchers use no shell, and srun splits at commas. pdsh uses one, but the file of variables has one line per
+# variable, and DeepSpeed strips its ends.
 SPOILT = {
     "openmpi": r"[^\w@%+=:,./-]",
     "slurm": r"[^\w@%+=:./-]",
     "pdsh": r"[\r\n]|^\s|\s$",
 }
-# what DeepSpeed puts into pdsh's command without quotes, though a shell reads it and pdsh expands "%"
+# words that need no quotes: DeepSpeed passes these words to pdsh without quotes, a shell reads them and pdsh
+# expands "%"
 UNQUOTED = r"[\w@+=:,./-]+"
 
 
 def environment(settings: Settings, env: dict[str, str]) -> dict[str, str]:
-    """The variables that a node's processes get besides what they have."""
+    """The variables that a node's processes get in addition to their own."""
     out = {"OMP_NUM_THREADS": env.get("OMP_NUM_THREADS", "1")}
-    # the store of torch 2.13's agents outlives a restart, and gloo then waits for ranks that are gone
+    # the store of torch 2.13's agents outlives a restart, and gloo then waits for ranks that no longer exist
     out["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     if settings.megatron_path:
         paths = [settings.megatron_path, *filter(None, [env.get("PYTHONPATH")])]
@@ -38,7 +39,7 @@ def environment(settings: Settings, env: dict[str, str]) -> dict[str, str]:
     if settings.interface:
         out["NCCL_SOCKET_IFNAME"] = out["GLOO_SOCKET_IFNAME"] = settings.interface
     if settings.kind == "deepspeed":
-        # neither mpirun nor srun tells the ranks
+        # neither mpirun nor srun sets them
         out |= {"MASTER_ADDR": settings.master_addr, "MASTER_PORT": str(settings.master_port)}
     if settings.tensor_size > 1:
         # kernels run in the order of their launch
@@ -49,7 +50,7 @@ def environment(settings: Settings, env: dict[str, str]) -> dict[str, str]:
 def check_handed_on(settings: Settings, env: dict[str, str], own: dict[str, str], words: list[str]) -> None:
     """Raises ClusterError for a value that DeepSpeed's launcher would change on its way to the ranks.
 
-    env, own: the environment's variables, and those that are set besides.
+    env, own: the environment's variables, and the variables that are set in addition.
     words: the arguments of the training script.
     """
     if not settings.hosts:
@@ -57,7 +58,7 @@ def check_handed_on(settings: Settings, env: dict[str, str], own: dict[str, str]
 
     def refuse(name: str, value: str, found: str, way_out: str) -> None:
         raise ClusterError(
-            f"{name}: {value!r} would not reach the ranks as it is by LAUNCHER={settings.launcher}, for "
+            f"{name}: {value!r} would be changed by LAUNCHER={settings.launcher}, for "
             f"{found!r} in it. {way_out}"
         )
 
@@ -86,30 +87,30 @@ def _handed_on(env: dict[str, str], own: dict[str, str]) -> dict[str, str]:
 
 
 def _for_pdsh(word: str) -> str:
-    """What becomes `word` on its way through DeepSpeed's launcher, pdsh and the shell at the other end."""
+    """The text that DeepSpeed's launcher, pdsh and the remote shell turn into `word`."""
     word = word.replace("%", "%%")
-    # DeepSpeed puts double quotes around an argument with a blank, and escapes none but those in it
+    # DeepSpeed puts double quotes around an argument with a blank, and escapes only the quotes in it
     return re.sub(r"([\\$`])", r"\\\1", word) if " " in word else shlex.quote(word)
 
 
 def _for_torchrun(word: str) -> str:
-    # torchrun fills "$local_rank" in, and so makes one "$" of two
+    # torchrun expands "$local_rank", and thereby turns "$$" into "$"
     return word.replace("$", "$$")
 
 
 def command(settings: Settings, node_rank: int, extra: list[str]) -> list[str]:
-    """What starts training on a node; with `deepspeed`, on the node that starts all.
+    """The command that starts training on a node; with `deepspeed`, on the node that starts all nodes.
 
-    extra: arguments of the training script, after those made here.
+    extra: arguments of the training script, appended to the ones from the settings.
     """
     script = script_words(settings, extra)
     if settings.kind == "deepspeed":
         if settings.hosts and settings.launcher == "pdsh":
-            # of the script's own path DeepSpeed quotes nothing
+            # DeepSpeed does not quote the script's own path
             script = [shlex.quote(script[0].replace("%", "%%")), *map(_for_pdsh, script[1:])]
         if settings.hosts:
             places = [f"--hostfile={settings.hostfile}", "--force_multi", f"--launcher={settings.launcher}"]
-            # preflight has reached all of them, under Slurm not by ssh
+            # preflight has reached all nodes, under Slurm not by ssh
             places.append("--no_ssh_check")
             if words := _launcher_arguments(settings):
                 places.append(f"--launcher_args={shlex.join(words)}")
@@ -122,7 +123,7 @@ def command(settings: Settings, node_rank: int, extra: list[str]) -> list[str]:
             f"--master_port={settings.master_port}",
             *script,
         ]
-    # what the interface's address is on another node is not known here
+    # the interface's address is known on this node only
     address = _address(settings.interface) if node_rank == settings.node_rank else None
     return [
         *(sys.executable, "-m", "torch.distributed.run"),
@@ -139,22 +140,24 @@ def command(settings: Settings, node_rank: int, extra: list[str]) -> list[str]:
 
 
 def script_words(settings: Settings, extra: list[str]) -> list[str]:
-    """The training script and its arguments, as every rank should see them."""
+    """The training script and its arguments, as every rank has to receive them."""
     if settings.kind == "megatron":
         return [f"{settings.megatron_path}/pretrain_gpt.py", *_megatron_arguments(settings), *extra]
     return [str(HERE / "pretrain_gpt.py"), *_pretrain_arguments(settings), *extra]
 
 
 def _launcher_arguments(s: Settings) -> list[str]:
-    """What mpirun and srun get besides what DeepSpeed gives them."""
+    """The arguments of mpirun and srun in addition to DeepSpeed's."""
     if s.launcher == "openmpi":
-        # ranks fill a node before the next; mpirun would bind each with all its threads to one core
+        # ranks fill a node before the next; by default mpirun would bind each rank and its threads to one
+        # core
         places = ["--map-by", "slot", "--bind-to", "none"]
-        # of the daemons, for MPI itself is not used
+        # for mpirun's daemons: the ranks do not use MPI
         return places + (["--mca", "oob_tcp_if_include", s.interface] if s.interface else [])
     if s.launcher == "slurm":
-        # the first node is MASTER_ADDR; srun would let ranks wait for one that has failed, and with
-        # --kill-on-bad-exit would kill those that are about to leave like it, after a checkpoint
+        # The first node is MASTER_ADDR. By default srun would let ranks wait for one that has failed, and
+        # with --kill-on-bad-exit it would kill ranks that are about to exit in the same way after a
+        # checkpoint.
         nodes = [f"--nodes={s.nodes}", f"--nodelist={','.join(s.hosts)}"]
         return [*nodes, f"--ntasks-per-node={s.gpus_per_node}", "--wait=60"]
     return []
@@ -222,7 +225,7 @@ def _megatron_arguments(s: Settings) -> list[str]:
 
 
 def _address(interface: str | None) -> str | None:
-    """The interface's IPv4 address on this node; None for no interface or one without."""
+    """The interface's IPv4 address on this node; None without an interface or without an address."""
     if interface is None:
         return None
     siocgifaddr = 0x8915
@@ -235,13 +238,13 @@ def _address(interface: str | None) -> str | None:
 
 
 def write_for_deepspeed(settings: Settings, env: dict[str, str], own: dict[str, str]) -> str:
-    """Writes hostfile and variables. DeepSpeed hands a few of its own choice to other nodes, and this file's,
-    which win over them: so all are in it.
+    """Writes the hostfile and the file of variables. DeepSpeed passes some variables of its own choice to
+    other nodes; this file overrides them, so it contains all.
     """
     path = Path(settings.output) / "deepspeed_env"
     variables = _handed_on(env, own)
     if settings.launcher == "pdsh":
-        # DeepSpeed puts double quotes around what is not plain, and escapes nothing
+        # DeepSpeed puts double quotes around values with special characters, and escapes nothing
         quoted = {name: re.sub(r'([\\$`"])', r"\\\1", value) for name, value in variables.items()}
         variables = {name: value.replace("%", "%%") for name, value in quoted.items()}
     try:

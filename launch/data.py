@@ -1,4 +1,4 @@
-"""The corpus: where its documents lie, and which of them are held out for validation."""
+"""The corpus: finds its documents and holds some of them out for validation."""
 
 import os
 from collections.abc import Iterable, Sequence
@@ -78,7 +78,7 @@ def load_corpus(
 def _vocabulary_size(
     texts: list[Path], prefixes: list[Path], tokenizer: Tokenizer, is_given: bool, vocab_size: int | None
 ) -> int:
-    """`vocab_size` where given, else the tokenizer's. Raises DataError where none is known, or it is less."""
+    """`vocab_size` if given, else the tokenizer's. Raises DataError if neither is given, or if it is less."""
     known_size = tokenizer.vocab_size if texts or is_given else None
     if texts and prefixes and not is_given:
         raise DataError(
@@ -87,7 +87,7 @@ def _vocabulary_size(
         )
     if known_size is None and vocab_size is None:
         raise DataError(
-            f"{prefixes[0]}: an indexed dataset does not say how many ids it uses: "
+            f"{prefixes[0]}: an indexed dataset does not contain the number of ids: "
             "give --tokenizer or --vocab-size"
         )
     if known_size is not None and vocab_size is not None and vocab_size < known_size:

@@ -1,4 +1,4 @@
-"""The DeepSpeed JSON, with what arguments change in it."""
+"""The DeepSpeed JSON, with the changes that arguments make."""
 
 import argparse
 from pathlib import Path
@@ -7,17 +7,18 @@ from coat_ds.zero.deepspeed_config import DEFAULT_WEIGHT_DECAY, EXAMPLE, bf16_ke
 from coat_launch.errors import LaunchError
 from coat_launch.json_file import read_object
 
-# changed or looked at here
+# sections that are changed or read here
 SECTIONS = ("optimizer", "scheduler", "zero_optimization", "checkpoint")
-# of "auto" in the optimizer's parameters, as the files in configs/ have it, which Trainer fills in by itself
+# values for "auto" in the optimizer's parameters, as in the files in configs/; Trainer fills them in by
+# itself
 AUTO = {"lr": 2e-3, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
 AUTO_CLIPPING = 1.0
-# by which a scheduler of DeepSpeed's sets the peak of the learning rate; without, it takes the optimizer's
+# keys by which a DeepSpeed scheduler sets the peak learning rate; without one, it uses the optimizer's
 PEAKS = ("warmup_max_lr", "cycle_max_lr")
 
 
 def read_deepspeed_config(args: argparse.Namespace) -> dict:
-    """The DeepSpeed JSON with what `--variant` and `--lr` change, and with numbers in place of "auto"."""
+    """The DeepSpeed JSON with the changes of `--variant` and `--lr`, and with numbers in place of "auto"."""
     path = Path(args.deepspeed_config)
     try:
         config = read_object(path)
@@ -33,7 +34,7 @@ def read_deepspeed_config(args: argparse.Namespace) -> dict:
         raise LaunchError(
             f"--deepspeed-config {path}: optimizer.params: expected an object in braces, found {params!r}"
         )
-    # DeepSpeed takes "2" and 2.0 too, and the manifest of a checkpoint would hold what nobody reads back
+    # DeepSpeed accepts "2" and 2.0 too, but a checkpoint's manifest with such a stage could not be read back
     stage = config.get("zero_optimization", {}).get("stage", 0)
     if type(stage) is not int:
         raise LaunchError(
@@ -45,7 +46,7 @@ def read_deepspeed_config(args: argparse.Namespace) -> dict:
             f'--deepspeed-config {path}: expected "bf16": {{"enabled": true}}, the model is BF16'
         )
     if names_ours(config):
-        # which may stand without the block, and asks for layers too
+        # the key may stand without the block, and enables layers too
         config.setdefault("coat", {"enabled": True})
     if args.variant == "bf16":
         config["coat"] = {"enabled": False}
@@ -70,7 +71,7 @@ def _fill_in_auto(config: dict) -> None:
 
 
 def check_schedule(config: dict, args: argparse.Namespace) -> None:
-    """Raises LaunchError for arguments that the JSON's scheduler would pass over."""
+    """Raises LaunchError for arguments that the JSON's scheduler would override."""
     if "scheduler" not in config:
         return
     params = config["scheduler"].get("params") or {}
@@ -102,7 +103,7 @@ def set_batch_sizes(config: dict, args: argparse.Namespace, ranks: int) -> tuple
 
     steps, total = configured("gradient_accumulation_steps", 0), configured("train_batch_size", 0)
     total = args.global_batch_size or total
-    # what two of the three leave for the third, as DeepSpeed has it
+    # DeepSpeed's rule: two of the three determine the third
     micro = total // (ranks * steps) if steps and total % (ranks * steps) == 0 else 0
     micro = args.micro_batch_size or configured("train_micro_batch_size_per_gpu", micro or 4)
     product = micro * ranks * (steps or 1)
@@ -128,9 +129,9 @@ def set_batch_sizes(config: dict, args: argparse.Namespace, ranks: int) -> tuple
 
 
 def use_torch_adamw(config: dict) -> None:
-    """Without COAT, AdamW is torch's fused one: DeepSpeed's keeps the same states and wants a compiler.
+    """Without COAT, AdamW is torch's fused one: DeepSpeed's keeps the same states and needs a compiler.
 
-    Weights decay by DeepSpeed's default all the same, as with COAT.
+    The default of weight decay stays DeepSpeed's, as with COAT.
     """
     optimizer = config.get("optimizer", {})
     if str(optimizer.get("type")).lower() in ("adam", "adamw"):

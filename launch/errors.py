@@ -1,9 +1,9 @@
-"""What is wrong with what the entry point was given. Each message names it and the way out."""
+"""Errors in the entry point's inputs. Each message names the input and the fix."""
 
 
 class LaunchError(ValueError):
-    """Arguments that cannot be honoured."""
+    """Arguments that are not supported."""
 
 
 class DataError(ValueError):
-    """Data that cannot be trained on."""
+    """Data that cannot be used for training."""

@@ -1,4 +1,4 @@
-"""Megatron's indexed datasets, read where they lie."""
+"""Megatron's indexed datasets, read in place from disk."""
 
 import struct
 from pathlib import Path
@@ -56,8 +56,8 @@ def read_indexed(prefix: Path) -> tuple[_IndexedTokens, np.ndarray, np.ndarray]:
 def _read_index(index: Path) -> tuple[np.dtype, np.ndarray]:
     """Type of the tokens; first tokens of all documents and the end of the last, int64 [documents + 1].
 
-    Raises DataError for an .idx of another kind, not as long as its own header says, or whose sequences and
-    documents do not lie end to end: Megatron's reader would train on whatever such ranges hold.
+    Raises DataError for an .idx of another kind, for a length other than in its header, or if sequences and
+    documents do not lie end to end: Megatron's reader would train on arbitrary tokens.
     """
     from megatron.core.datasets.indexed_dataset import DType
 
@@ -69,14 +69,14 @@ def _read_index(index: Path) -> tuple[np.dtype, np.ndarray]:
     constant, version, code, sequences, starts = _INDEX_HEADER.unpack(header.ljust(_INDEX_HEADER.size, b"\0"))
     if (constant, version) != _INDEX_KIND:
         refuse(f"not a readable Megatron indexed dataset (bad header: it begins with {header[:17]!r})")
-    # lengths of sequences in four bytes, where they and where documents begin in eight
+    # lengths of sequences in four bytes, starts of sequences and of documents in eight
     expected = _INDEX_HEADER.size + (4 + 8) * sequences + 8 * starts
     if size != expected:
-        refuse(f"it has {size} bytes, but its header asks for {expected}: it was cut short or damaged")
+        refuse(f"it has {size} bytes, but its header needs {expected}: it was cut short or damaged")
     try:
         dtype = np.dtype(DType.dtype_from_code(code))
     except ValueError:
-        refuse(f"its header has {code} for the type of the tokens, which stands for none")
+        refuse(f"its header has {code} for the type of the tokens, which is not a known type")
     if not np.issubdtype(dtype, np.integer):
         refuse(f"expected integer token ids, found {dtype}")
 

@@ -1,4 +1,4 @@
-"""JSON files that people write or that a crash may have cut off."""
+"""Reads JSON files that were written by hand or may have been truncated by a crash."""
 
 import json
 import os
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def read_object(path: str | os.PathLike) -> dict:
-    """The object in the file. Raises ValueError, not naming the path, for whatever else is there."""
+    """The object in the file. Raises ValueError, which does not name the path, for any other content."""
     try:
         value = json.loads(Path(path).read_bytes())
     except OSError as error:

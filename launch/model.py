@@ -28,7 +28,7 @@ def load_model_shape(args: argparse.Namespace):
 
 
 def build_model(args: argparse.Namespace, shape, coat, vocab_size: int) -> torch.nn.Module:
-    """A GPTModel of megatron-core with COAT's layers, or with Megatron's own where these are off.
+    """A GPTModel of megatron-core with COAT's layers, or with Megatron's own if COAT's layers are disabled.
 
     shape, coat: a `megatron_ext.model.ModelShape` and a `coat_ds.CoatConfig`.
     Raises LaunchError for a shape that cannot be built.

@@ -1,14 +1,14 @@
-"""One run at a time owns an OUTPUT: a file there says which.
+"""A lock file in an OUTPUT folder, so that only one run at a time writes to it.
 
     lock = OutputLock(folder)
-    lock.take(print)   OutputError where another run has it
-    lock.check()       OutputError where it was taken away since
+    lock.take(print)   OutputError if another run holds it
+    lock.check()       OutputError if this process has lost it since
     lock.release()
 
-The file comes into being with all that it says, by a hard link, which network file systems make for one only.
-It is left behind by a process that is killed; whoever comes next on the same machine sees that the process is
-gone, by its id and the time of its start, and takes the file over. A process of another machine cannot be
-looked at: then a person has to decide.
+The file is created with its whole content, by a hard link, which network file systems make atomically. A
+process that is killed leaves the file. The next run on the same machine finds that the process has ended, by
+its id and its start time, and takes the file over. Processes of another machine cannot be checked: then the
+user has to decide.
 """
 
 import contextlib
@@ -29,25 +29,25 @@ from pathlib import Path
 from coat_launch.report import OutputError, writing
 
 NAME = "run.lock"
-# of a job that Slurm has put back into the queue: its id stays, this counts
+# for a job that Slurm has requeued: the id stays the same, the count increases
 JOB, RESTARTS = "SLURM_JOB_ID", "SLURM_RESTART_COUNT"
-# what a file system without hard links answers
+# the errors of a file system without hard links
 NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
 _TOKEN = re.compile("[0-9a-f]{32}")
 
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """The process that a lock is of."""
+    """The process that holds a lock."""
 
     host: str
     boot: str
-    """Another one after each start of the machine."""
+    """Changes with each start of the machine."""
     pids: str
-    """The namespace of process ids, of which a machine with containers has several."""
+    """The namespace of process ids; a machine with containers has several."""
     pid: int
     started: int
-    """In ticks of the machine's clock: a later process of the same id has another."""
+    """Start time in ticks of the machine's clock: a later process of the same id has another."""
     since: str
     command: str
     job: str
@@ -71,7 +71,7 @@ class Owner:
 
     @classmethod
     def read(cls, path: Path) -> "Owner | None":
-        """Who has the lock; None if nobody. Raises OutputError for a file that is no lock."""
+        """The owner of the lock; None if there is no lock. Raises OutputError for a file that is no lock."""
         try:
             found = json.loads(path.read_bytes())
             owner = cls(**found)
@@ -92,7 +92,7 @@ class Owner:
         return f"process {self.pid} on {self.host} since {self.since} ({self.command})"
 
     def has_ended(self, here: "Owner") -> bool | None:
-        """Whether the process is gone; None if that cannot be known from where `here` is."""
+        """Whether the process has ended; None if that cannot be determined on the machine of `here`."""
         if (self.boot, self.pids) == (here.boot, here.pids):
             return not _runs(self.pid, self.started)
         if self.job and self.job == here.job and self.restarts < here.restarts:
@@ -101,17 +101,17 @@ class Owner:
 
 
 class OutputLock:
-    """The lock of a folder that is given by `--output`, for one process."""
+    """The lock of the folder of `--output`, for one process."""
 
     def __init__(self, folder: str | os.PathLike):
         self.path = Path(folder) / NAME
         self._owner: Owner | None = None
 
     def take(self, say: Callable[[str], object]) -> None:
-        """Makes this process the owner of the folder, which exists. One line goes to `say` if the owner
-        before has ended without releasing it.
+        """Makes this process the owner of the folder, which exists. Calls `say` with one line if the previous
+        owner has ended without releasing it.
 
-        Raises OutputError if another process owns it, or may do so, and if the file cannot be written.
+        Raises OutputError if another process owns it, or may own it, and if the file cannot be written.
         """
         here = Owner.this()
         prepared = self.path.with_name(f".{NAME}.{here.token}")
@@ -119,7 +119,7 @@ class OutputLock:
             writing(prepared, lambda: prepared.write_text(json.dumps(dataclasses.asdict(here), indent=1)))
             while not writing(self.path, lambda: _link(prepared, self.path)):
                 before = Owner.read(self.path)
-                # None: released since
+                # None: released in the meantime
                 if before is not None:
                     self._check_ended(before, here)
                     if writing(self.path, lambda before=before: self._replace(before, prepared)):
@@ -138,7 +138,7 @@ class OutputLock:
             )
 
     def release(self) -> None:
-        """Lets others have the folder. Does nothing if this process does not own it."""
+        """Frees the folder for other runs. Does nothing if this process does not own it."""
         with contextlib.suppress(OutputError, OSError):
             if self._owner is not None and Owner.read(self.path) == self._owner:
                 self.path.unlink()
@@ -160,10 +160,10 @@ class OutputLock:
         )
 
     def _replace(self, before: Owner, prepared: Path) -> bool:
-        """Puts the prepared file in the place of a lock left behind; False if it is no longer there.
+        """Puts the prepared file in the place of a lock whose process has ended; False if that lock is gone.
 
-        For each lock left behind only one process at a time may do so, the one that makes a file with its
-        token in the name: others would remove what this one has put there.
+        For each such lock only one process at a time may do so, the one that creates a file with the lock's
+        token in the name: other processes would remove the new lock.
         """
         turn = self.path.with_name(f"{NAME}.{before.token}")
         if not _link(prepared, turn):
@@ -181,11 +181,11 @@ class OutputLock:
 
 
 def _link(source: Path, target: Path) -> bool:
-    """Makes `target`, with what is in `source`; False if it is there already."""
+    """Creates `target` with the content of `source`; False if it exists already."""
     try:
         os.link(source, target)
     except FileExistsError:
-        # over a network the answer to a call that succeeded can get lost, and the call be repeated
+        # over a network the reply to a successful call can get lost, and the call be repeated
         with contextlib.suppress(FileNotFoundError):
             return source.samefile(target)
         return False
@@ -204,7 +204,7 @@ def _runs(pid: int, started: int) -> bool:
     try:
         state, start = _state_and_start(pid)
     except OSError:
-        # another user's may be hidden
+        # the process of another user may be hidden
         try:
             os.kill(pid, 0)
         except PermissionError:

@@ -1,4 +1,4 @@
-"""What the nodes have to have in common before training starts on them: see `coat_launch.cluster`."""
+"""Checks what the nodes must have in common before training starts on them: see `coat_launch.cluster`."""
 
 import hashlib
 import importlib.util
@@ -20,13 +20,13 @@ from coat_launch.settings import ClusterError, Settings, parameter_count
 
 PACKAGES = (PYTHON, "torch", "deepspeed", "megatron-core", "triton", "coat-train")
 ROOMS = ("coat_kernels", "coat_ds", "megatron_ext", "coat_launch")
-# what starts the ranks, and how to get it
+# the program that starts the ranks, and how to install it
 TOOLS = {
     "pdsh": ("pdsh", "install the package pdsh"),
-    "openmpi": ("mpirun", "install Open MPI, of which no Python package is needed"),
+    "openmpi": ("mpirun", "install Open MPI (no Python package of it is needed)"),
     "slurm": ("srun", "install Slurm's client"),
 }
-# of Megatron-LM
+# Megatron-LM's script
 SCRIPT = "pretrain_gpt.py"
 # seconds that nodes wait for each other's reports
 PATIENCE = 300
@@ -52,7 +52,7 @@ def check(settings: Settings, env: dict[str, str]) -> None:
 
 
 def report(settings: Settings, token: str = "") -> dict:
-    """What this node is, for `problems`; plain values."""
+    """This node's properties, for `problems`; plain values."""
     output = Path(settings.output)
     return {
         "host": socket.gethostname(),
@@ -69,7 +69,8 @@ def report(settings: Settings, token: str = "") -> dict:
 
 
 def problems(settings: Settings, reports: list[dict]) -> list[str]:
-    """Why training should not start on the nodes that wrote these reports; each names host and way out."""
+    """Reasons not to start training on the nodes that wrote these reports; each names the host and the
+    fix."""
     out, first = [], reports[0]
     fp8 = _asks_for_fp8(settings.deepspeed_config)
     parameters = parameter_count(settings.shape(), 2**17)
@@ -128,7 +129,7 @@ def problems(settings: Settings, reports: list[dict]) -> list[str]:
 def _nccl_problems(settings: Settings, node: dict, first: dict) -> list[str]:
     out, nccl = [], node["nccl"]
     named = settings.interface or nccl.get("NCCL_SOCKET_IFNAME", "")
-    # NCCL's own syntax: prefixes, "=" for whole names, "^" for all but
+    # NCCL's own syntax: prefixes, "=" for whole names, "^" for exclusions
     prefixes = [name.removeprefix("=") for name in named.split(",") if name and not named.startswith("^")]
     if prefixes and not any(i.startswith(tuple(prefixes)) for i in node["interfaces"]):
         out.append(
@@ -171,10 +172,10 @@ def reports_by_srun(settings: Settings) -> list[dict]:
     nodes = [f"--nodes={settings.nodes}", f"--ntasks={settings.nodes}", "--ntasks-per-node=1"]
     nodes.append(f"--nodelist={','.join(settings.hosts)}")
     with _token(settings) as token:
-        # labels are "0: ", numbers of tasks, which have the order of the nodes
+        # labels are "0: ", numbers of tasks, in the order of the nodes
         done = _run(["srun", *nodes, "--label", *_asking(settings, token)])
     if done.returncode:
-        # srun's own lines say little more than that a task failed
+        # srun's own lines only report that a task failed
         tasks = "\n".join(line for line in done.stderr.splitlines() if not line.startswith("srun:"))
         raise ClusterError(
             f"{' '.join(settings.hosts)}: cannot be asked by srun ({_last_line(tasks or done.stderr)}). "
@@ -198,7 +199,7 @@ def _last_line(text: str) -> str:
 
 
 def reports_by_store(settings: Settings) -> list[dict]:
-    """Reports of all nodes, each of which calls this. Raises ClusterError for those that do not come."""
+    """Reports of all nodes; every node calls this function. Raises ClusterError for missing nodes."""
     from torch.distributed import DistError, TCPStore
 
     main = settings.node_rank == 0
@@ -225,7 +226,7 @@ def reports_by_store(settings: Settings) -> list[dict]:
         except (DistError, RuntimeError) as error:
             raise ClusterError(
                 f"{settings.master_addr}: node 0 has left before the nodes were compared "
-                f"({str(error).splitlines()[0]}). See what it says, and start all nodes again"
+                f"({str(error).splitlines()[0]}). Read its output, and start all nodes again"
             ) from error
         found = report(settings, common)
         store.set(f"node{settings.node_rank}", json.dumps(found))
@@ -238,7 +239,7 @@ def reports_by_store(settings: Settings) -> list[dict]:
                     f"node {rank} of {settings.nodes} has not reported in {PATIENCE} s. Start the script "
                     f"there with NODE_RANK={rank}; check that it reaches {settings.master_addr}"
                 ) from error
-        # the store lives in node 0
+        # the store runs in node 0's process
         store.set(f"read{settings.node_rank}", "")
         if main:
             store.wait([f"read{rank}" for rank in range(settings.nodes)])
@@ -246,7 +247,7 @@ def reports_by_store(settings: Settings) -> list[dict]:
 
 
 class _token:
-    """A file in OUTPUT, by which other nodes show that they see the same folder; its name."""
+    """A file in OUTPUT, which shows whether other nodes have the same folder; its name."""
 
     def __init__(self, settings: Settings, wanted: bool = True):
         self._path = Path(settings.output) / f".seen-{uuid.uuid4().hex}" if wanted else None
@@ -267,7 +268,7 @@ class _token:
 
 
 def _asks_for_fp8(path: str) -> bool:
-    """Whether layers are to compute in FP8 for real."""
+    """Whether the config requests layers that compute in FP8, without emulation."""
     from coat_ds.zero.deepspeed_config import block_of
 
     try:
@@ -278,7 +279,7 @@ def _asks_for_fp8(path: str) -> bool:
 
 
 def _mpirun() -> str:
-    """What the mpirun on PATH, of whatever make, says that it is."""
+    """The first line of `mpirun --version` for the mpirun on PATH, whichever MPI it belongs to."""
     if not shutil.which("mpirun"):
         return "none"
     return (_run(["mpirun", "--version"]).stdout.splitlines() or ["one without a version"])[0]
@@ -294,7 +295,7 @@ def _sources() -> str:
 
 
 def _listener(settings: Settings) -> socket.socket:
-    """Node 0's end of the store, bound here, since the store itself would listen on every interface."""
+    """Node 0's socket for the store, bound here, since the store itself would listen on every interface."""
     address, port = settings.master_addr, settings.master_port + 1
     try:
         family = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][0]
@@ -308,5 +309,5 @@ def _listener(settings: Settings) -> socket.socket:
 
 
 if __name__ == "__main__":
-    # asked by ssh or srun: the folder of the output, the token
+    # called by ssh or srun with two arguments: the folder of the output, the token
     print(json.dumps(report(Settings.from_environment("torchrun", {"OUTPUT": sys.argv[1]}), sys.argv[2])))

@@ -5,13 +5,14 @@
     torchrun --nproc-per-node 8 launch/pretrain_gpt.py --model-config configs/model_125m.json --data corpus
     deepspeed launch/pretrain_gpt.py --deepspeed-config my_zero2.json --data shard.jsonl --tokenizer t.json
 
-mpirun (Open MPI) and srun start ranks, too, where MASTER_ADDR and MASTER_PORT are set.
+mpirun (Open MPI) and srun can start ranks, too, if MASTER_ADDR and MASTER_PORT are set.
 
-The "coat" block of the DeepSpeed JSON decides; `--compare` trains twice with the same seed and data, first
-without the block and with Megatron's own layers, then with it.
+The "coat" block of the DeepSpeed JSON configures COAT; `--compare` trains twice with the same seed and data,
+first without the block and with Megatron's own layers, then with it.
 
 Exit codes: 0 done; 75 stopped by SIGTERM or SIGUSR1 after a checkpoint, start again with --resume (0 under a
-torchrun that would restart it in place); 130 interrupted; 1 anything else, said in one line where expected.
+torchrun that would restart it in place); 130 interrupted; 1 any other error, in one line if it is an expected
+one.
 """
 
 import argparse
@@ -46,10 +47,11 @@ STOPPED = 75
 
 
 def train_once(args: argparse.Namespace, last: bool = True) -> None:
-    """One run in this process; leaves OUTPUT/<run>/summary.json, and the last one what compares all runs.
-    Exits with one line for expected errors.
+    """One run in this process. Writes OUTPUT/<run>/summary.json; the last run also writes the comparison of
+    all runs. Exits with one line for expected errors.
     """
-    # what Megatron says about packages that nothing here needs, and torch about calls that DeepSpeed makes
+    # Megatron's warnings about packages that are not needed here, and torch's about calls that DeepSpeed
+    # makes
     warnings.filterwarnings("ignore", module=r"megatron\.")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     from coat_ds import CoatConfigError
@@ -59,7 +61,7 @@ def train_once(args: argparse.Namespace, last: bool = True) -> None:
         report.prepare_folder(args.output)
         trainer = Trainer(args, lock)
         report.prepare_folder(trainer.folder)
-        # of an earlier run: it must not stand for one that fails now
+        # an earlier run's summary must not remain if this run fails
         (trainer.folder / "summary.json").unlink(missing_ok=True)
         summary = trainer.train(signals)
         if trainer.is_main:
@@ -91,35 +93,35 @@ def train_once(args: argparse.Namespace, last: bool = True) -> None:
         lock.release()
         sys.stdout.flush()
         sys.stderr.flush()
-        # Python's own end may be aborted by a thread of gloo's that was cut off (pytorch/pytorch#190489)
+        # gloo's interrupted thread may abort Python's own exit (pytorch/pytorch#190489)
         os._exit(130)
     finally:
         lock.release()
 
 
 def compare(args: argparse.Namespace) -> None:
-    """Both runs, each in a fresh process, so that each has its own peak memory. A signal that comes between
-    them is the second one's, so that all ranks end in the same step."""
+    """Both runs, each in a fresh process, so that each has its own peak memory. A signal between the runs
+    goes to the second one, so that all ranks end in the same step."""
     port = int(os.environ.get("MASTER_PORT", 29500))
     received: list[int] = []
     process = None
 
     def hand_on(number: int, _) -> None:
         received.append(number)
-        # a run that has ended is told nothing
+        # a run that has ended gets no signal
         with contextlib.suppress(ProcessLookupError):
             if process is not None:
                 os.kill(process.pid, number)
 
     for number in STOPPING:
         signal.signal(number, hand_on)
-    # which unblocks signals when it starts
+    # it unblocks signals when it starts
     resource_tracker.ensure_running()
     for index, run in enumerate(RUNS):
         if "WORLD_SIZE" in os.environ:
-            # the launcher's store still holds the keys of the run before
+            # the launcher's store still holds the keys of the previous run
             os.environ.update(MASTER_PORT=str(port + 1 + index), TORCHELASTIC_USE_AGENT_STORE="False")
-        # they wait until the run can note them
+        # signals stay pending until the run has its handlers
         signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
         process = multiprocessing.get_context("spawn").Process(
             target=train_once,
@@ -132,14 +134,14 @@ def compare(args: argparse.Namespace) -> None:
         try:
             process.join()
         except KeyboardInterrupt:
-            # the terminal has told the child as well
+            # the terminal sends the signal to the child too
             process.join()
         if process.exitcode:
             sys.exit(process.exitcode)
 
 
 def conclude(output: Path) -> None:
-    """Summary, table and plot of all runs in the folder."""
+    """Writes the summary, the table and the plot of all runs in the folder."""
     found = [run for run in RUNS if (output / run / "summary.json").exists()]
     summary = {run: report.read_summary(output / run / "summary.json") for run in found}
     report.write_summary(output / "summary.json", summary)
@@ -152,8 +154,8 @@ def conclude(output: Path) -> None:
 
 
 def check_packages() -> None:
-    """Raises LaunchError where a package is missing without which nothing trains here."""
-    # the pip extras have the names of the packages
+    """Raises LaunchError if a package is missing that training needs."""
+    # pip's extras have the names of the packages
     if missing := [name for name in ("deepspeed", "megatron") if importlib.util.find_spec(name) is None]:
         way_out = f'pip install "coat-train[{",".join(missing)}]"'
         raise LaunchError(f"{' and '.join(missing)}: not installed for {sys.executable}. {way_out}")
@@ -166,7 +168,7 @@ def main(argv: list[str] | None = None) -> None:
         read_ranks(os.environ)
         (compare if args.compare else train_once)(args)
     except SystemExit as end:
-        # torchrun would take it for a failure and start again, into the scheduler's end
+        # torchrun would treat it as a failure and restart, shortly before the scheduler ends the job
         if end.code == STOPPED and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)):
             sys.exit(0)
         raise

@@ -1,4 +1,4 @@
-"""Ranks of the processes that a launcher has started, and the process group that they form."""
+"""Ranks of the processes that a launcher has started, and their process group."""
 
 import datetime
 import os
@@ -8,7 +8,7 @@ import torch
 
 from coat_launch.errors import LaunchError
 
-# of Open MPI and of a step of Slurm: what torchrun calls RANK, LOCAL_RANK and WORLD_SIZE
+# the names in Open MPI and in a step of Slurm for torchrun's RANK, LOCAL_RANK and WORLD_SIZE
 RANK_VARIABLES = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE"),
     ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS"),
@@ -18,7 +18,7 @@ RANK_VARIABLES = (
 def read_ranks(env: dict[str, str]) -> None:
     """Sets RANK, LOCAL_RANK and WORLD_SIZE where mpirun or srun started several processes.
 
-    Raises LaunchError where these would not find each other: each would train alone.
+    Raises LaunchError if these would not find each other: each would train alone.
     """
     port = env.get("MASTER_PORT", "1")
     if not re.fullmatch("[0-9]{1,5}", port) or not 0 < int(port) < 2**16:
@@ -34,7 +34,7 @@ def read_ranks(env: dict[str, str]) -> None:
 
 
 def _check_set(env: dict[str, str], rank: str, local_rank: str, size: str) -> None:
-    """Raises LaunchError for what a launcher has not set beside the number of processes."""
+    """Raises LaunchError if a launcher has set the number of processes and not the other variables."""
     for name in (rank, local_rank, "MASTER_ADDR", "MASTER_PORT"):
         if not env.get(name):
             value = "this process's number" if name in (rank, local_rank) else "where rank 0 runs"
@@ -54,8 +54,8 @@ def start_process_group(timeout: datetime.timedelta) -> torch.device:
         local_rank, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
         if local_rank >= gpus:
             raise LaunchError(
-                f"every rank needs a GPU of its own: this rank is number {local_rank} here, from 0, and "
-                f"there are {gpus}. Start as many processes as there are GPUs."
+                f"every rank needs its own GPU: this rank has local number {local_rank} (from 0), and "
+                f"there are {gpus}. Start one process per GPU."
             )
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
@@ -68,7 +68,7 @@ def start_process_group(timeout: datetime.timedelta) -> torch.device:
     import deepspeed
 
     if not on_gpu:
-        # DeepSpeed would compile its shared-memory collectives for a minute; gloo does the same
+        # DeepSpeed would compile its shared-memory collectives for a minute; gloo has the same collectives
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if alone:
         # a store in memory needs no free port

@@ -1,4 +1,4 @@
-"""What a run leaves behind and shows: metrics, the loss curves, the comparison, progress."""
+"""A run's outputs: metrics, the loss curves, the comparison, progress."""
 
 import contextlib
 import json
@@ -21,22 +21,22 @@ _ROWS = (
     ("val_loss_start", "validation loss at the start", "{:.4f}"),
     ("val_loss", "validation loss", "{:.4f}"),
 )
-# those that mean something on a GPU only, and `peak_kind` there
+# rows that are measured on a GPU only, and `peak_kind` there
 _OF_GPUS, GPU_PEAK = ("peak_bytes", "tokens_per_s"), "GPU allocator"
 _BARS = (
     ("state_bytes_per_param", "optimizer state,\nbytes per parameter"),
     ("saved_bytes_per_token_layer", "saved for backward,\nbytes per token and layer"),
 )
-# training losses are shown as means of so many steps
+# training losses are plotted as means over this number of steps
 _SMOOTHED = 10
 
 
 class OutputError(RuntimeError):
-    """The output folder cannot be written; the message names the path, the reason and the way out."""
+    """The output folder cannot be written; the message names the path, the reason and the fix."""
 
 
 def show_graphs() -> None:
-    """Prints on stderr when layers become CUDA graphs, which Python's logging hides by default."""
+    """Prints on stderr when layers become CUDA graphs; Python's logging hides these lines by default."""
     logger, shown = logging.getLogger("coat_kernels"), logging.StreamHandler()
     shown.setFormatter(logging.Formatter("COAT: %(message)s"))
     logger.addHandler(shown)
@@ -45,7 +45,7 @@ def show_graphs() -> None:
 
 
 def prepare_folder(folder: str | os.PathLike) -> Path:
-    """Makes the folder and shows that files can be written there, before any time is spent on training."""
+    """Creates the folder and tests that files can be written there, before training starts."""
     folder = Path(folder)
 
     def probe():
@@ -58,7 +58,7 @@ def prepare_folder(folder: str | os.PathLike) -> Path:
 
 
 def atomic_write(path: str | os.PathLike, data: bytes) -> None:
-    """Replaces the file in one step, so that a reader or a crash never meets half of it."""
+    """Replaces the file atomically, so that neither a reader nor a crash leaves a partial file."""
     path = Path(path)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
 
@@ -77,7 +77,7 @@ def atomic_write(path: str | os.PathLike, data: bytes) -> None:
 
 
 def writing(path: Path, action: Callable[[], object]):
-    """What the action returns. Raises OutputError in place of its OSErrors."""
+    """The action's return value. Raises OutputError in place of its OSErrors."""
     try:
         return action()
     except OSError as error:
@@ -88,13 +88,13 @@ def writing(path: Path, action: Callable[[], object]):
 
 
 class MetricsWriter:
-    """Appends one JSON object a line and flushes it, so that what was measured survives any end.
+    """Appends one JSON object per line and flushes it, so that records survive a crash.
 
     Args:
         path: the file; several runs may share it one after the other.
-        run: written as "run" into each record.
-        resume_step: records of this run beyond that step are dropped first, for they are about to be measured
-            again. None drops all records of this run.
+        run: the value of "run" in each record.
+        resume_step: records of this run after that step are dropped first, since they are about to be
+            measured again. None drops all records of this run.
     """
 
     def __init__(self, path: str | os.PathLike, run: str, resume_step: int | None = None):
@@ -117,7 +117,7 @@ class MetricsWriter:
         writing(self._path, append)
 
     def close(self) -> None:
-        # which would write again what a full disk did not take, as `write` has said
+        # closing would retry a write that failed on a full disk, which `write` has reported
         with contextlib.suppress(OSError):
             self._file.close()
 
@@ -149,7 +149,7 @@ def read_metrics(path: str | os.PathLike) -> list[dict]:
 
 
 def plot_runs(metrics: list[dict], summary: Mapping[str, Mapping], path: str | os.PathLike) -> None:
-    """The losses of all runs; what each stores, as bars; of two runs, how far their losses are apart."""
+    """Plots the losses of all runs; bars of what each stores; for two runs, the distance of their losses."""
     import io
 
     import matplotlib
@@ -185,7 +185,7 @@ def _points(metrics: list[dict], run: str, key: str) -> dict[int, float]:
 
 
 def _means(values: list[float]) -> list[float]:
-    """Of the last `_SMOOTHED` values up to each."""
+    """Running means over the last `_SMOOTHED` values."""
     return [fmean(values[max(0, i + 1 - _SMOOTHED) : i + 1]) for i in range(len(values))]
 
 
@@ -208,8 +208,8 @@ def _draw_losses(axes, metrics: list[dict], runs: list[str]) -> None:
 
 
 def _draw_distance(axes, metrics: list[dict], runs: list[str]) -> None:
-    """The second run's training loss less the first's, both of the same batches; behind it how much the
-    first's scatters by itself from batch to batch, taken from the second half of the run."""
+    """The second run's training loss minus the first's on the same batches. The band is the first run's
+    scatter from batch to batch, measured over the second half of the run."""
     first, second = (_points(metrics, run, "loss") for run in runs)
     steps = [step for step in first if step in second]
     if len(steps) > 2 * _SMOOTHED:
@@ -218,7 +218,7 @@ def _draw_distance(axes, metrics: list[dict], runs: list[str]) -> None:
         scatter = fmean(r * r for r in rest) ** 0.5 / _SMOOTHED**0.5
         axes.axhspan(-scatter, scatter, color="0.85", label=f"{runs[0].upper()}'s own scatter")
     apart = _means([second[step] - first[step] for step in steps])
-    axes.plot(steps, apart, color="C1", label=f"{runs[1].upper()} less {runs[0].upper()}, same batches")
+    axes.plot(steps, apart, color="C1", label=f"{runs[1].upper()} minus {runs[0].upper()}, same batches")
     axes.axhline(0, color="0.5", lw=0.5)
     axes.set(xlabel="step", ylabel="nats")
     axes.legend(fontsize="small")
@@ -230,7 +230,7 @@ def write_summary(path: str | os.PathLike, summary: Mapping[str, Mapping]) -> No
 
 
 def read_summary(path: str | os.PathLike) -> dict:
-    """What `write_summary` has written of one run. Raises OutputError for anything else."""
+    """Reads one run from the file of `write_summary`. Raises OutputError for any other content."""
     try:
         summary = read_object(path)
         for key, *_ in _ROWS:
@@ -244,7 +244,7 @@ def read_summary(path: str | os.PathLike) -> dict:
 
 
 def comparison_table(summary: Mapping[str, Mapping]) -> str:
-    """The runs side by side, with the last over the first where there are two."""
+    """The runs as columns, with the ratio of the last to the first if there are two."""
     runs = list(summary)
     rows = [["", *(run.upper() for run in runs), *(["ratio"] if len(runs) == 2 else [])]]
     on_gpu = all(summary[run]["peak_kind"] == GPU_PEAK for run in runs)
@@ -263,14 +263,14 @@ def comparison_table(summary: Mapping[str, Mapping]) -> str:
     ]
     lines.insert(1, "-" * len(lines[0]))
     if len(runs) == 2:
-        lines += ["", "Losses are of one seed. Another may put them the other way round: try --seed."]
+        lines += ["", "Losses are of one seed. Another seed may reverse their order: try --seed."]
     if not on_gpu:
-        lines += ["", "Speed and peak memory are shown on a GPU: on a CPU they say nothing about COAT."]
+        lines += ["", "Speed and peak memory are shown on a GPU only: CPU figures do not apply to GPUs."]
     return "\n".join(lines)
 
 
 class Progress:
-    """A bar on a terminal, else about twenty lines a run."""
+    """A bar on a terminal, else about twenty lines per run."""
 
     def __init__(self, total: int, initial: int, description: str, *, stream=None):
         self._stream = stream if stream is not None else sys.stdout
@@ -283,7 +283,7 @@ class Progress:
             self._bar = tqdm(total=total, initial=initial, desc=description, unit="step", file=self._stream)
 
     def update(self, *, loss: float, tokens_per_s: float, memory_bytes: int | None = None) -> None:
-        """One more step done. Speed is shown beside `memory_bytes`, which is of a GPU."""
+        """Reports one more step. Speed is shown only with `memory_bytes`, which is the GPU's."""
         self._step += 1
         shown = f"loss {loss:.4f}"
         if memory_bytes is not None:
@@ -295,7 +295,7 @@ class Progress:
             self.say(f"step {self._step}/{self._total}: {shown}")
 
     def say(self, text: str) -> None:
-        """A line that does not break the bar."""
+        """Prints a line without breaking the bar."""
         if self._bar is not None:
             self._bar.write(f"{self._description}: {text}", file=self._stream)
         else:

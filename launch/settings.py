@@ -11,7 +11,7 @@ from pathlib import Path
 from coat_launch import config_path
 from coat_launch.json_file import read_object
 
-# keys of MODEL_CONFIG that are needed here
+# keys of MODEL_CONFIG that are read here
 SIZES = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups")
 KINDS = ("torchrun", "deepspeed", "megatron")
 LAUNCHERS = ("pdsh", "openmpi", "slurm")
@@ -19,12 +19,12 @@ HOST = r"[\w.:][\w.:-]*"
 
 
 class ClusterError(ValueError):
-    """Settings or a node that cannot be used; the message names them and the way out."""
+    """Settings or a node that cannot be used; the message names them and the fix."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """The variables of the module's description."""
+    """The variables that `coat_launch.cluster` documents."""
 
     kind: str
     nodes: int
@@ -57,12 +57,12 @@ class Settings:
 
     @property
     def hostfile(self) -> str:
-        """What DeepSpeed's launcher reads: `hosts`, each with as many slots as GPUS_PER_NODE says."""
+        """DeepSpeed's hostfile: `hosts`, each with GPUS_PER_NODE slots."""
         return f"{self.output}/deepspeed_hosts"
 
     @classmethod
     def from_environment(cls, kind: str, env: dict[str, str]) -> "Settings":
-        """Raises ClusterError, naming the variable, for what cannot be honoured."""
+        """Raises ClusterError, naming the variable, for invalid values."""
         number = functools.partial(_number, env)
         launcher = env.get("LAUNCHER", "pdsh")
         if launcher not in LAUNCHERS:
@@ -74,7 +74,7 @@ class Settings:
         if kind == "megatron" and not env.get("MEGATRON_PATH"):
             raise ClusterError("MEGATRON_PATH: expected the path of a checkout of Megatron-LM, found none")
         job = env.get("JOB") or "coat"
-        # torchrun makes a folder of this name
+        # torchrun creates a folder of this name
         if not re.fullmatch(r"[\w.@+:-]+", job):
             raise ClusterError(f"JOB: expected letters, digits and any of . _ @ + : -, found {job!r}")
         settings = cls(
@@ -85,14 +85,14 @@ class Settings:
             hosts=tuple(hosts)[:nodes],
             launcher=launcher,
             master_addr=master_addr,
-            # the next one is taken too
+            # the next port is used too
             master_port=number("MASTER_PORT", 29500, 1, 2**16 - 2),
             interface=env.get("INTERFACE") or None,
             tensor_size=number("TENSOR_SIZE", 1),
             pipeline_size=number("PIPELINE_SIZE", 1),
             model_config=env.get("MODEL_CONFIG", config_path("model_quickstart.json")),
             deepspeed_config=env.get("DEEPSPEED_CONFIG", config_path("ds_zero1_coat.json")),
-            # a path that begins with "-" would be an option
+            # a path that begins with "-" would be parsed as an option
             data=tuple(f"./{p}" if p.startswith("-") else p for p in env.get("DATA", "").split(":") if p),
             tokenizer=env.get("TOKENIZER") or None,
             seq_length=number("SEQ_LENGTH", 128),
@@ -157,7 +157,7 @@ def _number(env: dict[str, str], name: str, default: int, least: int = 1, most: 
 
 
 def _slots_by_host(kind: str, launcher: str, env: dict[str, str], gpus: int) -> dict[str, int]:
-    """Of HOSTFILE or of Slurm's allocation, for DeepSpeed's launcher; else empty."""
+    """The slots by host in HOSTFILE or Slurm's allocation, for DeepSpeed's launcher; else empty."""
     hostfile = env.get("HOSTFILE")
     if kind != "deepspeed":
         return {}
@@ -167,12 +167,12 @@ def _slots_by_host(kind: str, launcher: str, env: dict[str, str], gpus: int) -> 
         return dict.fromkeys(_allocated_nodes(env), gpus)
     hosts = _read_hostfile(Path(hostfile)) if hostfile else {}
     if len(set(hosts.values())) > 1:
-        raise ClusterError(f"HOSTFILE {hostfile}: expected as many slots on each host, found {hosts}")
+        raise ClusterError(f"HOSTFILE {hostfile}: expected the same slots on each host, found {hosts}")
     return hosts
 
 
 def _nodes_and_rank(kind: str, launcher: str, env: dict[str, str], hosts: dict[str, int]) -> tuple[int, int]:
-    """Number of nodes, and which of them this is."""
+    """The number of nodes, and the index of this node."""
     nodes = _number(env, "NODES", len(hosts) or _number(env, "SLURM_NNODES", 1))
     if hosts and nodes > len(hosts):
         place = "the allocation" if launcher == "slurm" else f"HOSTFILE {env['HOSTFILE']}"
@@ -207,7 +207,7 @@ def _read_hostfile(path: Path) -> dict[str, int]:
     hosts = {}
     for line in filter(None, lines):
         slots = re.fullmatch(r"slots=([1-9][0-9]{0,5})", line[1]) if len(line) == 2 else None
-        # a name that begins with "-" would be an option to ssh
+        # a name that begins with "-" would be parsed as an option of ssh
         if slots is None or not re.fullmatch(HOST, line[0]) or line[0] in hosts:
             raise ClusterError(f"HOSTFILE {path}: expected lines 'host slots=n', found {' '.join(line)!r}")
         hosts[line[0]] = int(slots[1])

@@ -1,8 +1,8 @@
 """Documents to batches: laid end to end and cut into sequences.
 
 Every epoch visits all sequences once, in an order that depends on the seed alone. A batch is a pure function
-of how many samples were consumed before it, so a run resumes from that one number and sees the same data on
-any number of data-parallel ranks.
+that were consumed before it, so a run resumes from that one number and reads the same data on any number of
+data-parallel ranks.
 """
 
 from collections.abc import Iterable, Iterator
@@ -15,7 +15,7 @@ from coat_launch.errors import DataError
 
 
 class Batch(NamedTuple):
-    """All int64, on the CPU, of shape [batch, sequence]; `labels` is `tokens` one position further."""
+    """Int64 tensors on the CPU, of shape [batch, sequence]; `labels` is `tokens` shifted by one position."""
 
     tokens: torch.Tensor
     labels: torch.Tensor
@@ -30,7 +30,7 @@ class Split:
     """
 
     def __init__(self, sources, documents: np.ndarray, *, seq_length: int, vocab_size: int, seed: int):
-        """`documents` is int64 [n, 3]: which of `sources`, first token, number of tokens."""
+        """`documents` is int64 [n, 3]: index in `sources`, first token, number of tokens."""
         self._sources = sources
         self._documents = documents
         self._ends = np.cumsum(documents[:, 2])
@@ -60,7 +60,7 @@ class Split:
         if out.max() >= self._vocab_size or out.min() < 0:
             bad = int(np.flatnonzero((out < 0) | (out >= self._vocab_size))[0])
             begin, source, first = next(piece for piece in reversed(pieces) if piece[0] <= bad)
-            # tokenised text has no ids but the tokenizer's
+            # tokenised text contains only the tokenizer's ids
             raise DataError(
                 f"--data {source.prefix}, token {first + bad - begin}: token id {out[bad]}, but the "
                 f"vocabulary has {self._vocab_size} ids: give the tokenizer the data was made with "
@@ -69,9 +69,9 @@ class Split:
         return out
 
     def batch(self, positions: Iterable[int]) -> Batch:
-        """The samples at these places of the endless shuffled sequence of epochs."""
+        """The samples at these positions of the endless shuffled sequence of epochs."""
         tokens = np.stack([self.sample(self._shuffled(p)) for p in positions])
-        # torch would share these copies among threads, which wait for those of the host's other ranks
+        # torch would split these copies over threads, which wait for the threads of the machine's other ranks
         inputs, labels = np.ascontiguousarray(tokens[:, :-1]), np.ascontiguousarray(tokens[:, 1:])
         position_ids = np.tile(np.arange(self._seq_length), (len(inputs), 1))
         return Batch(*map(torch.from_numpy, (inputs, labels, np.ones_like(inputs), position_ids)))
@@ -103,7 +103,7 @@ class Split:
 
 
 def document_table(source: int, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Rows for `Split` of the documents that are not empty."""
+    """`Split`'s rows for the documents that are not empty."""
     return np.stack([np.full_like(starts, source), starts, lengths], 1)[lengths > 0]
 
 

@@ -1,6 +1,6 @@
 """Text files to token ids in a memory map: tokenised once, block by block, into an unnamed temporary file.
 
-Every process tokenises for itself, so a corpus of many gigabytes belongs into the indexed format.
+Every process tokenises for itself, so use the indexed format for a corpus of many gigabytes.
 """
 
 import json
@@ -18,14 +18,14 @@ from coat_launch.tokenizer import Tokenizer
 
 BLOCK_BYTES = 1 << 20
 _STDLIB_BYTES = 4 << 20
-# encodings: tables, of which a batch alone would make the loss jump
+# encodings: tables, and a batch that consists of tables would make the loss jump
 _STDLIB_SKIPPED = {"encodings", "test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-# escapes of JSON that are no characters by themselves
+# JSON escapes that are half of a character (surrogates)
 _HALVES = re.compile("[\ud800-\udfff]")
 
 
 def standard_library() -> list[Path]:
-    """The standard library's sources, sorted, as many as fit into a few megabytes."""
+    """The standard library's sources, sorted, up to a total of a few megabytes."""
     root = Path(sysconfig.get_path("stdlib"))
     chosen, total = [], 0
     for path in sorted(root.rglob("*.py")):
@@ -49,7 +49,7 @@ def read_documents(paths: Iterable[Path]) -> Iterator[Iterator[str]]:
 
 
 def _read_text(path: Path) -> Iterator[str]:
-    """Blocks that end at a line's end, so that no character and hardly ever a token is cut."""
+    """Blocks that end at a line's end, so that no character and hardly any token is split."""
     offset = 0
     with open_file(path) as file:
         while block := file.read(BLOCK_BYTES):
@@ -68,7 +68,7 @@ def _read_jsonl(path: Path) -> Iterator[Iterator[str]]:
                 continue
             try:
                 record = json.loads(text)
-            # of objects in objects without end, and of integers of thousands of digits
+            # RecursionError: deeply nested objects; ValueError: also integers of thousands of digits
             except (ValueError, RecursionError) as error:
                 why = (
                     f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else error

@@ -14,7 +14,7 @@ _END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]"
 
 @dataclass(frozen=True, slots=True)
 class Tokenizer:
-    """`encode` gives the ids of a text as an integer array; `end_of_document` follows each document."""
+    """`encode` returns the ids of a text as an integer array; `end_of_document` follows each document."""
 
     encode: Callable[[str], np.ndarray]
     vocab_size: int

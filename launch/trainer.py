@@ -1,4 +1,4 @@
-"""A training run: engine and data, steps, validation, checkpoints, and what is measured."""
+"""A training run: engine and data, steps, validation, checkpoints, and measurements."""
 
 import argparse
 import dataclasses
@@ -30,22 +30,22 @@ from coat_launch.model import build_model, load_model_shape, parameter_groups, w
 from coat_launch.output_lock import OutputLock
 from coat_launch.process_group import start_process_group
 
-# the first steps allocate and warm caches up
+# the first steps allocate memory and fill caches
 WARM_STEPS = 3
-# of what a checkpoint says of its data, the key that is no option
+# a key of the data's identity in a checkpoint that is not an option
 TOKENS = "training tokens"
 
 
 class Stopped(Exception):
-    """A signal asked for an end; a checkpoint was saved."""
+    """A signal has ended the run; a checkpoint was saved."""
 
 
-# which schedulers send before they end a job
+# signals that schedulers send before they end a job
 STOPPING = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class Signals:
-    """Notes `STOPPING`, also those that waited, blocked, for somebody to note them."""
+    """Notes `STOPPING`, also signals that were blocked and pending before."""
 
     def __init__(self):
         self.received = False
@@ -58,22 +58,22 @@ class Signals:
 
 
 class Trainer:
-    """One run: the engine, its data and what is measured."""
+    """One run: the engine, its data and its measurements."""
 
     def __init__(self, args: argparse.Namespace, lock: OutputLock):
-        """`lock` is taken by rank 0."""
+        """`lock`: rank 0 takes it."""
         self.args, self._lock = args, lock
         self.config = read_deepspeed_config(args)
         check_schedule(self.config, args)
         if args.tensor_model_parallel_size > 1:
-            # kernels run in the order of their launch: what is sent starts before the product that hides it
+            # kernels run in the order of their launch: communication starts before the GEMM that hides it
             os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
         from coat_ds import CoatConfig
 
         coat = CoatConfig.from_dict(self.config.get("coat"))
         self.run = "coat" if coat.enabled else "bf16"
-        # readings, unless the block says where, are in the run's folder, for `coat watch`
+        # readings go to the run's folder unless the block names another, for `coat watch`
         self._readings = None
         if coat.enabled and coat.watch.every and not coat.watch.folder:
             found = dataclasses.asdict(coat.watch) | {"folder": str(self.folder)}
@@ -100,7 +100,7 @@ class Trainer:
             self.config.setdefault("checkpoint", {})["load_universal"] = True
         self.engine = self._make_engine(model)
         self.step, self.val_loss_start = 0, None
-        # of rank 0, while it trains
+        # on rank 0, during training
         self._metrics, self._progress = None, None
         self.resumed = checkpoint is not None
         if self.resumed:
@@ -127,7 +127,7 @@ class Trainer:
         )
         self.group, self.rank = mpu.get_data_parallel_group(), mpu.get_data_parallel_rank()
         self.ranks, self.is_main = mpu.get_data_parallel_world_size(), torch.distributed.get_rank() == 0
-        # where Megatron's layers look for the block
+        # Megatron's layers would read this variable
         if os.environ.pop(VARIABLE, None) is not None and self.is_main:
             print(f"{VARIABLE} is of no effect: the block stands in --deepspeed-config", flush=True)
 
@@ -139,7 +139,7 @@ class Trainer:
         saved = saved_bytes(model, lambda: self._loss(model, first))
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        # of whole sequences, of which a layer may see a part
+        # whole sequences: a layer may process only a part of each
         return saved.total / (saved.layers * first.tokens.numel())
 
     def _make_engine(self, model: torch.nn.Module):
@@ -171,12 +171,12 @@ class Trainer:
     def train(self, signals: Signals) -> dict:
         """Trains to the last step; returns what summary.json holds of a run.
 
-        Raises Stopped where a signal came on any rank, once a checkpoint is saved.
+        Raises Stopped if any rank received a signal, after a checkpoint is saved.
         """
         args = self.args
         if self.is_main:
             if self._readings is not None and not self.resumed:
-                # of an earlier run
+                # readings of an earlier run
                 self._readings.unlink(missing_ok=True)
             self._metrics = report.MetricsWriter(
                 Path(args.output) / "metrics.jsonl", self.run, self.step if self.resumed else None
@@ -191,7 +191,7 @@ class Trainer:
                 self._progress.close()
         if val_loss is None:
             raise LaunchError(
-                f"--load: the checkpoint is at step {self.step}, --steps {args.steps} asks for no more"
+                f"--load: the checkpoint is at step {self.step}, --steps {args.steps} is not above it"
             )
         return self._summary(val_loss, speeds)
 
@@ -215,15 +215,15 @@ class Trainer:
             if stopping:
                 raise Stopped(f"stopped by a signal after step {self.step}, saved; go on with --resume")
         if val_loss is None and args.resume:
-            # the run before was ended between its last checkpoint and its summary
+            # the previous run ended between its last checkpoint and its summary
             val_loss = self._validate()
         return val_loss, speeds
 
     def _record_step(self, loss: float, speed: float, failures: int) -> int:
-        """`failures` is the number of steps in a row, up to the one before, that were not finite; returns it
-        for this one. Raises LaunchError where training has diverged.
+        """`failures` is the number of consecutive steps before this one that were not finite. Returns the
+        number including this step. Raises LaunchError if training has diverged.
         """
-        # collective under tensor parallelism; None where DeepSpeed was told not to compute it
+        # collective under tensor parallelism; None if DeepSpeed is configured not to compute it
         norm = self.engine.get_global_grad_norm()
         finite = math.isfinite(loss) and (norm is None or math.isfinite(norm))
         failures = 0 if finite else failures + 1
@@ -266,14 +266,14 @@ class Trainer:
         return (losses * batch.loss_mask).sum() / batch.loss_mask.sum()
 
     def _mean(self, losses: list[torch.Tensor]) -> float:
-        """Over micro-batches and data-parallel ranks."""
+        """The mean over micro-batches and data-parallel ranks."""
         mean = torch.stack(losses).mean()
         torch.distributed.all_reduce(mean, group=self.group)
         return mean.item() / self.ranks
 
     @staticmethod
     def _on_main(action: Callable[[], object]) -> None:
-        """Does it on rank 0. An OutputError ends all ranks."""
+        """Runs the action on rank 0. An OutputError ends all ranks."""
 
         def reason() -> str | None:
             try:
@@ -316,7 +316,7 @@ class Trainer:
         return val_loss
 
     def _data_identity(self) -> dict:
-        """What has to be the same for the data to go on where they stopped."""
+        """The settings that have to be equal for a resumed run to continue with the next data."""
         return {
             "seed": self.args.seed,
             "seq-length": self.args.seq_length,
@@ -337,7 +337,7 @@ class Trainer:
         checkpoints.save(self.engine, self.checkpoint_folder, self.step, self.layout, state, keep=keep)
 
     def _find_checkpoint(self) -> checkpoints.Checkpoint | None:
-        """The checkpoint to go on from. Refuses to let an older run's checkpoints pass for this one's."""
+        """The checkpoint to resume from. Refuses to treat an older run's checkpoints as this run's."""
         found, folder = None, Path(self.args.load or self.checkpoint_folder)
         if self.args.resume or self.args.load is not None:
             found = checkpoints.find(folder, set_aside=folder.resolve() == self.checkpoint_folder.resolve())
@@ -357,7 +357,7 @@ class Trainer:
         from coat_kernels.weights import invalidate_weight_caches
 
         state = checkpoints.load(self.engine, checkpoint, self.layout, self.checkpoint_folder)
-        # the pass that measured saved_bytes has seen other weights
+        # the pass that measured saved_bytes has used other weights
         invalidate_weight_caches()
         now = self._data_identity()
         with checkpoints.reading(checkpoint.path):

@@ -113,7 +113,7 @@ def test_hostfiles(tmp_path):
         ClusterError, match="hosts: expected text, found byte 0x80 at 15: give a file of lines"
     ):
         settings(tmp_path, "deepspeed", HOSTFILE=str(path))
-    with pytest.raises(ClusterError, match="as many slots on each host"):
+    with pytest.raises(ClusterError, match="the same slots on each host"):
         read("a slots=8\nb slots=4\n")
 
 
