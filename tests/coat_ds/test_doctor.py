@@ -150,7 +150,7 @@ def test_a_wrong_product_is_a_problem(monkeypatch):
     ):
         monkeypatch.setattr(machine, "scaled_matmul", wrong)
         found = machine.check_product("cpu")
-        assert found.state == PROBLEM and "of its size" in found.text
+        assert found.state == PROBLEM and "relative error" in found.text
 
     def fails(*_):
         raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED")
