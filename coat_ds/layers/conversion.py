@@ -93,12 +93,12 @@ def report(made: Mapping[str, Mapping[str, int]], linears: int, left: Mapping[st
     made: by kind of module and by how it computes or saves, the number of modules. linears: the number of all
         linear layers. left: by name of a module that the framework's own code runs, the reason.
     """
-    (multiplied, *others) = made.get("linear", {}).items() or [("", 0)]
-    parts = [f"{sum(made.get('linear', {}).values())} of {linears} linear layers in FP8"]
-    if others:
-        parts += [f"{number} in {how}" for how, number in (multiplied, *others)]
-    elif multiplied[0]:
-        parts[0] += f" ({multiplied[0]})"
+    in_fp8 = made.get("linear", {})
+    parts = [f"{sum(in_fp8.values())} of {linears} linear layers in FP8"]
+    if len(in_fp8) == 1:
+        parts[0] += f" ({next(iter(in_fp8))})"
+    else:
+        parts += [f"{number} in {how}" for how, number in in_fp8.items()]
     for kind, plural in PLURALS.items():
         if kind != "linear":
             parts += [f"{number} {plural} {how}" for how, number in sorted(made.get(kind, {}).items())]

@@ -1,7 +1,7 @@
 """What is asked for that changes memory, and that no plan counts."""
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from coat_ds.plan.layout import section
 from coat_ds.zero.block import enabled
@@ -31,7 +31,7 @@ _FLAGS_OF_MEGATRON = {
     "use-megatron-fsdp": "weights are planned whole",
     "use-torch-fsdp2": "weights are planned whole",
 }
-# what `coat_layer_spec` refuses to be built beside, and values that ask for nothing
+# arguments with which `coat_layer_spec` cannot be built, each with the value that is as good as none
 OF_SPEC = {
     "fp8-format": None,
     "fp4-format": None,
@@ -67,30 +67,28 @@ def of_deepspeed(config: Mapping) -> list[str]:
 
 def of_megatron(arguments: Sequence[str]) -> list[str]:
     """Megatron-LM's arguments, each with why."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name in _OF_MEGATRON:
-        parser.add_argument(f"--{name}", nargs="?", const="")
-    for name in _FLAGS_OF_MEGATRON:
-        parser.add_argument(f"--{name}", action="store_true")
-    said = vars(parser.parse_known_args(list(arguments))[0])
-    # values that ask for nothing
     nothing = {"context-parallel-size": "1", "mtp-num-layers": "0", "cpu-offloading-num-layers": "0"}
-    return [
-        f"--{name}: {what}"
-        for name, what in (_OF_MEGATRON | _FLAGS_OF_MEGATRON).items()
-        if said[name.replace("-", "_")] not in (None, False, nothing.get(name))
-    ]
+    why = _OF_MEGATRON | _FLAGS_OF_MEGATRON
+    values = dict.fromkeys(_OF_MEGATRON) | nothing
+    return [f"--{name}: {why[name]}" for name in _given(arguments, values, _FLAGS_OF_MEGATRON)]
 
 
 def refused_by_spec(arguments: Sequence[str]) -> list[str]:
-    """Those of Megatron-LM's arguments beside which `coat_layer_spec` cannot be built."""
+    """The arguments of Megatron-LM with which `coat_layer_spec` cannot be built."""
+    return [f"--{name}" for name in _given(arguments, OF_SPEC, FLAGS_OF_SPEC)]
+
+
+def _given(arguments: Sequence[str], values: Mapping[str, str | None], flags: Iterable[str]) -> Iterator[str]:
+    """The names in `values` and `flags` that Megatron-LM's `arguments` set.
+
+    values: for the name of an argument with a value, the value that is as good as none.
+    """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name in OF_SPEC:
+    for name in values:
         parser.add_argument(f"--{name}", nargs="?", const="")
-    for name in FLAGS_OF_SPEC:
+    for name in flags:
         parser.add_argument(f"--{name}", action="store_true")
-    said = vars(parser.parse_known_args(list(arguments))[0])
-    names = (*OF_SPEC, *FLAGS_OF_SPEC)
-    return [
-        f"--{name}" for name in names if said[name.replace("-", "_")] not in (None, False, OF_SPEC.get(name))
-    ]
+    found = vars(parser.parse_known_args(list(arguments))[0])
+    for name in (*values, *flags):
+        if found[name.replace("-", "_")] not in (None, False, values.get(name)):
+            yield name
