@@ -91,7 +91,7 @@ def fastest(
 ) -> Choice:
     """The system, layout and, if it may `grow`, micro-batch of most tokens a second within `limit` bytes.
 
-    Of those that are as fast the first: `systems` is expected in order of preference. Raises PlanError if
+    If several are as fast, the first: `systems` is expected in order of preference. Raises PlanError if
     nothing fits.
     """
     systems = list(systems)

@@ -55,7 +55,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--for",
         dest="target",
         choices=("deepspeed", "trainer"),
-        help="who reads that JSON, without --deepspeed",
+        help="the framework that reads this JSON, without --deepspeed",
     )
     add("--json", action="store_true", help="print everything as JSON")
 
@@ -70,9 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
         limit = _bytes("--fit", arguments.fit)
     systems = _systems(gpu)
     if config and asks_for_coat(config):
-        systems.append(configured(config, spread))
-        if systems[-1].layers == "coat" and not gpu.fp8:
-            raise PlanError(f"gpu: {gpu.name} has no FP8. Set coat.activations.enabled to false.")
+        systems.append(configured(config, spread, gpu))
     choices = advice.compare(model, spread, systems, gpu, limit)
     best, refused = None, []
     if arguments.fit:
@@ -87,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
     pasted = None if best is None else _pasted(best, base, arguments.megatron)
     if arguments.json:
         found = _as_json(model, spread, gpu, limit, choices, best, pasted)
-        print(json.dumps(found | {"not_planned": left_out}, indent=2))
+        print(json.dumps(found | {"not_planned": left_out, "not_recommended": refused}, indent=2))
         return 0
     print(title)
     print()
@@ -139,8 +137,9 @@ def _spread(arguments: argparse.Namespace, config: dict | None) -> tuple[Sizes, 
     return model, Layout(**{"stage": 1 if (arguments.pipeline or 1) > 1 else 2} | rest)
 
 
-def configured(config: Mapping, spread: Layout) -> System:
-    """What a DeepSpeed JSON with a block makes of a model that is spread so."""
+def configured(config: Mapping, spread: Layout, gpu: Gpu | None = None) -> System:
+    """The system that a DeepSpeed JSON with a block makes of a model in this layout. On a GPU without FP8 the
+    engine leaves layers in BF16."""
     from coat_ds.zero.deepspeed_config import bf16_key, block_of, no_conversion
 
     block, key = block_of(config), bf16_key(config)
@@ -148,6 +147,7 @@ def configured(config: Mapping, spread: Layout) -> System:
     if not block.enabled:
         return System(name=AS_CONFIGURED)
     converted = block.activations.enabled and not no_conversion(config, block.activations)
+    converted = converted and (gpu is None or gpu.fp8 > 0)
     return System(
         name=AS_CONFIGURED,
         layers="coat" if converted else "bf16",
@@ -172,8 +172,8 @@ def _base(arguments, config: dict | None) -> dict:
 def _best(
     arguments, config, model: Sizes, spread: Layout, gpu: Gpu, limit: float
 ) -> tuple[advice.Choice, list[str]]:
-    """Over the stages of ZeRO and micro-batches that nobody has fixed; and why COAT refuses what it would run
-    under otherwise."""
+    """The fastest choice over the ZeRO stages and micro-batches that no option fixes, and a line for each
+    reason why COAT refuses others."""
     fixed = arguments.stage is not None or config is not None or spread.host == "megatron"
     stages = [spread.stage] if fixed or spread.pipeline > 1 else [1, 2, 3]
     candidates, refused, base = [], {}, _base(arguments, config)

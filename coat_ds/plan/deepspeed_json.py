@@ -21,6 +21,8 @@ from coat_ds.zero.deepspeed_config import (
 MICRO_BATCH, ACCUMULATION = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 # what Trainer fills in
 OF_TRAINER = dict.fromkeys((MICRO_BATCH, ACCUMULATION, "train_batch_size", "gradient_clipping"), "auto")
+# keys of the user's block that stay
+KEPT = ("require", "report", "watch")
 # DeepSpeed builds no optimizer without a section
 OF_DEEPSPEED = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.95]}}}
 
@@ -36,7 +38,10 @@ def deepspeed_json(system: System, layout: Layout, base: Mapping[str, Any]) -> d
     if "coat" not in block and names_ours(config):
         # the name implies the block
         config["optimizer"] = {**config["optimizer"], "type": "AdamW"}
-    config.pop("coat", None)
+    # what says nothing of memory or speed
+    kept = {name: value for name, value in (config.pop("coat", None) or {}).items() if name in KEPT}
+    if "coat" in block:
+        block["coat"] = kept | block["coat"]
     key, bf16 = bf16_key(config), block.pop("bf16")
     if config.get(key) is not None or not trainer:
         section = dict(config.get(key) or {})

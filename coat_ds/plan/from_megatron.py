@@ -83,8 +83,8 @@ def from_arguments(arguments: Sequence[str]) -> tuple[Sizes, dict]:
     for name in _UNEVEN:
         if values[name] is not None:
             raise PlanError(
-                f"--{name.replace('_', '-')}: found {values[name]}, and only stages of as many layers are "
-                "planned. Drop it for a plan of even ones."
+                f"--{name.replace('_', '-')}: found {values[name]}, and only stages "
+                "with equal numbers of layers are planned. Drop it for such a plan."
             )
     vocabulary = found.padded_vocab_size or found.vocab_size
     if vocabulary is None:
@@ -256,7 +256,7 @@ def _frequency(text: str) -> int | list[int]:
 
 
 def _value(node: ast.expr) -> int | list[int] | None:
-    """Of a number, a list of numbers, a sum of lists, or a list times a number; None of anything else."""
+    """The value of a number, a list of numbers, or lists added and multiplied; None for other nodes."""
     match node:
         case ast.Constant(value=int(number)):
             return number

@@ -99,9 +99,7 @@ def _layers(decoder: nn.Module) -> list[nn.Module]:
 def _layer(layer: nn.Module, hidden: int, config) -> _Layer:
     attention = _highest(layer, lambda module: re.search("Attention|Attn", type(module).__name__))
     if not attention:
-        raise _refused(
-            next(filter(_has_parameters, layer.children()), layer), "is in a layer without attention"
-        )
+        raise _refused(layer, "is a layer without attention")
     of_attention = {id(p) for module in attention for p in module.parameters()}
     heads = config.num_attention_heads
     dims = (getattr(holder, "head_dim", None) for holder in (attention[0], config))

@@ -29,9 +29,9 @@ class Gpu:
     memory: float
     """Bytes that torch's allocator can have: all but what CUDA and NCCL take, 3 x 10^9."""
     bf16: float
-    """Of BF16 products, two operations for each multiplication."""
+    """Rate of BF16 GEMMs, two operations for each multiplication."""
     fp8: float
-    """Of FP8 products with a scale a tensor; 0 without FP8."""
+    """Rate of FP8 GEMMs with a scale per tensor; 0 without FP8."""
     attention: float
     """Of causal attention, forward and backward."""
     copy: float

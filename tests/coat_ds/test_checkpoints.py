@@ -294,7 +294,7 @@ def chain(folder, index):
         if index < 3:
             to_universal(where, str(index))
         files = [e.path for e in os.scandir(f"{where}/{index}") if "optim" in e.name]
-        # of tensors, without what their names and padding take, of which codes have more
+        # bytes of tensors; the compressed layout has more names and padding
         size = sum(
             i.file_size for f in files for i in zipfile.ZipFile(f).infolist() if "/data/" in i.filename
         )

@@ -332,10 +332,10 @@ def test_layers_that_were_not_counted_say_so(tmp_path, capsys):
                 (
                     "qwen3_next",
                     "Qwen3NextForCausalLM",
-                    "Qwen3NextGatedDeltaNet: is in a layer",
+                    "Qwen3NextDecoderLayer: is a layer without",
                 ),
                 ("deepseek_v3", "DeepseekV3ForCausalLM", "DeepseekV3Attention: is not attention of queries"),
-                ("mamba", "MambaForCausalLM", "is in a layer without attention"),
+                ("mamba", "MambaForCausalLM", "MambaBlock: is a layer without attention"),
                 ("jetmoe", "JetMoeForCausalLM", "JetMoe"),
             )
         ),
