@@ -122,7 +122,7 @@ def layer(arguments, table: Table) -> None:
     All rows have the same weights and inputs and take attention from the same backend. Visits to the rows
     are interleaved; each lasts until the clock of that row has settled, as in a long run. Columns:
     - ms, forward_ms, backward_ms: medians by device events; host_ms: of the CPU to launch both, or the
-      GPU's where so many launches are queued that the CPU has to wait;
+      GPU's if the queue of launches is full and the CPU has to wait;
     - to_compile: ms over that of plain torch in BF16 under torch.compile;
     - saved_mb, saved_h: memory allocated after a forward over that before, without the output and copies of
       weights, in 10^6 bytes and in h bytes per token. The input is not counted, whoever keeps it;
