@@ -268,7 +268,7 @@ def test_the_command_plans_them(capsys):
         ),
         (
             "--decoder-first-pipeline-num-layers 1",
-            "--decoder-first-pipeline-num-layers: found 1, and only stages with equal numbers of layers are planned",
+            "--decoder-first-pipeline-num-layers: found 1, and only stages with equal numbers of layers",
         ),
         (
             "--decoder-last-pipeline-num-layers 0",
