@@ -283,23 +283,24 @@ def why_not_fused(layer: Fp8DecoderLayer, x: torch.Tensor, args: tuple, kwargs: 
     if is_dispatched(parts.mlp):
         return "accelerate has spread the model over devices, as dispatch_model does"
     head_norms, feed_forward = layer.head_norms, replaced(parts.mlp)
-    norms = (parts.input_norm, parts.mlp_norm, *head_norms)
     if type(feed_forward) is not Fp8GatedFeedForward:
         return _taken_over(parts.mlp)
-    for norm in norms:
+    for norm in (parts.input_norm, parts.mlp_norm, *head_norms):
         if type(norm.__dict__.get("forward")) is not Fp8Norm:
             return _taken_over(norm)
     if not x.numel() or not layer.takes(x):
         return f"their input is {x.dtype} of {x.numel()} elements"
     if autocast_dtype(x) not in (None, x.dtype):
         return f"their input is {x.dtype} under autocast to {autocast_dtype(x)}"
-    if _fills_a_cache(kwargs):
-        return "the model was called with use_cache=True or a cache while it trains. Drop that argument"
-    if not _is_mask(kwargs.get("attention_mask"), x):
-        return f"their attention_mask is no constant tensor [b, n, s, s] of torch.bool or {x.dtype}"
     for name, value in kwargs.items():
         if _is_foreign(name, value):
+            if name in CACHES:
+                return (
+                    "the model was called with use_cache=True or a cache while it trains. Drop that argument"
+                )
             return f"they are given {name}"
+    if not _is_mask(kwargs.get("attention_mask"), x):
+        return f"their attention_mask is no constant tensor [b, n, s, s] of torch.bool or {x.dtype}"
     angles = kwargs.get("position_embeddings")
     if args or not isinstance(angles, tuple) or angles[0].shape[-1] != attention.head_dim:
         return "they are given no position_embeddings of whole heads, by name"
@@ -316,16 +317,19 @@ def why_not_fused(layer: Fp8DecoderLayer, x: torch.Tensor, args: tuple, kwargs: 
     up = gate if form.up is None else in_mlp[form.up]
     linears = (q, k, v, o, gate, up, down)
     children = layer.module._modules.values()
-    if not all(part in children for part in parts) or not all(
-        is_fused(linear.__dict__.get("forward")) for linear in linears
-    ):
-        return "a linear layer has an adapter or was replaced"
+    # plain loops, which take less time than generators
+    for part in parts:
+        if part not in children:
+            return f"{type(part).__name__} was replaced"
+    for linear in linears:
+        if not is_fused(linear.__dict__.get("forward")):
+            return "a linear layer has an adapter or was replaced"
     evaluated = is_evaluated(layer.module)
     for module in (*parts, *head_norms, *linears):
         if (why := _why_foreign(module, x.dtype, evaluated)) is not None:
             return why
     biases = [linear._parameters["bias"] is None for linear in (q, k, v, gate, up)]
-    if len(set(biases[:3])) > 1 or biases[3] != biases[4]:
+    if not (biases[0] == biases[1] == biases[2] and biases[3] == biases[4]):
         return "some of the linear layers that are multiplied together have biases"
     return None
 
