@@ -8,6 +8,7 @@ from triton.runtime.jit import JITFunction
 
 from coat_kernels import activation as act
 from coat_kernels import norm, rope, tensorwise
+from coat_kernels.tensorwise import operands
 from tests.kernels.producers import PRODUCERS
 
 
@@ -62,7 +63,7 @@ def kernels(takes_kernels, monkeypatch):
     if takes_kernels:
         for module in (
             act.op,
-            tensorwise.operands,
+            operands,
             norm.op,
             rope.op,
             tensorwise.scale,
