@@ -59,7 +59,7 @@ def _parts(
 
 
 def _run(case: Case, stack: Stack, warmup: int, repeats: int) -> dict:
-    from megatron_ext.optimizer import adamw as seam
+    from megatron_ext.optimizer import seam
 
     release()
     before = held_bytes()

@@ -39,7 +39,7 @@ def _run(case: Case, stack: Stack, warmup: int) -> dict[str, float]:
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     from coat_ds import CoatConfig
-    from megatron_ext.optimizer import adamw as seam
+    from megatron_ext.optimizer import seam
 
     before = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
     with tempfile.TemporaryDirectory() as folder:

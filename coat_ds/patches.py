@@ -46,7 +46,7 @@ DECLARED_IN = (
     "coat_ds.zero.watch",
     "megatron_ext.layers.moe",
     "megatron_ext.layers.latent",
-    "megatron_ext.optimizer.adamw",
+    "megatron_ext.optimizer.seam",
     "megatron_ext.optimizer.places",
     "megatron_ext.layers.process_groups",
     "megatron_ext.layers.recompute",

@@ -3,8 +3,7 @@
 from coat_ds.config import CoatConfigError
 from megatron_ext import options
 from megatron_ext.layers import recompute
-from megatron_ext.optimizer import adamw as optimizer_seam
-from megatron_ext.optimizer import watch
+from megatron_ext.optimizer import seam
 
 
 def install(*, optimizer: bool = False, checkpoints: bool = False) -> None:
@@ -20,8 +19,6 @@ def install(*, optimizer: bool = False, checkpoints: bool = False) -> None:
                 f"{options.VARIABLE}: coat.optimizer.enabled: found false with megatron_ext.with_optimizer."
                 " Set it to true, or take the spec from another module."
             )
-        # the watch first, so that the optimizer and the watch can be undone independently
-        watch.install()
-        optimizer_seam.install(config)
+        seam.install(config)
     if checkpoints or config.checkpointing.compress:
         recompute.install(config.checkpointing.group_size)

@@ -1,55 +1,31 @@
-"""`CoatAdamW` in Megatron's own optimizers: the distributed one, with and without
-`--use-precision-aware-optimizer`, and those that are not distributed.
-
-Megatron builds its Adam from globals of `megatron.core.optimizer` and has no other extension point.
-`install()` patches the function that reads those globals: while it runs, they name the class below. It also
-patches the two methods through which every format of distributed checkpoints reads and writes an optimizer's
-state. They exchange FP32 tensors of the shard's shape, on the CPU, one at a time. So checkpoints are those of
-stock AdamW, in both directions and at any size. Moments are recovered to the bit from their values
-(`coat_ds/optim/recover.py`), so a resumed run equals an uninterrupted one. Loading states into other
-parameters is refused (`places.py`).
+"""`CoatAdamW` with the interface of Transformer Engine's FusedAdam, as Megatron's optimizers expect it: the
+distributed one, with and without `--use-precision-aware-optimizer`, and those that are not distributed.
 
 With this optimizer the precision-aware one needs no Transformer Engine: Megatron's check for it passes. And a
 distributed optimizer without Transformer Engine or apex can load its checkpoint. Stock AdamW cannot, since
 Megatron reads the step count of a state that does not exist yet; MegatronAdamW's always exists.
 """
 
-import contextlib
-import functools
-import logging
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import FP32Optimizer, MegatronOptimizer
-from megatron.core.utils import get_te_version, log_single_rank
 
-from coat_ds import state_bytes
-from coat_ds.config import CoatConfig, CoatConfigError, OptimizerConfig
+from coat_ds.config import CoatConfigError
 from coat_ds.optim.fragments import Fragment
-from coat_ds.optim.lines import states_line
 from coat_ds.optim.moment import Moment
 from coat_ds.optim.optimizer import CoatAdamW
 from coat_ds.optim.options import (
-    LAYOUT,
     MOMENTS,
     SECOND_FIRST,
     FormatNames,
-    idle_bf16_params,
-    idle_patterns,
-    keeps_fp32,
 )
 from coat_ds.optim.pair import pair_up
 from coat_ds.optim.state_dict import take_states
-from coat_ds.patches import Patch, require
 from coat_kernels.adamw import join_master, split_master
 from coat_kernels.codecs import parts_of
-from megatron_ext.optimizer import places
-from megatron_ext.optimizer.chunks import whole_model
-
-logger = logging.getLogger(__name__)
 
 
 class MegatronAdamW(CoatAdamW, torch.optim.AdamW):
@@ -230,200 +206,3 @@ def linked(host: MegatronOptimizer) -> Iterator[tuple[int, torch.Tensor, torch.T
         for index, params in enumerate(host.fp32_from_fp32_groups):
             for p in params:
                 yield index, p, p, 0
-
-
-def _link(host: MegatronOptimizer, model_chunks: Iterable[torch.nn.Module], config: CoatConfig) -> None:
-    inner = host.optimizer
-    host.coat_config = config
-    # a rank without parameters has none
-    if inner is None:
-        return
-    names = {p: name for name, p in whole_model(model_chunks).named_parameters()}
-    placed = []
-    for index, model_param, held, offset in linked(host):
-        if held.dtype not in (torch.float32, torch.bfloat16):
-            raise CoatConfigError(
-                f"--use-precision-aware-optimizer: found {held.dtype} parameters, expected BF16; use --bf16, "
-                "or remove it"
-            )
-        kept = keeps_fp32(config.optimizer.keep_fp32, names.get(model_param), model_param)
-        kept = kept or model_param.numel() < config.optimizer.min_numel
-        placed.append((index, held, Fragment(0, held.numel(), offset, kept)))
-    inner.link(placed, isinstance(host, DistributedOptimizer))
-    said = f"COAT: {states_line(inner, state_bytes(inner))}"
-    if config.report.states:
-        said += f"\n{inner.layout()}"
-    _say(said)
-    for line in _idle_keys(config.optimizer, list(names.values()), [p for _, p, _ in placed]):
-        _say(line)
-
-
-def _say(line: str, level: int = logging.WARNING) -> None:
-    """Logs to Megatron's log, on rank 0, where only warnings are shown."""
-    log_single_rank(logger, level, line)
-
-
-def _idle_keys(config: OptimizerConfig, names: list[str], held: list[torch.Tensor]) -> Iterator[str]:
-    """A line for each key that has no effect."""
-    # a stage of a pipeline has the names of its own parameters only
-    if parallel_state.get_pipeline_model_parallel_world_size() == 1:
-        yield from idle_patterns(config.keep_fp32, names)
-    yield from idle_bf16_params(config.bf16_params, held, "Add --use-precision-aware-optimizer")
-
-
-def _check_host(host: Any, model_chunks: Iterable[torch.nn.Module]) -> None:
-    """Raises CoatConfigError for a Megatron OptimizerConfig that requests another optimizer, and for a model
-    whose optimizer would hold no registered parameter."""
-    fsdp = any(getattr(chunk.ddp_config, "use_megatron_fsdp", False) for chunk in model_chunks)
-    for argument, found in {
-        f"--optimizer {host.optimizer}": host.optimizer != "adam",
-        "--optimizer-cpu-offload": host.optimizer_cpu_offload,
-        "--use-megatron-fsdp": fsdp,
-    }.items():
-        if found:
-            raise CoatConfigError(
-                f"{argument}: not supported by megatron_ext.with_optimizer. Remove it, or take the spec from "
-                "megatron_ext.layer_specs."
-            )
-
-
-_MODULE = "megatron.core.optimizer"
-_WAY_OUT = "or take the spec from megatron_ext.layer_specs"
-_patch = functools.partial(Patch, "Megatron's optimizer", "megatron-core", way_out=_WAY_OUT)
-
-_DISTRIBUTED = f"{_MODULE}.distrib_optimizer:DistributedOptimizer"
-BUILD = _patch(
-    f"{_MODULE}:_get_megatron_optimizer_based_on_param_groups",
-    "CoatAdamW in Megatron's optimizers",
-    parameters=("config", "model_chunks", "..."),
-)
-GET = _patch(
-    f"{_DISTRIBUTED}._get_main_param_and_optimizer_states",
-    "checkpoints are written as stock AdamW's",
-    parameters=("model_param",),
-)
-SET = _patch(
-    f"{_DISTRIBUTED}._set_main_param_and_optimizer_states",
-    "checkpoints of stock AdamW are read",
-    parameters=("model_param", "tensors"),
-)
-SAVE = _patch(
-    f"{_DISTRIBUTED}.sharded_state_dict",
-    "states that are saved by their places are saved with shapes",
-    keywords=("is_loading", "metadata"),
-)
-LOAD = _patch(
-    f"{_DISTRIBUTED}.load_state_dict",
-    "states of other places are refused",
-    parameters=("state_dict",),
-)
-POST_INIT = _patch(
-    f"{_MODULE}.optimizer_config:OptimizerConfig.__post_init__",
-    "--use-precision-aware-optimizer needs no Transformer Engine",
-    parameters=(),
-)
-# while an optimizer is built, or a config is checked
-ADAM, IS_TORCH = (
-    _patch(f"{_MODULE}:{name}", "Megatron's adam is CoatAdamW", expected="a global of that name")
-    for name in ("Adam", "USING_PYTORCH_OPTIMIZER")
-)
-VERSION, VERSION_OF_CONFIG = (
-    _patch(f"{module}:is_te_min_version", "an absent Transformer Engine has no version")
-    for module in (_MODULE, f"{_MODULE}.optimizer_config")
-)
-INSTALLED = (BUILD, GET, SET, SAVE, LOAD, POST_INIT)
-
-
-def _without_te(patch: Patch) -> contextlib.AbstractContextManager:
-    """A context in which a module may query the version of an absent Transformer Engine; 0.16 fails."""
-    if get_te_version() is not None:
-        return contextlib.nullcontext()
-    return patch.applied(lambda _: lambda *args, **kwargs: False)
-
-
-def installed() -> bool:
-    """Whether Megatron builds MegatronAdamW."""
-    return BUILD.is_applied()
-
-
-def install(coat: CoatConfig | None = None) -> None:
-    """From now on Megatron's `adam` is `MegatronAdamW`, configured by `coat`. A second call does nothing.
-
-    Raises RuntimeError, before anything is changed, if this Megatron is not as expected.
-    """
-    if installed():
-        return
-    coat = coat or CoatConfig(enabled=True)
-    for patch in (*INSTALLED, ADAM, IS_TORCH):
-        patch.check()
-    require("megatron-core", f"{_DISTRIBUTED}._get_model_param_range_map", ("param",), _WAY_OUT)
-    # `link` sets which tensors keep FP32 moments: Megatron passes no names
-    options = {name: getattr(coat.optimizer, name) for name in LAYOUT} | {"keep_fp32": (), "log": _say}
-    adam = functools.partial(MegatronAdamW, counts_in_groups=not IS_TORCH.original(), **options)
-
-    BUILD.apply(functools.partial(_building, coat, adam))
-    GET.apply(_getting)
-    SET.apply(_setting)
-    POST_INIT.apply(_checking)
-    SAVE.apply(places.saving)
-    LOAD.apply(places.loading)
-
-
-def _building(coat: CoatConfig, adam: Callable, build: Callable) -> Callable:
-    @functools.wraps(build)
-    def coat_build(config, model_chunks, *args, **kwargs):
-        _check_host(config, model_chunks)
-        with _without_te(VERSION), ADAM.applied(lambda _: adam), IS_TORCH.applied(lambda _: False):
-            built = build(config, model_chunks, *args, **kwargs)
-        if isinstance(built, MegatronOptimizer):
-            _link(built, model_chunks, coat)
-        return built
-
-    return coat_build
-
-
-def _held(optimizer: DistributedOptimizer, model_param: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
-    """The tensor that an optimizer holds of a parameter of the model, and its group."""
-    group, order = optimizer.model_param_group_index_map[model_param]
-    group = optimizer.optimizer.param_groups[group]
-    return group["params"][order], group
-
-
-def _getting(get: Callable) -> Callable:
-    @functools.wraps(get)
-    def coat_get(self, model_param):
-        if not isinstance(self.optimizer, MegatronAdamW):
-            return get(self, model_param)
-        return self.optimizer.tensors_of(_held(self, model_param)[0])
-
-    return coat_get
-
-
-def _setting(set_: Callable) -> Callable:
-    @functools.wraps(set_)
-    def coat_set(self, model_param, tensors):
-        if not isinstance(self.optimizer, MegatronAdamW):
-            return set_(self, model_param, tensors)
-        self.optimizer.take_tensors(*_held(self, model_param), tensors)
-
-    return coat_set
-
-
-def _checking(post_init: Callable) -> Callable:
-    @functools.wraps(post_init)
-    def coat_post_init(self):
-        try:
-            with _without_te(VERSION_OF_CONFIG):
-                post_init(self)
-        except RuntimeError as error:
-            # the last of its checks, without Transformer Engine
-            if "FusedAdam" not in str(error):
-                raise
-
-    return coat_post_init
-
-
-def uninstall() -> None:
-    """Undoes `install`. Optimizers that were built stay what they are."""
-    for patch in reversed(INSTALLED):
-        patch.remove()

@@ -24,7 +24,7 @@ def work(tp, folder):
 
     from megatron_ext import cpu
     from megatron_ext.model import initialize_model_parallel
-    from megatron_ext.optimizer import adamw as optimizer
+    from megatron_ext.optimizer import seam as optimizer
 
     cpu.enable()
     dist.init_process_group("gloo")

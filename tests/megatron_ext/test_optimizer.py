@@ -154,7 +154,7 @@ def changes():
             lines.append(record.getMessage())
 
     handler.emit = emit
-    log = logging.getLogger("megatron_ext.optimizer.adamw")
+    log = logging.getLogger("megatron_ext.optimizer.seam")
     log.addHandler(handler)
     yield lines
     log.removeHandler(handler)
@@ -163,7 +163,7 @@ def changes():
 def _train_in_papers_formats(folder):
     """By mode: losses and lines of a run in the paper's formats that resumes a run in today's formats, and of
     a run in today's formats that resumes the former; and losses of the first run without the second."""
-    from megatron_ext.optimizer import adamw as optimizer
+    from megatron_ext.optimizer import seam as optimizer
 
     results = {}
     for mode in MODES:
@@ -189,7 +189,7 @@ def _train_as_if_fused(folder):
     from megatron.core import optimizer as host
     from megatron.core.optimizer import distrib_optimizer
 
-    from megatron_ext.optimizer import adamw as optimizer
+    from megatron_ext.optimizer import seam as optimizer
 
     optimizer.uninstall()
     sharding, results = "dp_reshardable", []
@@ -213,7 +213,7 @@ def _train_as_if_fused(folder):
 def _kept_by_size():
     """For each tensor of which this rank holds a part: elements of the part and of the whole, and the formats
     of its first moment. The smallest compressed tensor is as large as linear_proj's weight."""
-    from megatron_ext.optimizer import adamw as optimizer
+    from megatron_ext.optimizer import seam as optimizer
 
     block = {"min_numel": H * H, "keep_fp32": []}
     optimizer.uninstall()
@@ -232,7 +232,7 @@ def _train(folder):
 
     from megatron_ext import cpu
     from megatron_ext.model import initialize_model_parallel
-    from megatron_ext.optimizer import adamw as optimizer
+    from megatron_ext.optimizer import seam as optimizer
 
     cpu.enable()
     dist.init_process_group("gloo")
@@ -419,7 +419,7 @@ def test_goes_on_from_before_the_first_step(megatron, tmp_path, mode):
     """This happens if FP16's loss scale is still too large: Megatron leaves a count of 0 out of its
     checkpoints."""
     from megatron_ext import cpu
-    from megatron_ext.optimizer import adamw as optimizer
+    from megatron_ext.optimizer import seam as optimizer
 
     optimizer.install()
     try:
@@ -435,7 +435,7 @@ def test_goes_on_from_before_the_first_step(megatron, tmp_path, mode):
 
 def test_precision_aware_takes_fp32_parameters(megatron):
     from megatron_ext import cpu
-    from megatron_ext.optimizer import adamw as optimizer
+    from megatron_ext.optimizer import seam as optimizer
 
     optimizer.install()
     try:
@@ -451,7 +451,7 @@ def test_precision_aware_takes_fp32_parameters(megatron):
 def test_states_of_parameters_that_are_frozen_now_are_refused(megatron, tmp_path):
     """Two layers have equal shapes, by which `dp_reshardable` identifies parameters."""
     from megatron_ext import cpu
-    from megatron_ext.optimizer import adamw as optimizer
+    from megatron_ext.optimizer import seam as optimizer
 
     optimizer.install()
     try:
@@ -474,8 +474,8 @@ def test_states_of_parameters_that_are_frozen_now_are_refused(megatron, tmp_path
 def test_states_of_fewer_or_more_parameters_are_refused(megatron):
     """Megatron pads its buffers, so their sizes may be equal."""
     from megatron_ext import cpu
-    from megatron_ext.optimizer import adamw as optimizer
     from megatron_ext.optimizer import places
+    from megatron_ext.optimizer import seam as optimizer
 
     optimizer.install()
     try:

@@ -21,7 +21,7 @@ def test_seam_comes_and_goes(megatron):
     from megatron.core import optimizer as host
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-    from megatron_ext.optimizer import adamw as optimizer
+    from megatron_ext.optimizer import seam as optimizer
     from megatron_ext.optimizer import watch
 
     # installed below the optimizer's patch, and not removed
@@ -51,7 +51,7 @@ def test_seam_comes_and_goes(megatron):
 def test_unknown_megatron_is_refused_before_anything_changes(megatron, monkeypatch):
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-    from megatron_ext.optimizer import adamw as optimizer
+    from megatron_ext.optimizer import seam as optimizer
 
     name = "_set_main_param_and_optimizer_states"
     monkeypatch.setattr(DistributedOptimizer, name, lambda self, param, tensors: None)
@@ -72,13 +72,12 @@ def test_unknown_megatron_is_refused_before_anything_changes(megatron, monkeypat
 
 def test_the_optimizer_is_watched_beside_layers_of_megatron(megatron):
     """Megatron's layers do not install the watch."""
-    from megatron_ext import installing
-    from megatron_ext.optimizer import adamw as optimizer
+    from megatron_ext.optimizer import seam as optimizer
     from megatron_ext.optimizer import watch
 
     watch.uninstall()
     try:
-        installing.install(optimizer=True)
+        optimizer.install()
         assert watch.installed()
     finally:
         optimizer.uninstall()
@@ -93,7 +92,7 @@ def test_small_tensors_keep_fp32_moments(megatron):
     from megatron_ext import cpu
     from megatron_ext.layer_specs import sdpa_layer_spec
     from megatron_ext.model import ModelShape, build_gpt
-    from megatron_ext.optimizer import adamw as optimizer
+    from megatron_ext.optimizer import seam as optimizer
 
     block = {"enabled": True, "optimizer": {"min_numel": 600, "keep_fp32": []}, "watch": False}
     optimizer.install(CoatConfig.from_dict(block))
@@ -119,7 +118,7 @@ def test_patterns_are_of_names_in_the_model(megatron, caplog, mode, bf16):
     """Patterns match names of the model, not names inside of Megatron's wrappers; readings of the watch use
     the same names."""
     from megatron_ext import cpu
-    from megatron_ext.optimizer import adamw as optimizer
+    from megatron_ext.optimizer import seam as optimizer
 
     block = {"enabled": True, "optimizer": {"keep_fp32": ["decoder.layers.1.mlp.*"], "min_numel": 1}}
     optimizer.install(CoatConfig.from_dict(block))
@@ -153,7 +152,7 @@ def test_contradictions_are_errors(megatron, options, named):
     from megatron_ext import cpu
     from megatron_ext.layer_specs import sdpa_layer_spec
     from megatron_ext.model import ModelShape, build_gpt
-    from megatron_ext.optimizer import adamw as optimizer
+    from megatron_ext.optimizer import seam as optimizer
 
     optimizer.install()
     try:

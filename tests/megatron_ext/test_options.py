@@ -88,7 +88,7 @@ WANTED = {
 IMPORTS = f"""
 import importlib, sys
 from megatron.core.transformer.spec_utils import ModuleSpec, import_module
-from megatron_ext.optimizer import adamw as optimizer
+from megatron_ext.optimizer import seam as optimizer
 from megatron_ext.layers import recompute
 for name, (specs, *wanted) in {WANTED!r}.items():
     for spec in specs:
@@ -106,7 +106,7 @@ def test_modules_of_specs_bring_what_they_are_named_for():
 
 def test_compressed_recompute_comes_with_the_optimizer_if_the_file_says_so(file):
     from megatron_ext.layers import recompute
-    from megatron_ext.optimizer import adamw as optimizer
+    from megatron_ext.optimizer import seam as optimizer
 
     for compress in (False, True):
         file({"coat": {"enabled": True, "checkpointing": {"compress": compress}}})
@@ -122,7 +122,7 @@ def test_compressed_recompute_comes_with_the_optimizer_if_the_file_says_so(file)
 @pytest.mark.parametrize("brings", [{"checkpoints": True}, {"optimizer": True}], ids=str)
 def test_compressed_recompute_has_the_groups_of_the_file(megatron, file, brings):
     from megatron_ext.layers import recompute
-    from megatron_ext.optimizer import adamw as optimizer
+    from megatron_ext.optimizer import seam as optimizer
     from tests.megatron_ext.test_recompute import CASES, _model, _pass
 
     file({"coat": {"enabled": True, "checkpointing": {"compress": True, "group_size": 32}}})
@@ -139,7 +139,7 @@ def test_compressed_recompute_has_the_groups_of_the_file(megatron, file, brings)
 def test_keys_of_what_the_spec_does_not_bring_are_named(megatron, file, caplog):
     from coat_ds.layers import log
     from megatron_ext.layer_specs import sdpa_layer_spec
-    from megatron_ext.optimizer import adamw as optimizer
+    from megatron_ext.optimizer import seam as optimizer
     from tests.megatron_ext.test_optimizer import Trainer
 
     optimizer.uninstall()

@@ -25,7 +25,7 @@ NOTHING = {"layers": [], "states": []}
 
 def watches(watch):
     """Later optimizers are built with this block of the watch."""
-    from megatron_ext.optimizer import adamw as optimizer
+    from megatron_ext.optimizer import seam as optimizer
 
     block = {"enabled": True, "report": False, "optimizer": {"min_numel": 0}, "watch": watch}
     optimizer.uninstall()
