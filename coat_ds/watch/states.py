@@ -213,9 +213,12 @@ class StateSampler:
 
 def _steps(rule: _Rule, places: Sequence[_Place], state: Mapping[torch.Tensor, Any]) -> torch.Tensor:
     """Of each group, the number of steps that its tensor has taken, FP64 [groups]."""
-    steps = torch.stack([state[place.param]["step"] for place in places])
-    # on the device already where the optimizer is capturable, or a gradient scaler may skip the step
-    known = sent(steps.tolist(), torch.float64, rule.device) if steps.is_cpu else steps.double()
+    steps = [state[place.param]["step"] for place in places]
+    # on the device already where a group is capturable, or a gradient scaler may skip the step
+    if all(step.is_cpu for step in steps):
+        known = sent(torch.stack(steps).tolist(), torch.float64, rule.device)
+    else:
+        known = torch.stack([step.to(rule.device) for step in steps]).double()
     return torch.cat([x.expand(place.count) for x, place in zip(known, places, strict=True)])
 
 
