@@ -7,7 +7,14 @@ import torch.distributed as dist
 from coat_kernels import parallel, tensorwise
 from coat_kernels.autograd.origin import with_maxima
 from coat_kernels.fp8 import E4M3
-from coat_kernels.tensorwise import quantize_tensor_reference, transpose_codes_reference
+from coat_kernels.tensorwise import (
+    operands,
+    quantize,
+    quantize_tensor_reference,
+    scale,
+    transpose,
+    transpose_codes_reference,
+)
 from tests.util import run_distributed
 
 RANKS = 2
@@ -38,15 +45,13 @@ def agreed_operands(device):
     results = {}
     for known in ("nothing", "prediction", "maxima"):
         for kernels in (False, True):
-            for module in (tensorwise.operands, tensorwise.scale, tensorwise.quantize, tensorwise.transpose):
+            for module in (operands, scale, quantize, transpose):
                 module.uses_kernels = lambda x, kernels=kernels: kernels
             x = part_of(dist.get_rank()).to(device)
             predicted = tensorwise.PredictedScale(E4M3) if known == "prediction" else None
             if known == "maxima":
                 with_maxima(x, x.abs().amax(1))
-            out, largest = tensorwise.operands.fp8_operands(
-                x, E4M3, group=dist.group.WORLD, predicted=predicted
-            )
+            out, largest = operands.fp8_operands(x, E4M3, group=dist.group.WORLD, predicted=predicted)
             results[known, kernels] = out.rows.view(torch.uint8).cpu(), out.scale.cpu(), largest.cpu()
     return results
 
@@ -81,9 +86,9 @@ def check_agreed(ranks):
     parts = [part_of(rank) for rank in range(RANKS)]
     largest = torch.cat(parts).abs().max().reshape(1)
     for (_, agreed), part in zip(ranks, parts, strict=True):
-        for case, (rows, scale, found) in agreed.items():
+        for case, (rows, found_scale, found) in agreed.items():
             expected = quantize_tensor_reference(part, largest, E4M3)
-            assert found.equal(largest) and scale.equal(expected.scale), case
+            assert found.equal(largest) and found_scale.equal(expected.scale), case
             assert rows.equal(expected.rows.view(torch.uint8)), case
 
 
