@@ -163,8 +163,8 @@ SECTIONS = [
 ]
 NOT_MEASURED = (
     "Nothing above four GPUs, nor on more than one node.",
-    "Nothing above 125M parameters or 300 million tokens to convergence.",
-    "At one billion parameters no more than 46 million tokens and three seeds.",
+    "No pre-training longer than 300 million tokens (125M parameters) or 46 million tokens (1B parameters, "
+    "three seeds), and none of a larger model: their runs here have random tokens and a few steps.",
     "The fastest micro-batch of 13B over tensor parallelism: a few were tried.",
     "Nothing on a data set that others use.",
     "Nothing with torch newer than 2.14.1, and with that no more than a layer, the optimizer and Llama-2-7B "

@@ -115,26 +115,32 @@ SECTIONS: dict[str, list[Row]] = {
             condition="drop the key to load; writers `fast` and decoupled: not run"),
         Row("DeepCompile, random-LTD, generation of `hybrid_engine`", *NOT_RUN),
     ],
-    "Mixture of experts (MoE)": [
-        Row("MoE of transformers, up to 16 experts a layer (Mixtral) + ZeRO-0, 1, 2, 3", cpu=2,
+    "MoE with ZeRO-3": [
+        Row("MoE + ZeRO-3, transformers, up to 16 experts a layer (Mixtral)", cpu=2,
             condition="experts run one after another; let ZeRO-3 gather layers as units (the default)"),
-        Row("MoE of transformers, more experts (Qwen3-MoE) + ZeRO-0, 1, 2, 3", "BF16", cpu=2, h200=1,
-            condition="a grouped GEMM, saved in 8 bits; the other layers run in FP8; ZeRO ran on CPUs",
+        Row("MoE + ZeRO-3, transformers, more experts (Qwen3-MoE)", "BF16", cpu=2,
+            condition="experts: a grouped BF16 GEMM, saved in 8 bits; the other layers run in FP8"),
+        Row("MoE + ZeRO-3, Megatron, sequential experts", cpu=2, h100=2,
+            condition="every rank holds all experts", proof=(UNITS,)),
+        Row("MoE + ZeRO-3, `deepspeed.moe`", *REFUSED, condition="by DeepSpeed itself, with stock AdamW too"),
+    ],
+    "MoE without ZeRO-3": [
+        Row("MoE + ZeRO-0, 1, 2, transformers, up to 16 experts a layer (Mixtral)", cpu=2,
+            condition="experts run one after another"),
+        Row("MoE + ZeRO-0, 1, 2, transformers, more experts (Qwen3-MoE)", "BF16", cpu=2, h200=1,
+            condition="experts: a grouped BF16 GEMM, saved in 8 bits; the other layers run in FP8; ZeRO ran "
+                      "on CPUs",
             proof=("models_gpu.csv",)),
+        Row("MoE + ZeRO-0, 1, 2, `deepspeed.moe`", cpu=2, condition="with expert parallelism too"),
         Row("MoE of transformers with biases or an own gate (GPT-OSS)", "BF16", cpu=1,
-            condition="as the row above"),
+            condition="experts: a grouped BF16 GEMM, saved in 8 bits; the other layers run in FP8"),
         Row("Expert parallelism of transformers", "BF16", cpu=1,
             condition="the experts' forward is transformers'"),
-        Row("MoE of DeepSpeed (`deepspeed.moe`) + ZeRO-0, 1, 2", cpu=2,
-            condition="with expert parallelism too"),
-        Row("MoE of DeepSpeed + ZeRO-3", *REFUSED, condition="by DeepSpeed itself, with stock AdamW too"),
         Row("AutoEP (`expert_parallel`)", "BF16", cpu=2,
             condition="with a repaired DeepSpeed ([why](known_bugs.md#deepspeed))"),
         Row("MoE of Megatron, sequential experts", cpu=2, h200=1,
             condition="expert outputs are saved in BF16; GPU: tests of single layers",
             proof=("tests/megatron_ext/test_moe.py",)),
-        Row("MoE of Megatron, sequential experts + DeepSpeed ZeRO-3", cpu=2, h100=2,
-            condition="every rank holds all experts", proof=(UNITS,)),
         Row("MoE of Megatron, `--moe-grouped-gemm`", "BF16", cpu=2, h200=1,
             condition="saved in 8 bits, no Transformer Engine; GPU: tests of single layers; "
                       "`--load-main-params-from-ckpt` does not find the weights",
@@ -291,7 +297,8 @@ HEAD = """\
 
 <!-- made by: python docs/support.py > docs/support.md -->
 
-Find a feature: {sections}, [other limits](#not-in-the-tables).
+**Find a feature**: {sections}, [other limits](#not-in-the-tables).
+Or search the page for its name: `MoE + ZeRO-3`, `LoRA`, `AutoTP`.
 
 The columns *layers* and *states*:
 
@@ -306,10 +313,11 @@ node. An empty cell means that it did not run there. CPU runs use gloo and small
 |---|---|---|
 {versions}
 
-FP8 needs compute capability 8.9. On an older GPU layers stay in BF16 under DeepSpeed, and are an error in
-Megatron and `convert`. The optimizer runs on every GPU and on CPUs. Kernels compile for Ada and Blackwell
-GPUs, but ran on neither. AMD GPUs were not tried. A linear layer needs sizes that are multiples of 16:
-`convert` leaves other layers in BF16; Megatron's layers refuse them without `"fallback": true`.
+**A100 and older** (compute capability below 8.9): only the 8-bit optimizer states work. Layers stay in BF16
+under DeepSpeed, with a warning; `convert` and Megatron's layer specs raise an error. `CoatAdamW` runs on
+every GPU and on CPUs. Kernels compile for Ada and Blackwell GPUs, but ran on neither. AMD GPUs were not
+tried. A linear layer needs sizes that are multiples of 16: `convert` leaves other layers in BF16;
+Megatron's layers refuse them without `"fallback": true`.
 """
 
 TAIL = """\

@@ -89,11 +89,13 @@ def will_it_be_faster(results: Results) -> str:
     layer = {row["layer"]: row["ms"] for row in results.rows("layer_7b.csv")}
     small = _of(results, "models_small_h100.csv")
     experts = _of(results, "models_gpu.csv", shape="qwen3-30b")
+    two = _of(results, "train_7b_2gpu_h100.csv", micro_batch=2, limited=False)
     states = results.row("adamw_states.csv", params="flat", optimizer="ours")["state_bytes"]
     same, install = "[same batch](#same-batch)", "[versions](install.md)"
     return table(
         ["your case", "speed over BF16", "peak memory over BF16", "data"],
         ["7B or 8B, all weights, ZeRO, two H200s", *_gains(zero), same],
+        ["7B, ZeRO-3, two 80 GB H100s", *_gains([two]), data("train_7b_2gpu_h100.csv")],
         ["7B and 13B, ZeRO-3, four 80 GB H100s", *_gains(h100s), same],
         [
             "the same, each system at its fastest batch",
@@ -126,8 +128,8 @@ def will_it_be_faster(results: Results) -> str:
             "[one layer](#one-layer)",
         ],
         [
-            "A100 or older: 8-bit optimizer states alone, no FP8",
-            "not measured there",
+            "A100 or older: 8-bit optimizer states only; layers stay in BF16, activations too",
+            "not measured; no gain from FP8",
             f"states take {states:.2f} instead of 8 bytes per parameter",
             data("adamw_states.csv"),
         ],

@@ -62,6 +62,9 @@ def train(arguments, table: Table) -> None:
       requested from the allocator;
     - X_predicted_mb, all_predicted_mb: the most that a role takes at any moment of a step, and the peak of
       all together, as `coat plan` has them (coat_ds/plan/memory.py); before 2026-11-22 a sum of roles;
+    - loss: of the last of about eleven steps, in nats. The four batches of random tokens repeat, so a model
+      memorizes them: from 11 at the start the loss falls towards 0, at a speed that depends on micro-batch,
+      rounding and learning rate. It shows that the run trains, and not how well a system converges;
     - extrapolated_from: the row was not measured, but lies on the line through two numbers of layers; or is
       the peak with one number, and what is predicted for the layers that lack.
     Without a GPU, or with --quick, a tiny model; without a GPU no peaks, no search, and times mean nothing.
