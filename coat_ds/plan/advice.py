@@ -48,8 +48,8 @@ def goes_with(system: System, layout: Layout) -> bool:
 def largest_micro_batch(
     sizes: Sizes, layout: Layout, system: System, limit: float, with_room: bool = False
 ) -> int:
-    """The most sequences, `MOST` at most, of which a step's peak is within `limit` bytes, or
-    `Prediction.with_room` is; 0 if one is too many."""
+    """The largest micro-batch, at most `MOST` sequences, whose peak is within `limit` bytes.
+    `with_room`: whose `Prediction.with_room` is within it. 0 if one sequence is too large."""
 
     def fits(micro_batch: int) -> bool:
         found = predict(sizes, dataclasses.replace(layout, micro_batch=micro_batch), system)

@@ -122,7 +122,7 @@ def _spread(arguments: argparse.Namespace, config: dict | None) -> tuple[Sizes, 
     rest = {name: value for name, value in given.items() if value is not None} | {"gpus": arguments.gpus}
     if arguments.megatron is not None:
         if arguments.model or config:
-            raise PlanError("--megatron: its arguments describe model and layout. Drop the files beside it.")
+            raise PlanError("--megatron: it describes model and layout. Drop the model and --deepspeed.")
         model, said = from_megatron.from_arguments(arguments.megatron)
         return model, layout.from_megatron(said, **rest)
     if arguments.model is None:
@@ -287,8 +287,8 @@ def _notes(model: Sizes, spread: Layout, gpu: Gpu, limit: float, choices: list[a
 
 
 def _spared_by_stage_2(model: Sizes, spread: Layout, choices: list[advice.Choice]) -> float:
-    """Bytes, of the system where it is most, if more than 3 per cent; 0 unless stage 1 is planned on GPUs
-    each of which steps all of its weights."""
+    """Bytes that stage 2 saves, the largest of all systems, if more than 3 per cent. 0 unless stage 1 is
+    planned and each GPU steps all of its weights."""
     if (spread.host, spread.stage, spread.data, spread.pipeline) != ("deepspeed", 1, 1, 1):
         return 0
     second = dataclasses.replace(spread, stage=2)

@@ -1,7 +1,7 @@
-"""Feed-forward layers of which each token takes a few experts: their sizes, and what they keep for backward.
+"""MoE feed-forward layers, where each token uses a few experts: their sizes, and what they save for backward.
 
 Tokens are taken to be spread evenly over experts. A token has a row at each of its experts. Bytes that a
-row keeps, with h hidden channels, f behind the expert's activation, u in front of it (2 f where it is
+row keeps, with h hidden channels, f after the expert's activation, u before it (2 f where it is
 gated), and g = 17/16, a byte and a group's share of its scale:
 
 | | BF16 | COAT, one after another | COAT, grouped |
@@ -31,19 +31,19 @@ class Experts:
     used: int
     """Experts that a token takes."""
     ffn: int
-    """Channels between the two products of an expert."""
+    """Channels between the two GEMMs of an expert."""
     where: tuple[bool, ...]
-    """Of each layer of the model, whether it has experts."""
+    """For each layer of the model, whether it has experts."""
     shared: int = 0
-    """Channels of what every token takes beside them."""
+    """Channels of the shared expert, which every token uses."""
     shared_gate: bool = False
-    """A product with one column says how much of that."""
+    """A GEMM with one column weighs the shared expert's output."""
     grouped: bool = False
-    """COAT multiplies them in one grouped BF16 product. Else one after another in FP8."""
+    """COAT computes all experts in one grouped BF16 GEMM. Else one after another in FP8."""
     gated: bool = True
-    """An expert is two products in front of its activation, one behind it; else one and one."""
+    """An expert has two GEMMs before its activation and one after it; else one and one."""
     biases: bool = False
-    """The products have biases."""
+    """The GEMMs have biases."""
 
     @property
     def layers(self) -> int:
@@ -52,7 +52,7 @@ class Experts:
 
     @property
     def fc1(self) -> int:
-        """Columns in front of an expert's activation function."""
+        """Columns before an expert's activation function."""
         return (1 + self.gated) * self.ffn
 
     @property
@@ -68,7 +68,7 @@ class Experts:
         return h * self._products * self.count * self.ffn
 
     def matrices(self, h: int) -> int:
-        """Of a layer's feed-forward, the router's included."""
+        """Elements of the matrices of a feed-forward layer, with the router's."""
         return self.router(h) + self.routed(h) + h * self._products * self.shared
 
     def converted_routed(self, h: int) -> int:

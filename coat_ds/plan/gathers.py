@@ -2,7 +2,7 @@
 
 DeepSpeed gathers a module's weights when it begins, and ahead of that those of following modules until
 `stage3_prefetch_bucket_size` elements are under way, not beyond `stage3_max_live_parameters` in all. It
-releases a module's weights behind it, but for those that are used again within
+releases a module's weights after it, except weights that are used again within
 `stage3_max_reuse_distance` elements, or that it has looked at ahead of that use. Weights that are gathered
 together come in one buffer and are copied out of it; the buffer lives until the last of them was waited for.
 """
@@ -21,15 +21,15 @@ class Gathered(NamedTuple):
     buffers: int
     """In the buffers of gathers that are not yet all read."""
     released: int
-    """Of parameters that were gathered and released before, be they gathered again or not."""
+    """Elements of parameters that were gathered and released before, whether or not they are gathered now."""
 
 
 class Module(NamedTuple):
     """What is gathered while a module begins, and while it runs."""
 
     begins: Gathered
-    """Its weights have been copied out of buffers, of which none is freed yet: DeepSpeed waits for a module's
-    parameters in the order of a set, so that the last of each buffer's may be the last of all."""
+    """Its weights have been copied out of buffers, and no buffer is freed yet. DeepSpeed waits for a module's
+    parameters in the order of a set, so the last parameter of each buffer may be the last of all."""
     runs: Gathered
     """Those buffers are freed, and gathers for modules ahead are under way."""
 

@@ -63,13 +63,13 @@ class Layout:
     """At stages 1 and 2 COAT has 16-bit gradients reduced into the flat tensor that its step reads. Not
     without DeepSpeed's `contiguous_gradients`, nor before DeepSpeed 0.19.8."""
     optimizer_device: str = "gpu"
-    """Of masters and states; "cpu" is DeepSpeed's `offload_optimizer`."""
+    """The device of masters and states; "cpu" is DeepSpeed's `offload_optimizer`."""
     parameter_device: str = "gpu"
-    """Of ZeRO-3's parts of the weights; "cpu" is DeepSpeed's `offload_param`."""
+    """The device of ZeRO-3's parts of the weights; "cpu" is DeepSpeed's `offload_param`."""
     reduce_bucket: int = BUCKET
     """Elements of gradients that are reduced together."""
     overlap: bool | None = None
-    """Whether gradients are reduced beside backward. None is DeepSpeed's own: at stage 3 alone."""
+    """Whether gradients are reduced during backward. None is DeepSpeed's default: only at stage 3."""
     sub_group: int = SUB_GROUP
     """Elements that ZeRO-3 steps together."""
     prefetch: int | None = None
@@ -180,7 +180,7 @@ class Layout:
 
 
 def from_deepspeed(config: Mapping, hidden: int | None = None, **rest) -> Layout:
-    """Of a DeepSpeed JSON, with what it does not say as further fields of `Layout` in `rest`.
+    """The layout of a DeepSpeed JSON. `rest`: further fields of `Layout`, which the JSON lacks.
 
     What `rest` gives goes before the JSON. hidden: the model's channels, from which Trainer and Accelerate
     fill in "auto" for the sizes of ZeRO's buckets. Raises PlanError for values that cannot be honoured.
@@ -245,7 +245,7 @@ def from_deepspeed(config: Mapping, hidden: int | None = None, **rest) -> Layout
     total = _number(config, "", "train_batch_size", None)
     if not {"micro_batch", "accumulation"} <= given.keys():
         layout = _of_a_global_batch(layout, total, "micro_batch" in given)
-    # what is given beside the JSON may make another one
+    # fields in `rest` may change the global batch
     holds = "accumulation" not in rest and layout.micro_batch * layout.accumulation * layout.data == total
     return replace(layout, global_batch=total) if holds else layout
 

@@ -3,7 +3,7 @@
 Of N parameters a GPU has N' = N / (tensor x pipeline), over D data parallel GPUs; S is the part of them
 that it steps, N' / D under ZeRO. Megatron's routed experts have a tensor and a data parallel size of their
 own, and an expert parallel size; its routers are not divided. t tokens in a micro-batch, T the tensor
-parallel size; h hidden channels, f of the feed-forward layer, u in front of its activation (2 f where it is
+parallel size; h hidden channels, f of the feed-forward layer, u before its activation (2 f where it is
 gated), V vocabulary.
 
 Held between steps:
@@ -19,17 +19,18 @@ Held between steps:
 
 What layers save for backward is in `saved.py`.
 
-A step's moments, beside what is held, saved activations, and ZeRO-3's gathered weights and second copies
-(over p GPUs, 2 / p of each parameter, from where it is released first to the end of the step):
+Bytes at each moment of a step, in addition to what is held, saved activations, and ZeRO-3's gathered
+weights and second copies (over p GPUs, 2 / p of each parameter, from where it is released first to the end
+of the step):
 
 - forward, at stage 3: from the first layer to the last, while saved activations come;
 - loss: logits in BF16 and FP32, 6 t V / T, and the inputs of the last norm and of the head;
 - head: the gradient of its matrix, 2 V h / T, and with it, at stage 2, the bucket and the buffer of 2 S;
 - layers, from the last to the first: gradients of hidden states and of the activation, 2 (h + u) t and with
-  FP8 copies as much for products, while saved activations go and gathered weights come; of experts also
-  those of all weights of a layer, where they are one tensor a product;
+  the same number of bytes of FP8 copies for GEMMs, while saved activations go and gathered weights come; with
+  experts also the gradients of all weights of a layer, where each GEMM has one tensor;
 - gradients (stage 1): all of N' in BF16, and the copy of the part that is stepped, 2 S;
-- each of these but the last, where a step has several micro-batches, also with the gradients of those before:
+- each of these but the last, where a step has several micro-batches, also with the gradients of earlier ones:
   all of N' in BF16 at stages 0 and 1, there with the bucket, and 2 S at stage 2;
 - step: that part flat, 2 S, and in FP32, 4 S, which COAT does without. At stage 0 all of N' in FP32, one by
   one and then in one tensor, 8 N', with COAT too.
@@ -81,17 +82,17 @@ class Memory:
     saved: float = 0
     """Activations of layers that backward needs."""
     logits: float = 0
-    """And what the head keeps beside."""
+    """Logits, and what else the head saves."""
     gathered: float = 0
     """ZeRO-3's whole weights, and the second copies of weights."""
     buffers: float = 0
-    """Of messages and products."""
+    """Buffers of messages and GEMMs."""
     copies: float = 0
-    """Of weights in FP8."""
+    """FP8 copies of weights."""
     graphs: float = 0
     """What layers that are recorded as CUDA graphs hold: what they save, and their inputs."""
     temporaries: float = 0
-    """Of the products, kernels and the optimizer's step that run at that moment."""
+    """Temporary tensors of the GEMMs, kernels and optimizer step that run at that moment."""
 
     @property
     def total(self) -> float:
@@ -106,7 +107,7 @@ class Prediction:
     host: float
     """Bytes in the CPU's memory for each GPU: of masters, states and gradients, and of parts of weights."""
     in_one_piece: float
-    """Bytes of the gradients that ZeRO-1 makes anew behind each backward, in one tensor."""
+    """Bytes of the gradients that ZeRO-1 allocates after each backward, in one tensor."""
     may_wait: bool
     """Whether "auto" leaves layers, for the sake of memory, to the CPU, for which the GPU may wait."""
 
@@ -116,8 +117,8 @@ class Prediction:
 
     @property
     def with_room(self) -> float:
-        """Bytes in which there is room for `in_one_piece`. In less torch's allocator finds holes alone, gives
-        all that is free back to the GPU and takes it anew, in every step: slower by a third
+        """Bytes that leave room for `in_one_piece`. With fewer, memory is fragmented: in every step torch's
+        allocator frees its cache and allocates it from the GPU again, which is a third slower
         (benchmarks/results/train_13b_4gpu_tp4_flushes.csv)."""
         before = max(m.total for m in self.moments if m.moment not in ("gradients", "step"))
         return max(self.peak.total, before + self.in_one_piece)
@@ -130,7 +131,7 @@ def predict(sizes: Sizes, layout: Layout, system: System) -> Prediction:
 
 
 def stepped_bytes(compressed: float, kept: float, system: System) -> tuple[float, float]:
-    """Bytes of the masters and of the states of so many elements, of which `kept` keep FP32 moments."""
+    """Bytes of masters and of states. `compressed` elements have 8-bit moments, `kept` FP32 moments."""
     numel = compressed + kept
     states = system.state_bytes() * compressed + FP32_MOMENTS * kept
     if not system.bf16_masters:
@@ -173,7 +174,7 @@ class _Stage:
         self.reduced_flat = in_parts and (layout.fp32_gradients or own)
         # bytes of the gradients that are this GPU's part; without FP32 they go to the CPU with the masters
         self.reduced = self.gradient * self.part if self.reduced_flat or not self.on_cpu else 0
-        # 1F1B: as many micro-batches are under way in a stage as there are stages from it on
+        # 1F1B: the number of micro-batches under way in a stage is the number of stages from it on
         self.under_way = min(layout.accumulation, layout.pipeline - index)
 
     def predict(self) -> Prediction:
@@ -256,7 +257,7 @@ class _Stage:
         return work <= graphed_work(self.layout.tensor, gradients_leave)
 
     def _buckets(self) -> float:
-        """Of gradients that are reduced together, two where that overlaps with backward."""
+        """Elements of the gradient buckets: one, or two if their reduction overlaps with backward."""
         overlaps = self.layout.stage == 3 if self.layout.overlap is None else self.layout.overlap
         two = overlaps and self.layout.stage < 3
         element = self.gradient if self.layout.stage == 1 else BF16
@@ -276,10 +277,10 @@ class _Stage:
         return found + (self.layers * 2 * BF16 * positions if own else FP32 * positions)
 
     def _head(self) -> tuple[float, float, float]:
-        """Bytes that the head keeps; and beside those what its forward and its backward take."""
+        """Bytes that the head saves, and what its forward and its backward take in addition."""
         logits = self.layout.tokens * self.sizes.vocabulary / self.layout.tensor
         if self.sizes.maker == "transformers":
-            # logarithms of FP32 logits, beside both kinds of logits; backward has two gradients of them
+            # logarithms of FP32 logits, and both kinds of logits; backward has two gradients of them
             return 4 * self._hidden() + 4 * logits, 6 * logits, 8 * logits
         more = self._hidden() if self.system.layers == "coat" else 0
         return 2 * self._hidden() + 4 * logits, 2 * logits + more, 2 * logits
@@ -310,13 +311,13 @@ class _Stage:
         return replay([[], [], [table], [], *modules, [sizes.hidden], [table]], limits)
 
     def _gathered_bytes(self, gathered: Gathered) -> float:
-        # quantized, the buffer has codes of 8 bits beside what they are decoded to
+        # quantized, the buffer has 8-bit codes and the values decoded from them
         buffers = BF16 + 1 if self.layout.quantized_gathers else BF16
         second = self._second_copies(gathered.released if self.layout.accumulation == 1 else None)
         return BF16 * gathered.weights + buffers * gathered.buffers + second
 
     def _second_copies(self, released: float | None = None) -> float:
-        """Bytes of ZeRO-3's second copies of so many elements, those that were released. None: of all."""
+        """Bytes of ZeRO-3's second copies of `released` elements. None: of all."""
         layout = self.layout
         if not self._gathers() or layout.second_copy == 1 or layout.parameter_device == "cpu":
             return 0
@@ -331,7 +332,7 @@ class _Stage:
 
     def _forward_of_stage_3(self, held: dict) -> Memory:
         saved, replayed = self._saved_now(), self._gathered()
-        # behind the embedding
+        # after the embedding
         gathered = self._most_gathered(self._gathered_together(), replayed[4:])
         moments = []
         for layer, (begins, runs) in enumerate(gathered):
@@ -364,7 +365,7 @@ class _Stage:
 
     def _accumulated(self) -> dict[str, float]:
         """Gradients of earlier micro-batches of a step, as DeepSpeed holds them; at stage 1 also the bucket,
-        though it is filled behind the last only."""
+        though it is filled only after the last micro-batch."""
         layout = self.layout
         if layout.host != "deepspeed" or layout.accumulation == 1 or layout.stage == 3:
             return {}
@@ -395,7 +396,7 @@ class _Stage:
             whole = dataclasses.replace(system, recompute="none")
             found += layout.tokens * saved_per_token(sizes, layout, whole)
         elif system.attends_again and sizes.attends_again:
-            # at attention: made again, and their gradients
+            # at attention: recomputed q, k, v and output, and their gradients
             again = 2 * BF16 * (sizes.qkv + sizes.queries) * layout.tokens / layout.tensor
             found = max(found, self._hidden() + again)
         if self._has_graphs():
@@ -422,7 +423,7 @@ class _Stage:
         h, layout = self.sizes.hidden, self.layout
         tensor = layout.of_experts_tensor
         rows = layout.tokens * experts.used * tensor / layout.tensor
-        # in front of the activation those of one expert, or of all
+        # before the activation the columns of one expert, or of all
         wide = experts.fc1 / tensor * (1 if experts.grouped else layout.expert / experts.count)
         back = layout.tokens * layout.dispatched if layout.gathers_tokens else rows
         own = self.system.layers == "coat" and experts.grouped
@@ -460,7 +461,7 @@ class _Stage:
                 gradients = self._beside_the_buffer()
                 buffers = 0 if layout.fp32_messages else BF16 * self.parameters
             elif stage == 1:
-                # reduced behind backward: what goes first into the bucket leaves room for it
+                # reduced after backward: what goes first into the bucket leaves room for it
                 buffers = self._buckets() - self.gradient * self._moved_first()
                 gradients += self.reduced
             more = {"gradients": gradients, "buffers": buffers}
@@ -483,7 +484,7 @@ class _Stage:
 
     def _layers_of_stage_3(self, held: dict, saved: float, temporaries: float) -> Memory:
         replayed = self._gathered()
-        # behind the head and the last norm
+        # after the head and the last norm
         behind = replayed[len(replayed) // 2 + 2 :]
         moments = []
         for layer, found in enumerate(self._most_gathered(reversed(self._gathered_together()), behind)):

@@ -33,7 +33,7 @@ class Gpu:
     fp8: float
     """Rate of FP8 GEMMs with a scale per tensor; 0 without FP8."""
     attention: float
-    """Of causal attention, forward and backward."""
+    """Rate of causal attention, forward and backward."""
     copy: float
     """Bytes that a copy reads and writes."""
     link: float
@@ -93,7 +93,7 @@ GPUS = {
 HOST_LINK = 55 * GB
 # seconds an element of AdamW on 16 cores: 4.4 ns of one (benchmarks/results/adamw_cpu.csv)
 CPU_STEP = 4.4e-9 / 16
-# bytes an element that the optimizer's step moves beside states and masters, which it reads and writes
+# bytes per element that the optimizer's step moves besides reading and writing states and masters
 _GRADIENT, _WEIGHT = 2, 2
 
 
@@ -104,7 +104,7 @@ class Time:
     products: float
     attention: float
     bytes: float
-    """Of all other kernels of the layers and the head."""
+    """Time of all other kernels of the layers and the head."""
     optimizer: float
     messages: float
     bubble: float
@@ -124,20 +124,20 @@ def gpu_called(name: str) -> Gpu:
 
 
 def layer_flops(sizes: Sizes, batch: int, sequence: int) -> float:
-    """Of a layer's products, forward and backward, attention's over the half that causality leaves."""
+    """FLOPs of a layer's GEMMs, forward and backward; attention's over the half that causality leaves."""
     return 6 * batch * sequence * (sizes.layer_products + sequence * sizes.queries)
 
 
 def flops(sizes: Sizes, batch: int, sequence: int) -> float:
-    """Of forward and backward of the whole model; recomputation not counted."""
+    """FLOPs of forward and backward of the whole model; recompute is not counted."""
     return sizes.layers * layer_flops(sizes, batch, sequence) + 6 * batch * sequence * sizes.table
 
 
 def step_time(sizes: Sizes, layout: Layout, system: System, gpu: Gpu) -> Time:
-    """Of a step that all micro-batches make."""
+    """Time of a step with all its micro-batches."""
     tensor, tokens, count = layout.tensor, layout.tokens, layout.accumulation
     layers = sizes.layers / layout.pipeline
-    # forward, and two products in backward; what is made again is forward once more
+    # forward, and two GEMMs in backward; recompute is one more forward
     passes = {"none": 3, "full": 4, "mlp": 3 + sizes.hidden * sizes.fc1 / sizes.layer_matrices}[
         system.recompute
     ]
@@ -172,7 +172,7 @@ def step_time(sizes: Sizes, layout: Layout, system: System, gpu: Gpu) -> Time:
 
 
 def _layer_traffic(sizes: Sizes, layout: Layout, system: System) -> float:
-    """Bytes that a layer's kernels read and write for a token, forward and backward, but for products."""
+    """Bytes that a layer's kernels read and write for a token, forward and backward, except in GEMMs."""
     between, tensor = layout.between, layout.tensor
     h, f, a, o = sizes.hidden / between, sizes.active_ffn, sizes.qkv, sizes.queries
     u = (1 + sizes.gated) * f
@@ -185,9 +185,9 @@ def _layer_traffic(sizes: Sizes, layout: Layout, system: System) -> float:
         found = norms + additions + activation + positions
     else:
         saved = saved_per_token(sizes, layout, system)
-        # what is kept is written once and read once, or twice where it is made again and differentiated
+        # what is saved is written once and read once, or twice where it is recomputed and differentiated
         kept = 3 * saved
-        # each input of a product is written in FP8, and by columns again in backward
+        # each input of a GEMM is written in FP8, and by columns again in backward
         inputs = 4 * (2 * h + f + o)
         # gradients are read in BF16, and written in FP8 by rows and by columns
         gradients = (2 + 2) * (a + u + 2 * h)
@@ -223,8 +223,8 @@ def _on_gpu(sizes: Sizes, layout: Layout) -> tuple[float, float]:
 
 
 def _messages(sizes: Sizes, layout: Layout, system: System) -> float:
-    """Bytes that a GPU sends for a micro-batch. Of none is it counted that it may go beside computation: as
-    measured, even at stage 3 hardly any of its time is hidden."""
+    """Bytes that a GPU sends for a micro-batch. Overlap with computation is not counted: as
+    measured, even at stage 3 hardly any of their time is hidden."""
     routed, rest = _on_gpu(sizes, layout)
     # each rank sends all but its own part of what is gathered or reduced
     weights = 2 * (rest * (1 - 1 / layout.data) + routed * (1 - 1 / layout.expert_data))

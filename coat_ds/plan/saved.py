@@ -1,13 +1,13 @@
 """Bytes that a layer saves for backward, a token.
 
-h hidden channels, f of the feed-forward layer, u in front of its activation (2 f where it is gated), a of q,
+h hidden channels, f of the feed-forward layer, u before its activation (2 f where it is gated), a of q,
 k and v, o of attention's output, n heads. g = 17/16 is a byte and a group's share of its scale.
 
 | | BF16, Megatron's | TransformerEngine FP8 | COAT |
 |---|---|---|---|
 | inputs of norms | 4 h | 4 h | 2 g h |
-| inputs of products | 2 (2 h + o + f) | 2 h + o + f | none but attention's |
-| attention | 2 (a + o) + 4 n | 2 (a + o) + 4 n | the same; g (a + o) + 4 n; g o if made again |
+| inputs of GEMMs | 2 (2 h + o + f) | 2 h + o + f | none but attention's |
+| attention | 2 (a + o) + 4 n | 2 (a + o) + 4 n | the same; g (a + o) + 4 n; g o if recomputed |
 | activation | 2 u | 2 u | g u |
 
 Experts in place of the feed-forward keep what `experts.py` says.
@@ -68,7 +68,7 @@ def _of_experts(sizes: Sizes, layout: Layout, grouped: float | None = None) -> f
 
 
 def _input_per_token(sizes: Sizes, system: System) -> float:
-    """Bytes of a layer's input, where the layer is made again."""
+    """Bytes of a layer's input, where the layer is recomputed."""
     compressed = system.coat.checkpointing
     if system.layers == "coat" and compressed.compress:
         return sizes.hidden * (1 + FP32 / compressed.group_size)

@@ -48,7 +48,7 @@ class Sizes:
     maker: str = "megatron"
     """Whose layers BF16 is: "megatron" (megatron-core's) or "transformers" (Hugging Face's)."""
     other_parameters: int = 0
-    """Beside what the sizes above give: biases, positions, norms of queries and keys."""
+    """Parameters that the sizes above do not give: biases, positions, norms of queries and keys."""
     beside: tuple[str, ...] = ()
     """Names of the model's other parts, which are not planned."""
     experts: Experts | None = None
@@ -78,7 +78,7 @@ class Sizes:
 
     @property
     def fc1(self) -> int:
-        """Columns in front of the activation function."""
+        """Columns before the activation function."""
         return (1 + self.gated) * self.ffn
 
     @property
@@ -88,7 +88,7 @@ class Sizes:
 
     @property
     def feed_forward_matrices(self) -> int:
-        """Of a feed-forward layer without experts."""
+        """Elements of the matrices of a feed-forward layer without experts."""
         return self.hidden * (self.fc1 + self.ffn)
 
     def mean(self, dense: float, sparse: float) -> float:
@@ -129,8 +129,8 @@ class Sizes:
         return self._of_a_layer(Experts.converted_products)
 
     def layer_on_gpu(self, tensor: int, expert_shares: int) -> tuple[float, float]:
-        """Elements of a layer's matrices on a GPU, mean over the layers: of routed experts, of which
-        `expert_shares` GPUs share a layer's, and of all else."""
+        """Elements of a layer's matrices on a GPU, mean over the layers: of routed experts, which
+        `expert_shares` GPUs divide, and of all other matrices."""
         routed, router = self._of_experts(Experts.routed), self._of_experts(Experts.router)
         return routed / expert_shares, (self.layer_matrices - routed - router) / tensor + router
 
@@ -143,7 +143,7 @@ class Sizes:
         return self.mean(0, elements(self.experts, self.hidden)) if self.experts else 0
 
     def part(self, layers: slice) -> "Sizes":
-        """Of some of the layers, between the same embedding and head."""
+        """The sizes of a model with some of the layers, between the same embedding and head."""
         experts, count = self.experts, len(range(self.layers)[layers])
         if experts is not None:
             where = experts.where[layers]

@@ -32,7 +32,7 @@ class System:
     bf16_masters: bool = False
     """DeepSpeed keeps masters and gradients in BF16, and COAT steps them without more bits."""
     recompute: str = "none"
-    """"full": of each layer its input is kept; "mlp": the feed-forward layer alone is made again."""
+    """"full": only the input of each layer is saved; "mlp": only the feed-forward is recomputed."""
     offload: bool = False
     """DeepSpeed keeps masters and states in the CPU's memory."""
     layer_units: bool | None = None
@@ -54,7 +54,7 @@ class System:
 
     @property
     def attends_again(self) -> bool:
-        """Attention is made again, in the layers that can."""
+        """Attention is recomputed, in layers that support it."""
         return self.layers == "coat" and self.coat.activations.attention_format == "recompute"
 
     @property
@@ -70,7 +70,7 @@ class System:
         return _TE_MOMENTS if self.optimizer == "transformer_engine" else FP32_MOMENTS
 
     def block(self) -> dict:
-        """The keys of a DeepSpeed JSON that make this system, but for batch and stage of ZeRO."""
+        """The keys of a DeepSpeed JSON that make this system, except batch and stage of ZeRO."""
         found: dict = {"bf16": {"enabled": True}}
         if self.bf16_masters:
             found["bf16"] |= dict.fromkeys(BF16_MASTERS, True)
@@ -106,7 +106,7 @@ def moment_bytes(optimizer: OptimizerConfig) -> float:
 
 
 def coat(name: str, block: Mapping | None = None, **fields) -> System:
-    """A system of COAT's layers and optimizer, with a block of these keys beside `enabled`."""
+    """A system of COAT's layers and optimizer, with a block of these keys and `enabled`."""
     config = CoatConfig.from_dict({"enabled": True, **(block or {})})
     return System(
         name=name,

@@ -1,4 +1,4 @@
-"""What is asked for that changes memory, and that no plan counts."""
+"""Settings that change memory and that no plan counts."""
 
 import argparse
 from collections.abc import Iterable, Iterator, Mapping, Sequence

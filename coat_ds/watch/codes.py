@@ -5,11 +5,11 @@
   tensor's largest magnitude, so that a few such codes are usual and many are not.
 - wrong scales: the share of operands whose predicted scale was wrong, so that they were written twice
 
-Of a tensor at most `SAMPLE` codes are looked at, evenly spread over rows and columns. They are copied when
-they are told, and counted later, many tensors at once. The observer sees only what Python runs. Layers that
-are replayed as CUDA graphs take turns: one in `TURNS` runs in Python in the first forward that is watched,
-whose saved tensors are hooked, and in its backward. Others are replayed, and count as they last did. Each
-chunk of a pipeline has a first forward of its own.
+At most `SAMPLE` codes of a tensor are counted, evenly spread over rows and columns. They are copied when
+the observer is called, and counted later, many tensors at once. The observer sees only layers that run in
+Python. Layers that run as CUDA graphs take turns: one in `TURNS` runs in Python in the first watched forward,
+with hooks on its saved tensors, and in its backward. The others are replayed, and keep their last counts.
+Each chunk of a pipeline has a first forward of its own.
 """
 
 import functools
@@ -52,7 +52,7 @@ class _Sample(NamedTuple):
     dtype: torch.dtype
     codes: torch.Tensor
     exponent: torch.Tensor | None
-    """Of the group that each code is in, uint8 [n], where a group may be of zeros alone."""
+    """Exponent of the group of each code, uint8 [n]; None where no group can consist of zeros only."""
 
     @property
     def alike(self) -> tuple:
@@ -124,7 +124,7 @@ class CodeCounter:
             self._count()
 
     def leave_out(self, blocks: set[str]) -> None:
-        """Takes the names of blocks that are replayed, so that nothing is told of the layers in them."""
+        """Excludes the layers in these blocks, which run as CUDA graphs: no observer sees their codes."""
         for name, row in self.index.items():
             self._known[row * SUMS + REPLAYED] = int(not blocks.isdisjoint(_enclosing(name)))
 
@@ -209,7 +209,7 @@ class SavedCodes(SavedStorages):
         if x.dim() == 2 and x.dtype in (torch.int8, torch.float8_e4m3fn):
             self._codes = x.detach()
         elif codes is not None and x.dtype == torch.uint8 and x.dim() == 2 and len(x) == len(codes):
-            # a group's exponent is saved behind its codes
+            # a group's exponent is saved after its codes
             self.counter.saved(self.block, codes, x.detach())
         return super()._pack(x)
 
@@ -252,7 +252,7 @@ def _inside(value: Any, path: str) -> Iterator[tuple[PredictedScale, str]]:
 
 
 def _blocks_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The members of lists of modules, as a model's layers are, but for lists within them."""
+    """The members of lists of modules, as a model's layers are, except of lists within such members."""
     modules = list(model.named_modules())
     names = {module: name for name, module in modules}
     lists = [module for _, module in modules if isinstance(module, nn.ModuleList)]
@@ -267,7 +267,7 @@ class Blocks:
     """A forward whose saved tensors are hooked, between `open` and `close`, or several, as of the chunks of a
     pipeline. `saved` knows whose forward runs.
 
-    Within blocks that are replayed as CUDA graphs nothing is hooked, so that they are, but for those whose
+    Blocks that run as CUDA graphs have no hooks, which would make them run in Python, except the block whose
     turn it is.
 
     turn: number of the reading.
@@ -323,7 +323,7 @@ class Blocks:
     def _enter(self, name: str, *_) -> None:
         self.saved.block = name
         self._entered.add(name)
-        # hooks of somebody else's above these would be taken off instead
+        # another caller's hooks above these would be removed instead
         if name in self.replayed and self.saved.is_on_top():
             self._context.__exit__(None, None, None)
             self._is_paused = True
@@ -346,7 +346,7 @@ def graphs_of(block: nn.Module) -> Graphs | None:
 
 
 def _enclosing(name: str) -> Iterator[str]:
-    """The names of a module and of those around it."""
+    """The names of a module and of the modules around it."""
     while name:
         yield name
         name = name.rpartition(".")[0]

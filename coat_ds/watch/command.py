@@ -11,7 +11,7 @@ from typing import Any
 from coat_ds.config import CoatConfigError
 from coat_ds.watch.outs import FILE, Reading, read
 
-# of which a large number is bad news: what the table and the pictures show
+# figures of the table and the pictures; a large number is bad
 FIGURES = {
     "update_error": "error of the update, relative RMS",
     "stalled": "decay of second moments that rounding undid",
@@ -80,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def table(readings: Sequence[Reading]) -> str:
-    """Of each figure the last reading's worst layer group, and the worst of all readings; and the bytes."""
+    """For each figure the worst layer group of the last reading and of all readings; and the bytes."""
     last = readings[-1]
     lines = [
         f"{len(readings)} reading{'s' * (len(readings) > 1)}, steps {readings[0].step} to {last.step}",
@@ -106,7 +106,7 @@ def table(readings: Sequence[Reading]) -> str:
 
 
 def _badness(found: tuple[float, Any]) -> tuple:
-    """Of a figure and where it is from: a NaN is the worst."""
+    """A key that sorts figures with their origin: a NaN is the worst."""
     return found[0] != found[0], *found
 
 

@@ -60,7 +60,7 @@ class Fallback:
 
     @property
     def suspects(self) -> list[str]:
-        """Layers that passed a limit in the last reading that they were in, but for those that have fallen
+        """Layers that passed a limit in the last reading that had them, except layers that have fallen
         back: they have no codes any more."""
         found = (key.partition(":") for key, readings in self._over.items() if readings)
         return [name for kind, _, name in found if kind == "layers" and name not in self.layers]
@@ -76,7 +76,7 @@ class Fallback:
             self._say(f'{said}. "act": "act" in coat.watch would have it fall back.', logging.WARNING)
             return
         if kind == "layers" and name not in self.elsewhere and not self.linears(name):
-            self._say(f"{said}. It is no linear layer of COAT's and stays as it is.", logging.WARNING)
+            self._say(f"{said}. It is no linear layer of COAT's and is not changed.", logging.WARNING)
             return
         self._set(kind, name, True)
         to = "computes in BF16" if kind == "layers" else "keeps FP32 moments"
@@ -100,8 +100,8 @@ class Fallback:
                 graphs.clear()
 
     def linears(self, name: str) -> list[Any]:
-        """What can be `paused` of a reading's layer: a module that was built for COAT, or what stands in for
-        the forward of a converted one, or of each of those in a joint product."""
+        """The objects of a reading's layer that can be `paused`: a module that was built for COAT, or the
+        replacement of a converted module's forward; for a joint GEMM the replacement of each module."""
         modules = dict(self.model.named_modules())
         if name in modules:
             forwards = [modules[name], replaced(modules[name])]
@@ -122,7 +122,7 @@ class Fallback:
         return {"layers": list(self.layers), "states": list(self.states)}
 
     def resume(self, state: Mapping[str, Iterable[str]]) -> None:
-        """As `restore`, of what a checkpoint says, if the config lets this run fall back; and says so. Call
+        """As `restore`, with a checkpoint's state, if the config lets this run fall back; logs it. Call
         it before states are loaded, so that FP32 moments meet moments in FP32."""
         names = [name for kind in state.values() for name in kind]
         if names and self.config.act != "act":

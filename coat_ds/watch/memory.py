@@ -14,10 +14,10 @@ def held_bytes(
     model: torch.nn.Module, optimizers: Iterable[CoatAdamW], masters: Iterable[torch.Tensor]
 ) -> dict[str, int]:
     """`weights`: parameters, under ZeRO-3 this rank's shares and those that are whole now, and buffers;
-    `masters`, but for those that are the weights themselves; `states`: the optimizers'; `fp8_copies`: kept
+    `masters`, except masters that are the weights themselves; `states`: the optimizers'; `fp8_copies`: kept
     quantized weights."""
     own = list(model.parameters())
-    # beside its shares ZeRO-3 keeps small parameters whole on every rank, and empties the others
+    # ZeRO-3 keeps its shares, and small parameters whole on every rank; other parameters are empty
     weights = [*own, *(p.ds_tensor for p in own if hasattr(p, "ds_tensor")), *model.buffers()]
     counted: set[int] = set()
     roles = {"weights": _bytes(weights, counted), "masters": _bytes(masters, counted)}
@@ -27,7 +27,7 @@ def held_bytes(
 
 
 def _bytes(tensors: Iterable[torch.Tensor], counted: set[int]) -> int:
-    """Bytes of the tensors' elements, once of those that share an address."""
+    """Bytes of the tensors' elements; tensors that share an address count once."""
     total = 0
     for t in tensors:
         t = t.to_local() if hasattr(t, "to_local") else t

@@ -19,7 +19,7 @@ class Reading(NamedTuple):
     step: int
     """Counted from 1."""
     samples: int
-    """Sequences seen until then; 0 where nobody counts them."""
+    """Sequences seen until then; 0 where they are not counted."""
     groups: dict[str, dict[str, float]]
     """By layer group, the names of tensors and layers with `*` for numbers: figures by name."""
     memory: dict[str, int]
@@ -50,11 +50,11 @@ def jsonl(folder: str | Path) -> Out:
         line = json.dumps(reading._asdict()).encode() + b"\n"
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a+b", buffering=0) as file:
-            # behind the part of a line that a lost machine has left
+            # after the part of a line that a lost machine has left
             if file.seek(0, os.SEEK_END) and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n":
                 line = b"\n" + line
             if (written := file.write(line)) < len(line):
-                # as many bytes as the disk had room for
+                # only the bytes that the disk had room for
                 file.truncate(file.tell() - written)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 

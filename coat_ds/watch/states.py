@@ -30,7 +30,7 @@ from coat_kernels.codecs import Codec, Storage
 GROUPS = 16
 
 Places = Mapping[torch.Tensor, Sequence[tuple[str, int, int]]]
-"""Of each tensor of an optimizer: what it holds, as (name, first element, number of elements)."""
+"""What each tensor of an optimizer holds, as (name, first element, number of elements)."""
 
 
 class _Place(NamedTuple):
@@ -44,7 +44,7 @@ class _Place(NamedTuple):
     count: int
 
     def rows(self, flat: torch.Tensor, width: int, begin: int = 0) -> torch.Tensor:
-        """A view of those rows [count, width] that a flat, contiguous tensor has from element `begin` on."""
+        """A view [count, width] of the rows that a flat, contiguous tensor has from element `begin` on."""
         offset = flat.storage_offset() + begin + self.first * width
         return flat.as_strided((self.count, width), (self.stride * width, 1), offset)
 
@@ -212,7 +212,7 @@ class StateSampler:
 
 
 def _steps(rule: _Rule, places: Sequence[_Place], state: Mapping[torch.Tensor, Any]) -> torch.Tensor:
-    """Of each group, the number of steps that its tensor has taken, FP64 [groups]."""
+    """For each group the number of steps that its tensor has taken, FP64 [groups]."""
     steps = [state[place.param]["step"] for place in places]
     # on the device already where a group is capturable, or a gradient scaler may skip the step
     if all(step.is_cpu for step in steps):

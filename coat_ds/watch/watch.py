@@ -1,7 +1,7 @@
 """When things are measured, and how the numbers come home.
 
-In a step that is watched sums are made on the device. They are summed over the ranks by one all-reduce and
-copied to the CPU behind the step, and read at the end of the next one, when they have long arrived. Other
+In a watched step sums are computed on the device. One all-reduce adds them over the ranks. They are
+copied to the CPU after the step, and read at the end of the next one, when they have long arrived. Other
 steps cost one function call for each forward.
 """
 
@@ -50,7 +50,7 @@ class Watch:
     loop calls after each step.
 
     model: whose layers are watched; converted, built for COAT, or stock.
-    optimizer: the CoatAdamW, of named parameters or of those of `model`; several of them; None without one.
+    optimizer: the CoatAdamW, of named parameters or of parameters of `model`; or several; None without one.
     config: the block `coat.watch`, as an object or a mapping.
     outs: the same on all ranks; `rank` calls them.
     forwards: what is called in place of `model`, where that only names parts that run by themselves.
@@ -61,13 +61,13 @@ class Watch:
     union: gives the names on all ranks from those on this one, where ranks hold different parts.
     rank: calls `outs`, and its bytes are those of a reading.
     steps_done: gives the number of steps that were taken before; by default they are counted here.
-    samples_done: gives the number of sequences that were seen; by default nobody counts them.
+    samples_done: gives the number of sequences that were seen; by default 0.
     keep: keep(name, whether) has moments kept in FP32, or no more, where `places` is given.
     say: takes a line for the log, and its level; by default each rank logs it.
 
     Raises TypeError for another optimizer, and CoatConfigError, on all ranks, for a folder that cannot be
-    written. Where that happens later on, as on a full disk, or another of `outs` raises, a line says so, and
-    training goes on.
+    written. If that happens later, as on a full disk, or one of `outs` raises, a warning is logged and
+    training continues.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class Watch:
 
     @property
     def is_active(self) -> bool:
-        """Whether anything is measured: every some steps, and somebody wants to know."""
+        """Whether anything is measured: `every` is above 0, and a reader or an action uses the readings."""
         return self.config.every > 0 and bool(self.outs or self.config.act != "off")
 
     @property
@@ -309,7 +309,7 @@ class Watch:
             out(reading)
         # as of a service that cannot be reached; other ranks go on, and would wait for this one
         except Exception as error:
-            # by itself: where the log is another rank's, nobody would see it
+            # through Python's logger of this rank: `say` may log on another rank only
             logger.warning(
                 "%s: %s raised %r, and has not got the reading of step %d.",
                 self.config.KEY,
@@ -367,7 +367,7 @@ def _to_folder(config: WatchConfig) -> Out:
         try:
             write(reading)
         except OSError as error:
-            # by itself: where the log is another rank's, nobody would see it
+            # through Python's logger of this rank: `say` may log on another rank only
             logger.warning(
                 "%s.folder: cannot write to %r (%s): the reading of step %d is not there. Make room.",
                 config.KEY,

@@ -443,7 +443,7 @@ def test_without_a_command_the_help_is_printed(capsys):
 
 def test_files_beside_megatrons_arguments_are_refused(capsys):
     text = said(capsys, "plan", *SHAPE, "--megatron", "--num-layers", "2", code=2)
-    assert "Drop the files beside it" in text
+    assert "Drop the model and --deepspeed" in text
 
 
 healthy = pytest.mark.skipif(
