@@ -33,7 +33,7 @@ from benchmarks.common.harness import BENCHMARKS, Table
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Of the command line; a command of its own for each benchmark."""
+    """The parser of the command line, with a command for each benchmark."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     names = parser.add_subparsers(dest="name", required=True, metavar="NAME", help="what to measure")
     for name, known in sorted(BENCHMARKS.items()):

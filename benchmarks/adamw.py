@@ -123,7 +123,7 @@ def tensors(shapes: Iterable[tuple[int, ...]], case: Case) -> list[torch.nn.Para
 
 
 def copy_ms(numel: int) -> float:
-    """A device copy that reads and writes as many bytes together as our step moves, at most 16 GB of them."""
+    """A device copy that moves the bytes that our step reads and writes together, at most 16 GB."""
     size = numel * cases()["ours"].bytes
     return size / copy_bandwidth(min(int(size / 2), 2**33))
 

@@ -74,7 +74,7 @@ def row(name: str, system: str, arguments) -> dict:
 def evaluation(arguments, table: Table) -> None:
     """Models of transformers that are evaluated: the time of a whole pass and of a next token, and the error.
 
-    Random weights, without a head, without gradients, behind `model.eval()`.
+    Random weights, without a head, without gradients, after `model.eval()`.
     Columns:
     - ms: of a pass over `tokens`, by device events, median;
     - error: relative RMS of its last hidden states, against those of the same model before it was converted;

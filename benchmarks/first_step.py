@@ -25,7 +25,7 @@ SHOWN = ("torch", "triton", "deepspeed", "megatron-core", "transformers")
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--torch", default="torch==2.13.0", help="what pip is told to install first")
+    parser.add_argument("--torch", default="torch==2.13.0", help="what pip installs first")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), metavar="WAY")
 
 

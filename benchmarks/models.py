@@ -1,5 +1,5 @@
 """Models of transformers, converted by `coat_ds.convert`: of each family what is saved and learnt, and on a
-GPU the speed of layers as wide as those of real models, beside whoever else converts models.
+GPU the speed of layers as wide as those of real models, compared with other libraries that convert models.
 """
 
 import contextlib

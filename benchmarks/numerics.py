@@ -31,7 +31,7 @@ from benchmarks.common.training import LARGE, SMALL, Setting, loss_of, train_gpt
 from coat_ds.plan.systems import FASTEST
 
 TE_CURRENT = "TE current"
-# what a row of the table shows, beside ratios to another layer
+# columns of the table, in addition to ratios to another layer
 ERROR, TO, STANDARD_ERROR = "RMS error", "to ", "standard error"
 # in the plot; attention in 8 bits lies outside
 SHOWN_RATIOS = (0.6, 1.4)
@@ -164,7 +164,7 @@ def errors_of(
 def errors_by_layer(
     data: str, shape: LayerShape, samples: list[Sample], chosen: list[str], table: Table
 ) -> dict[str, list[list[Errors]]]:
-    """Of each chosen layer, for every sample and batch; adds their root mean squares to the table."""
+    """Errors of each chosen layer, for every sample and batch; adds their root mean squares to the table."""
     exact = [exact_results(shape, sample) for sample in samples]
     errors: dict[str, list[list[Errors]]] = {}
     for name, make in rows().items():

@@ -218,7 +218,7 @@ def converged(rows: list[dict]) -> list[str]:
 
 
 def compared(rows: list[dict]) -> list[str]:
-    """Every system beside BF16: at equal batch, and each at its own largest micro-batch."""
+    """Every system compared with BF16: at equal batch, and each at its own largest micro-batch."""
     groups: dict[tuple, dict[tuple, dict]] = defaultdict(dict)
     for row in rows:
         if "ms" in row:
@@ -257,7 +257,7 @@ def body(section: Section, paths: list[Path], plots: list[Path]) -> list[str]:
     known = BENCHMARKS.get(section.name)
     lines = [f"## {section.title}", ""]
     text = section.text or (inspect.cleandoc(known.run.__doc__) if known else "")
-    # lists begin behind an empty line
+    # lists begin after an empty line
     lines += [re.sub(r"\n- ", "\n\n- ", text, count=1), ""] if text else []
     for path in paths:
         rows = read_rows(path)

@@ -1,4 +1,4 @@
-"""The tables of the paper (COAT, ICLR 2025, arXiv 2410.19313), measured here beside the paper's figures."""
+"""The tables of the paper (COAT, ICLR 2025, arXiv 2410.19313), measured here, with the paper's figures."""
 
 import argparse
 import csv
@@ -77,7 +77,7 @@ def compared(line: dict[str, str], commands: Commands) -> Iterator[dict]:
 
 
 def add_ratios(rows: list[dict]) -> None:
-    """Adds, of the paper's figures and of those here, their ratio to BF16's of the same table's row."""
+    """Adds to the paper's figures and to ours their ratio to BF16's of the same table's row."""
     base = {(r["table"], r["row"], r["gpus"], r["figure"]): r for r in rows if r["system"] == "BF16"}
     for row in rows:
         own = base.get((row["table"], row["row"], row["gpus"], row["figure"]), {})
@@ -103,14 +103,14 @@ def options(parser: argparse.ArgumentParser) -> None:
     add(
         "--work",
         type=Path,
-        help="folder of measurements; those that it holds are not made again, and are "
+        help="folder of measurements; those that it holds are not repeated, and are "
         "shown where there is no time to go on with them",
     )
 
 
 @benchmark(needs_gpu=False, options=options)
 def reproduce(arguments, table: Table) -> None:
-    """The paper's tables on the GPUs that there are, beside the paper's figures (H100s, FSDP).
+    """The paper's tables on the GPUs that there are, compared with the paper's figures (H100s, FSDP).
 
     Figures of the paper are in paper_results.csv. Table 2: activations of a layer in h bytes per token. 6:
     time and activations of a layer. 7: whole models: states, activations and peak at equal micro-batch, then

@@ -21,7 +21,7 @@ from benchmarks.common.timing import synchronize
 ROOT = Path(__file__).parents[1]
 # steps that are not timed: the first compile, and DeepSpeed makes its states in them
 WARMUP = 3
-# what stands in the DeepSpeed JSON beside the rest, and arguments of Trainer
+# what the DeepSpeed JSON has in addition, and arguments of Trainer
 SYSTEMS = {
     "BF16": ({}, {}),
     "BF16, Liger": ({}, {"use_liger_kernel": True}),

@@ -197,21 +197,21 @@ def options(parser: argparse.ArgumentParser) -> None:
     add("--stored", action="store_true", help="benchmarks/results alone; measures nothing")
     add("--only", nargs="+", metavar="NAME", help="only these, or those that begin so")
     add("--minutes", type=float, default=math.inf, help="start no command after that")
-    add("--work", type=Path, help="folder of measurements; those that it holds are not made again")
+    add("--work", type=Path, help="folder of measurements; those that it holds are not repeated")
 
 
 @benchmark(needs_gpu=False, options=options)
 def verify(arguments, table: Table) -> None:
     """The headline figures, expected_results.csv: measured again here, as far as the machine allows.
 
-    Says pass, fail or not runnable of each, the most telling first; the exit status is 1 if one fails or none
-    could be measured. With --stored it checks instead that each is what benchmarks/results hold, of which the
-    tables of README and docs are made. Columns of expected_results.csv:
+    Prints pass, fail or not runnable for each, the most telling first; the exit status is 1 if one fails or
+    none could be measured. With --stored it checks instead that each equals benchmarks/results, from which
+    the tables of README and docs are made. Columns of expected_results.csv:
     - expected, tolerance, better: the figure, by how many % or nat it may be off, and whether less or more is
       better, so passes too;
     - how: ratio of a column in the row to that in the base, or the row's own without a base; the largest over
       rows that ran; difference of means; by how much the mean is above all of the base; note: the row
-      failed, and says so;
+      failed, which its note shows;
     - rows, base: `column=value; column=value`; file: where they are stored;
     - gpus, gpu, gb: how many, what their name holds, and 10^9 bytes of each; command: what measures it.
     """

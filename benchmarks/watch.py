@@ -34,7 +34,7 @@ SMALL_CASES = (Case(0, 4, 1), Case(4, 4, 1))
 
 
 def _run(case: Case, stack: Stack, warmup: int) -> dict[str, float]:
-    """Times of the steps behind `warmup` others."""
+    """Times of the steps after `warmup` others."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 

@@ -1,4 +1,4 @@
-"""ZeRO 0 to 3 under stock AdamW and under COAT: what each rank holds beside what arithmetic predicts.
+"""ZeRO 0 to 3 under stock AdamW and under COAT: the bytes that each rank holds, and the predicted ones.
 
 N parameters in BF16 on R ranks. The shard S is N at stage 0 and N / R elsewhere. Bytes:
 
@@ -9,8 +9,8 @@ N parameters in BF16 on R ranks. The shard S is N at stage 0 and N / R elsewhere
 | states | 8 S | 2.070 S | 4.070 S: 16 more bits of every master |
 | gradients | 2 N at stages 0 and 1, 2 S at 2 and 3 | same | same |
 
-Norms keep FP32 moments. After a step the gradients are gone, but at stage 3, where they have a buffer, beside
-a bucket of 2 bytes an element.
+Norms keep FP32 moments. After a step the gradients are gone, except at stage 3, which has a buffer for them
+and a bucket of 2 bytes an element.
 """
 
 import argparse
@@ -125,7 +125,7 @@ class Predicted(NamedTuple):
 
 
 def predict(case: Case, compressed: int, kept: int, ranks: int, bucket: int) -> Predicted:
-    """By the table above; `compressed` and `kept` parameters, of which COAT keeps FP32 moments."""
+    """By the table above; COAT keeps FP32 moments for `kept` parameters and 8-bit ones for `compressed`."""
     total, shards = compressed + kept, ranks if case.stage else 1
     weights = 2 * total / (ranks if case.stage == 3 else 1)
     system = coat("COAT", bf16_masters=case.has_bf16_masters) if case.is_coat else System(name="stock")
@@ -140,7 +140,7 @@ class Run(NamedTuple):
     first_loss: torch.Tensor
     marks: list[tuple]
     peak: int
-    """Of the last step, absolute."""
+    """The peak of the last step, absolute."""
 
 
 def train(case: Case, size: Size, steps: int, tokens: torch.Tensor) -> Run:
@@ -226,7 +226,7 @@ def measure(place: Rank, cases: list[Case], size: Size, steps: int) -> Iterator[
             row = run_case(case, size, steps)
         except Exception as error:
             yield {"note": reason(error)}
-            # the others may wait for this rank: all start again behind this case
+            # the others may wait for this rank: all start again after this case
             raise
         yield row
         if place.rank == 0:
@@ -234,7 +234,7 @@ def measure(place: Rank, cases: list[Case], size: Size, steps: int) -> Iterator[
 
 
 def run_cases(cases: list[Case], ranks: int, size: Size, steps: int) -> list[list[dict]]:
-    """Rows of the cases, by rank. Processes are started once, and again behind each case that fails."""
+    """Rows of the cases, by rank. Processes are started once, and again after each case that fails."""
     done: list[list[dict]] = []
     while len(done) < len(cases):
         written, failure = run_ranks(measure, ranks, cases[len(done) :], size, steps)
@@ -255,7 +255,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 @benchmark(needs_gpu=False, options=options)
 def zero(arguments, table: Table) -> None:
-    """ZeRO 0 to 3 on several ranks, stock AdamW and COAT: losses, bytes beside the predicted ones, time.
+    """ZeRO 0 to 3 on several ranks, stock AdamW and COAT: losses, bytes and the predicted ones, time.
 
     A GPT of 390M parameters in plain torch, BF16, 1 x 512 random tokens a rank, the same in every step,
     clipping at 1.0, buckets of 3e7 elements. Stock is torch's fused AdamW. A row for each rank. Columns:

@@ -1,4 +1,4 @@
-"""Peaks under ZeRO beside `coat plan`: gradients that are added up in FP32, and ZeRO-3's second copy of
+"""Peaks under ZeRO and those of `coat plan`: gradients that are added up in FP32, and ZeRO-3's second copy of
 weights."""
 
 import argparse
@@ -20,7 +20,7 @@ FP32 = {"data_types": {"grad_accum_dtype": "fp32"}}
 AT_ONCE = FP32 | {"bf16": {"enabled": True, "immediate_grad_update": True}}
 MESSAGES = FP32 | {"communication_data_type": "fp32"}
 SECOND_COPY = {"zero_optimization": {"zero_hpz_partition_size": 2}}
-# what graphs hold is not what is asked here
+# what graphs hold is not measured here
 BLOCK = {"activations": {"cuda_graphs": False}}
 # the first step makes the optimizer's states
 STEPS = 2
@@ -72,7 +72,7 @@ class Case(NamedTuple):
     stage: int
     micro_batches: int
     keys: dict
-    """Of the DeepSpeed JSON, beside those of all rows."""
+    """Keys of the DeepSpeed JSON, in addition to those of all rows."""
 
     def config(self, size: Size) -> dict:
         """The DeepSpeed JSON."""
@@ -168,10 +168,10 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 @benchmark(needs_gpu=False, options=options)
 def zero_gradients(arguments, table: Table) -> None:
-    """Peaks under ZeRO 1 to 3 with gradients in FP32 and with a second copy of weights, beside `coat plan`'s.
+    """Peaks under ZeRO 1 to 3 with gradients in FP32 and with a second copy of weights, and `coat plan`'s.
 
     A Llama of transformers with 10 layers of h 2048, random weights, 4 x 1024 random tokens a micro-batch,
-    buckets of 5e7 elements, COAT without CUDA graphs. keys: what the row's DeepSpeed JSON has beside those
+    buckets of 5e7 elements, COAT without CUDA graphs. keys: what the row's DeepSpeed JSON adds to that
     of all rows. A row for each rank, of the second step; the fullest is predicted. In 10^6 bytes, over what
     was held before the model, which are the workspaces of GEMMs that predictions count:
     - peak_mb, all_predicted_mb: of forward, backward and the optimizer's step;

@@ -22,7 +22,7 @@ def attention(
     heads = qkv.unflatten(-1, (-1, shape.head_dim))
     q, k, v = heads.split((shape.heads, shape.groups, shape.groups), dim=2)
     if shape.llama:
-        # v in a storage of its own: as a view it would keep all of qkv beside the rotated q and k
+        # v gets its own storage: a view would keep all of qkv in addition to the rotated q and k
         q, k, v = rotate(q), rotate(k), v.contiguous()
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shape.groups != shape.heads)

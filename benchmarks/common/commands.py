@@ -70,7 +70,7 @@ class Commands:
     its own, where there are several.
 
     Those that the folder holds are not run again, or go on where they stopped. What one prints is in a .log
-    file beside its table, and is printed when it ends.
+    file next to its table, and is printed when it ends.
     """
 
     def __init__(self, folder: Path, deadline: float, quick: bool):
@@ -85,12 +85,12 @@ class Commands:
         """The places that a command takes."""
         self.running: dict[str, Process] = {}
         self.failures: dict[str, str | NotRunnable] = {}
-        """Of commands that have ended: what went wrong, or nothing."""
+        """By ended command: what went wrong, or nothing."""
         self.cut: set[str] = set()
         """Commands that time was over in: rows may lack."""
 
     def want(self, command: str, needs: Needs) -> None:
-        """Has `python -m benchmarks COMMAND` run behind those that were wanted before.
+        """Queues `python -m benchmarks COMMAND` after the commands that were queued before.
 
         Raises NotRunnable where this machine has less than it needs. With small sizes any will do.
         """
@@ -100,7 +100,7 @@ class Commands:
             self.waiting.setdefault(command, min(max(1, needs.gpus), self.places))
 
     def want_all(self, wanted: Iterable[tuple[str, Needs]]) -> None:
-        """`want` of those that this machine can run."""
+        """`want` for each command that this machine can run."""
         for command, needs in wanted:
             with contextlib.suppress(NotRunnable):
                 self.want(command, needs)
@@ -142,7 +142,7 @@ class Commands:
     def _advance(self) -> None:
         """Starts what there are places for, and waits a while for one to end.
 
-        In order: a command of many GPUs holds up those behind it, or it would never get its turn.
+        In order: a command of many GPUs holds up later ones, or it would never get its turn.
         """
         taken = sum(process.places for process in self.running.values())
         while self.waiting and taken + next(iter(self.waiting.values())) <= self.places:

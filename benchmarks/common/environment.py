@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-# beside torch
+# in addition to torch
 PACKAGES = (
     "triton",
     "deepspeed",

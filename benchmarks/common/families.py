@@ -61,7 +61,7 @@ class Family:
         return getattr(transformers, self.model)(config).to(dtype).train()
 
     def deeper(self, layers: int, **build) -> torch.nn.Module:
-        """`build` with so many layers in each of its stacks."""
+        """`build` with this number of layers in each of its stacks."""
         return replace(self, fields=_with_layers(self.fields, layers)).build(**build)
 
     def batch(

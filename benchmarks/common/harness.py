@@ -79,7 +79,7 @@ def read_rows(path: Path) -> list[dict]:
 class Table:
     """Rows that are printed as they come and written to one CSV file, headed by the environment.
 
-    The file has each row at once: whoever ends a benchmark keeps what was measured.
+    The file has each row at once: an interrupted benchmark keeps what was measured.
     """
 
     def __init__(self, name: str, path: Path | None):

@@ -91,13 +91,13 @@ class Result(NamedTuple):
 
 
 def result_of(layer: Layer, x: torch.Tensor, grad: torch.Tensor) -> Result:
-    """One pass forward and backward; `x` and `grad` [s, b, h]. Leaves no gradients behind."""
+    """One pass forward and backward; `x` and `grad` [s, b, h]. Clears all gradients."""
     leaf = layer.transpose(x).detach().clone().requires_grad_()
     y = layer.forward(leaf)
     y.backward(layer.transpose(grad))
     parameters = {name: p.grad for name, p in layer.parameters().items()}
     layer.module.zero_grad()
-    # the residual passes both through unchanged, in front of which errors would look small
+    # without the residual, which passes both through unchanged and would make errors look small
     return Result(layer.transpose(y.detach()) - x, layer.transpose(leaf.grad) - grad, parameters)
 
 

@@ -14,7 +14,7 @@ def requested_bytes() -> int:
 
 
 def release() -> None:
-    """Drops what nobody refers to any more, and gives the allocator's cache back to the GPU."""
+    """Drops unreferenced objects, and frees the allocator's cache."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -39,7 +39,7 @@ class LayerShape:
         return 2 * self.ffn if self.llama else self.ffn
 
     def sizes(self, layers: int = 1, vocabulary: int = 1) -> Sizes:
-        """Of a model of such layers."""
+        """The sizes of a model of such layers."""
         return Sizes(
             layers=layers,
             hidden=self.hidden,
@@ -56,7 +56,7 @@ LAYERS = {
     "llama-2-7b": LayerShape(4096, 11008, 32, 32, batch=4, sequence=2048),
     "llama-3-8b": LayerShape(4096, 14336, 32, 8, batch=1, sequence=8192),
     "gpt": LayerShape(4096, 16384, 32, 32, batch=4, sequence=2048, llama=False),
-    # of the paper's table of layers, beside llama-2-7b; it does not name the feed-forward's width
+    # from the paper's table of layers, as llama-2-7b is; it does not name the feed-forward's width
     "paper-h2048-s2048": LayerShape(2048, 5504, 16, 16, batch=4, sequence=2048),
     "paper-h2048-s4096": LayerShape(2048, 5504, 16, 16, batch=4, sequence=4096),
     "paper-h4096-s4096": LayerShape(4096, 11008, 32, 32, batch=4, sequence=4096),

@@ -1,7 +1,7 @@
 """Codes of optimizer moments as functions that give moments back as they are read: ours, those of other
 libraries, and what is not built.
 
-Codes of others are their formulas, and tests hold them against the libraries where these run without a GPU:
+Codes of other libraries are their formulas; tests compare them with libraries that run without a GPU:
 bitsandbytes' and torchao's 8 bits (dynamic map, blocks of 256, to nearest), torchao's FP8 (E4M3, blocks of
 256), FlashOptim's (m by softsign, the root of v linearly, groups of 32 with FP16 scales), and the FP8 of
 TransformerEngine's FusedAdam (E4M3, a scale for each tensor).
@@ -20,7 +20,7 @@ from coat_kernels.codecs.codec import encode_reference
 # several codes of a step take the same one
 dither_of = functools.lru_cache(maxsize=8)(dither_reference)
 
-# FP32 moments, and the step of which they are, as they are read back
+# FP32 moments and their step, to the moments as they are read back
 Code = Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -83,24 +83,24 @@ def flashoptim(x: torch.Tensor, code: Callable[[torch.Tensor], torch.Tensor]) ->
 
 
 def softsign(u: torch.Tensor) -> torch.Tensor:
-    """Of values in [-1, 1], int8."""
+    """Stored values of `u` in [-1, 1], int8."""
     y = (2 * u / (1 + u.abs()) * 127 + 0.5).floor() / 127
     return y / (2 - y.abs())
 
 
 def linear(u: torch.Tensor) -> torch.Tensor:
-    """Of values in [0, 1], uint8."""
+    """Stored values of `u` in [0, 1], uint8."""
     return (u * 255 + 0.5).floor() / 255
 
 
 def e4m3(u: torch.Tensor) -> torch.Tensor:
-    """Of values in [-1, 1], FP8 whose largest is 1."""
+    """Stored values of `u` in [-1, 1], in FP8 whose largest is 1."""
     return (u * 448).clamp(-448, 448).to(torch.float8_e4m3fn).float() / 448
 
 
 def dynamic_map(signed: bool) -> torch.Tensor:
-    """The 256 values of bitsandbytes' `create_dynamic_map`, ascending: seven decades, each with twice as many
-    values as the one below."""
+    """The 256 values of bitsandbytes' `create_dynamic_map`, ascending: seven decades, each with twice the
+    number of values of the one below."""
     values = [0.0, 1.0]
     for i in range(7):
         edges = torch.linspace(0.1, 1, 2 ** (i + (not signed)) + 1)

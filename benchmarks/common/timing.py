@@ -1,4 +1,4 @@
-"""One way to time: device events, medians, and peak memory beside each time."""
+"""One way to time: device events, medians, and peak memory with each time."""
 
 import math
 import time

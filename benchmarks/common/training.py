@@ -19,7 +19,7 @@ WARMUP_STEPS = 20
 STACK_VOCABULARY = 1024
 
 # what a parameter's name holds, in Megatron and in transformers; norms are named after what they precede, so
-# they are asked for first
+# they are matched first
 KINDS = {
     "norm": ("norm",),
     "embedding": ("word_embeddings", "embed_tokens"),
@@ -123,7 +123,7 @@ def train_gpt(setting: Setting, steps: int, seed: int = 1234) -> Trained:
 
 
 def kind_of(name: str) -> str:
-    """Of a parameter: one of KINDS."""
+    """The kind of a parameter: one of KINDS."""
     return next(kind for kind, parts in KINDS.items() if any(part in name for part in parts))
 
 

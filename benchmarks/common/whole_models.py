@@ -32,7 +32,7 @@ class Model(NamedTuple):
         return self.layer.sizes(layers, self.vocabulary)
 
     def flops(self, layers: int, micro_batch: int) -> float:
-        """Of forward and backward; attention's halved by causality, recomputation not counted."""
+        """FLOPs of forward and backward; attention's are halved by causality, recompute is not counted."""
         return plan.flops(self.sizes(layers), micro_batch, self.layer.sequence)
 
 
@@ -168,7 +168,7 @@ def predict(
 
 
 def predicted_columns(found: plan.Prediction) -> dict[str, float]:
-    """Of a table, in 10^6 bytes: the most that each role takes, and the peak of all."""
+    """Columns of a table, in 10^6 bytes: the most that each role takes, and the peak of all."""
     most = {
         f"{role}_predicted_mb": max(getattr(moment, role) for moment in found.moments) / 1e6
         for role in plan.ROLES
@@ -221,7 +221,7 @@ def deepspeed_config(job: Job, micro_batch: int) -> dict:
 
 def start(place: Rank, way: str) -> None:
     """Makes this process one of its ranks, as the way has it."""
-    # for the overlap of Megatron's collectives with GEMMs; ZeRO's would wait behind kernels
+    # for the overlap of Megatron's collectives with GEMMs; ZeRO's would wait for kernels
     if WAYS[way].tensor > 1:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     # nothing fails for holes in memory

@@ -2,9 +2,9 @@
 
 A run is named after what is trained and its seed: `bf16-seed2`, `coat-optimizer-seed1`; without a seed it is
 number 1. `bf16-to-coat` and `coat-to-bf16` change over half-way, through a checkpoint. Each run leaves two
-files in a folder beside the table: `NAME.jsonl` with a line for each step, and, when it is complete,
+files in a folder next to the table: `NAME.jsonl` with a line for each step, and, when it is complete,
 `NAME.json`. Runs with the same data and recipe that are complete there, or in `benchmarks/results`, are not
-made again.
+not repeated.
 """
 
 import argparse
@@ -55,17 +55,17 @@ def text_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run_options(parser: argparse.ArgumentParser, runs: str, tokens: str, micro_batch: str, work: str) -> None:
-    """Of benchmarks that make runs, with what the help says of defaults; `work` is one."""
+    """Options of benchmarks that make runs, with the defaults that the help shows; `work` is one."""
     add = parser.add_argument
     add("--runs", nargs="+", help=f"in this order; default: {runs}")
-    add("--gpus", type=int, default=1, help="as many runs side by side, each on a GPU of its own")
+    add("--gpus", type=int, default=1, help="this number of runs at once, each on a GPU of its own")
     add("--tokens", type=float, help=f"in a run (default {tokens})")
     add("--minutes", type=float, default=math.inf, help="stop then, to go on at the next call")
     add("--micro-batch", type=int, help=f"sequences in a pass (default: {micro_batch})")
     add("--lr", type=float, help="peak of the learning rate in place of the recipe's")
     add("--warmup", type=float, help="share of the steps until the peak, in place of the recipe's")
     add("--work", type=Path, default=Path(work), help="data, unfinished runs, checkpoints")
-    add("--collect", action="store_true", help="train nothing: table and plot of the runs beside --output")
+    add("--collect", action="store_true", help="train nothing: table and plot of the runs next to --output")
 
 
 @benchmark(needs_gpu=False, options=options)
@@ -77,8 +77,8 @@ def converge(arguments, table: Table) -> None:
     spot, files held out by the hash of their content. AdamW 0.9, 0.95, or 0.999 in runs named so, weight
     decay 0.1 of matrices, clip 1.0, peak after a tenth of the steps, of 1b after half of them, cosine to a
     tenth; BF16 weights and FP32 masters under ZeRO-1, a run on one GPU. A seed decides weights and the order
-    of the data. Runs with the same data and recipe that are complete in benchmarks/results, beside --output
-    or in --work are not made again; --minutes stops in the middle of one, and the next call with the same
+    of the data. Runs with the same data and recipe that are complete in benchmarks/results, next to --output
+    or in --work are not repeated; --minutes stops in the middle of one, and the next call with the same
     --work goes on there. In the end it says of each kind of run whether what is claimed of COAT holds: a mean
     that is not above the spread of BF16's seeds, and at most 0.01 nat above their mean. Columns:
     - val_loss_start, val_loss: of 524,288 held-out tokens, nats per token, by the layers that were trained;
@@ -183,7 +183,7 @@ def prepared(
 def train_side_by_side(runs: list[Run], gpus: int, setup: Setup, conditions: dict, environment: dict) -> bool:
     """Makes runs until they are complete or time is over; each of several GPUs takes the next that waits.
 
-    Returns whether none failed. Raises SystemExit if there are not so many GPUs.
+    Returns whether none failed. Raises SystemExit if there are fewer GPUs.
     """
     if not runs:
         return True

@@ -23,7 +23,7 @@ from coat_launch.tokenizer import Tokenizer
 SUFFIXES = {".py", ".pyi", ".pyx", ".md", ".rst", ".txt", ".h", ".hpp", ".cuh", ".cu", ".cpp", ".c", ".cc"}
 # larger ones are tables and generated code
 LARGEST = 1 << 20
-# one file in so many is held out
+# one file of this number is held out
 HELD_OUT = 32
 END_OF_DOCUMENT = "<|endoftext|>"
 # what the tokenizer is trained on, and what is tokenized at a time
@@ -50,7 +50,7 @@ class TokenizedText(NamedTuple):
 
 
 def installed_roots() -> list[Path]:
-    """The standard library and the packages beside it; not what PYTHONPATH adds."""
+    """The standard library and the packages next to it; not what PYTHONPATH adds."""
     return sorted({Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")})
 
 
@@ -103,7 +103,7 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int, path: Path) -> None:
 
 
 def _encode(texts: Sequence[str], path: Path) -> list[np.ndarray]:
-    """Token ids of each text with the end of the document behind it, uint16."""
+    """Token ids of each text and the end-of-document token, uint16."""
     import tokenizers
 
     tokenizer = tokenizers.Tokenizer.from_file(str(path))

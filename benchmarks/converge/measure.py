@@ -36,7 +36,7 @@ LOOK = 20
 
 
 class Progress(NamedTuple):
-    """Of an unfinished run; lies in its checkpoint."""
+    """State of an unfinished run; lies in its checkpoint."""
 
     step: int = 0
     seconds: float = 0.0

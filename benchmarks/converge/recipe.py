@@ -44,7 +44,7 @@ VARIANTS |= {
     for name, formats in _STORED.items()
     for memory in ("", LONG_MEMORY)
 }
-# the same behind COAT's layers, which are faster
+# the same with COAT's layers, which are faster
 VARIANTS["coat" + LONG_MEMORY] = SYSTEMS["COAT"]
 VARIANTS["coat-paper" + LONG_MEMORY] = System({"optimizer": _PAPER})
 VARIANTS["coat-fp32" + LONG_MEMORY] = System({"optimizer": _STORED["coat-optimizer-fp32"]})
@@ -59,7 +59,7 @@ class Recipe(NamedTuple):
     """What is trained, and how."""
 
     shape_file: Path | None
-    """Of a model that is made from one."""
+    """The file that has the model's sizes; None for a model without one."""
     vocabulary: int
     seq_length: int
     batch: int
@@ -133,7 +133,7 @@ class Run(NamedTuple):
         stem, seed = re.fullmatch(r"(.+?)(?:-seed(\d+))?", name).groups()
         if stem not in VARIANTS and stem not in CHANGES:
             known = ", ".join([*VARIANTS, *CHANGES])
-            raise ValueError(f"--runs {name}: expected one of {known}, with or without -seedN behind it")
+            raise ValueError(f"--runs {name}: expected one of {known}, optionally followed by -seedN")
         return cls(stem, CHANGES.get(stem, (stem,)), int(seed or 1))
 
     @property
@@ -186,5 +186,5 @@ class Setup(NamedTuple):
 
 
 def conditions_of(recipe: Recipe) -> dict[str, object]:
-    """What runs have to share to be compared, beside their data."""
+    """What runs have to share to be compared, in addition to their data."""
     return recipe._asdict() | {"shape_file": recipe.shape_file and recipe.shape_file.name}

@@ -34,7 +34,7 @@ def complete_runs(folders: list[Path], conditions: dict) -> dict[str, Path]:
 
 
 def beside(stem: Path, suffix: str) -> Path:
-    """The file of a run: `stem` with `suffix` behind it. Names of runs have dots in them."""
+    """The file of a run: `stem` followed by `suffix`. Names of runs have dots in them."""
     return stem.with_name(stem.name + suffix)
 
 
@@ -45,7 +45,7 @@ def differences(path: Path, conditions: dict) -> list[str]:
 
 
 def rows_of(runs: dict[str, Path]) -> list[dict]:
-    """A row for each complete run, in the order of RUNS, beside BF16."""
+    """A row for each complete run, in the order of RUNS, with its distance to BF16."""
     results = {name: json.loads(beside(path, ".json").read_text()) for name, path in runs.items()}
     loss = {name: found["result"]["val_loss"] for name, found in results.items()}
     baseline = [value for name, value in loss.items() if Run.parse(name).kind == BF16]
@@ -68,7 +68,7 @@ def _recipe(found: dict) -> dict:
 
 
 def summary(rows: list[dict]) -> list[dict]:
-    """Of each kind of run: mean and spread of the validation losses, and the mean's distance to BF16's."""
+    """For each kind of run: mean and spread of the validation losses, and the mean's distance to BF16's."""
     losses: dict[str, list[float]] = defaultdict(list)
     for row in rows:
         losses[row["run"]].append(float(row["val_loss"]))
@@ -88,7 +88,7 @@ def summary(rows: list[dict]) -> list[dict]:
 
 
 class Distance(NamedTuple):
-    """Of a mean of losses from the mean and from the range of others, in nats."""
+    """Distance of a mean of losses from the mean and from the range of other losses, in nats."""
 
     mean: float
     base: float
@@ -98,13 +98,13 @@ class Distance(NamedTuple):
 
 
 def distance(losses: Sequence[float], others: Sequence[float]) -> Distance:
-    """Of the mean of `losses`; NaN among them stays NaN."""
+    """The distance of the mean of `losses` from `others`; a NaN among them stays NaN."""
     mean, base = statistics.mean(losses), statistics.mean(others)
     return Distance(mean, base, mean - base, 0.0 if mean <= max(others) else mean - max(others))
 
 
 def claims(rows: list[dict]) -> list[str]:
-    """Of each kind of run but BF16, whether what is claimed of COAT holds; nothing without runs of BF16."""
+    """For each kind of run except BF16, whether COAT's claim holds; nothing without runs of BF16."""
     of_seeds: dict[str, dict[int, float]] = defaultdict(dict)
     for row in rows:
         of_seeds[row["run"]][row["seed"]] = float(row["val_loss"])
@@ -189,7 +189,7 @@ def plot(runs: dict[str, Path], path: Path) -> None:
 
 
 def _lines(axes: Axes, curves: list[dict[float, float]], color, label: str | None = None) -> None:
-    """Of seeds, and their mean where all of them have a value."""
+    """Draws the curve of each seed, and their mean where all of them have a value."""
     if len(curves) > 1:
         for curve in curves:
             axes.plot(curve.keys(), curve.values(), color=color, linewidth=0.8, alpha=0.5)
@@ -199,7 +199,7 @@ def _lines(axes: Axes, curves: list[dict[float, float]], color, label: str | Non
 
 
 def _narrow(axes: Axes) -> None:
-    """Shows what lies behind the first third; what comes before is large, and says little of the end."""
+    """Limits the axis to values after the first third; earlier ones are large, and say little of the end."""
     points = [point for line in axes.lines for point in line.get_xydata()]
     last = max((x for x, _ in points), default=0)
     late = [y for x, y in points if x > last / 3]

@@ -1,7 +1,7 @@
 """The loss and a task of a pretrained model that is trained on, in BF16 and by COAT, over seeds.
 
 A run is named after the path, what is trained and its seed: `hf-bf16-seed2`, `megatron-coat-fastest-seed1`;
-without a seed it is number 1. What runs leave behind, and how they go on, is `benchmarks.converge`'s.
+without a seed it is number 1. Files and continuation of runs are those of `benchmarks.converge`.
 """
 
 import argparse

@@ -51,7 +51,7 @@ def sentences(text: str) -> list[tuple[str, str]]:
 
 
 def questions_of(texts: Iterator[str]) -> list[Question]:
-    """Of each sentence once, in the order of the sentences' hashes."""
+    """One question of each sentence, in the order of the sentences' hashes."""
     found: dict[bytes, Question] = {}
     for text in texts:
         pairs = sentences(text)

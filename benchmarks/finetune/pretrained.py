@@ -1,4 +1,4 @@
-"""Weights that somebody else trained, as a model of transformers and as Megatron's."""
+"""Pretrained weights, as a model of transformers and as Megatron's."""
 
 import copy
 import hashlib
@@ -43,7 +43,7 @@ class Pretrained(NamedTuple):
 
     @property
     def digest(self) -> str:
-        """Of all weights, whatever file they came in."""
+        """The hash of all weights, from any kind of file."""
         found = hashlib.sha256()
         for name, weight in sorted(self.weights.items()):
             found.update(name.encode())
@@ -136,7 +136,7 @@ def build_like(trained: torch.nn.Module, pretrained: Pretrained, setup: Setup, t
 
 
 def hugging_face(pretrained: Pretrained) -> TokenLosses:
-    """transformers' model, unmodified but for what it is called with."""
+    """transformers' unmodified model, and how it is called."""
     import transformers
 
     # a model that is converted notes its attention on its config

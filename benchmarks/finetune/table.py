@@ -29,7 +29,7 @@ def parse(name: str) -> Run:
 
 
 def rows_of(runs: dict[str, Path]) -> list[dict]:
-    """A row for each complete run, by path, system and seed, beside BF16 on the same path."""
+    """A row for each complete run, by path, system and seed, with the losses of BF16 on the same path."""
     found = {name: json.loads(beside(path, ".json").read_text()) for name, path in runs.items()}
 
     def place(name: str) -> tuple:
@@ -51,7 +51,7 @@ def rows_of(runs: dict[str, Path]) -> list[dict]:
 
 
 def summary(rows: list[dict]) -> list[dict]:
-    """Of each path and system, over seeds: the losses, what they are above BF16's, and the task."""
+    """For each path and system, over seeds: the losses, their distance above BF16's, and the task."""
     groups: dict[tuple[str, str], list[dict]] = defaultdict(list)
     for row in rows:
         groups[row["path"], row["system"]].append(row)

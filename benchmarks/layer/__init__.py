@@ -125,7 +125,7 @@ def layer(arguments, table: Table) -> None:
       GPU's if the queue of launches is full and the CPU has to wait;
     - to_compile: ms over that of plain torch in BF16 under torch.compile;
     - saved_mb, saved_h: memory allocated after a forward over that before, without the output and copies of
-      weights, in 10^6 bytes and in h bytes per token. The input is not counted, whoever keeps it;
+      weights, in 10^6 bytes and in h bytes per token. The input is not counted;
     - weights_mb: copies of weights and buffers held between passes or made by a forward for its backward;
     - peak_mb: peak of both passes over what is held between them; gradients of all weights are in it;
     - tflops: of the layer's own GEMMs, attention's halved by causality;

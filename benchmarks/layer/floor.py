@@ -13,7 +13,7 @@ from coat_ds.plan import layer_flops
 
 # bytes of an element kept in FP8 with a scale for each group of 16
 FP8_GROUPED = 1 + 1 / 16
-# of a product; a CPU takes its time for them, and nobody reads what it took
+# of a GEMM; on a CPU GEMMs are slow, and their times are not used
 WARMUP, REPEATS = (2, 10) if torch.cuda.is_available() else (0, 1)
 
 
@@ -74,7 +74,7 @@ def traffic(shape: LayerShape) -> float:
 
 
 def flops(shape: LayerShape) -> float:
-    """Of the layer's own GEMMs, forward and backward, attention's over the half that causality leaves."""
+    """FLOPs of the layer's own GEMMs, forward and backward; attention's over the causal half."""
     return layer_flops(shape.sizes(), shape.batch, shape.sequence)
 
 

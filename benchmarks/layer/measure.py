@@ -17,7 +17,7 @@ SETTLE, VISIT = (15, 30) if torch.cuda.is_available() else (1, 3)
 
 
 def saved_by_python(y: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Tensors that `torch.autograd.Function`s behind `y` keep for backward."""
+    """Tensors that the `torch.autograd.Function`s that computed `y` keep for backward."""
     seen, ahead = set(), [y.grad_fn]
     while ahead:
         node = ahead.pop()
@@ -43,7 +43,7 @@ def storages(t: torch.Tensor) -> Iterator[torch.UntypedStorage]:
 def weight_copies(layer: Layer, x: torch.Tensor) -> int:
     """Bytes of copies of weights that one forward makes and keeps for its backward."""
     shapes = {tuple(sorted(p.shape)) for p in layer.parameters().values() if p.ndim == 2}
-    # what is made anew in each forward differs between two of them that are alive together
+    # what each forward allocates differs between two of them that are alive together
     first, second = layer.forward(x), layer.forward(x)
     shared = {storage.data_ptr() for t in saved_by_python(first) for storage in storages(t)}
     own = {

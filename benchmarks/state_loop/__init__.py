@@ -37,8 +37,8 @@ def state_loop(arguments, table: Table) -> None:
     of the exact moments of that tensor. Models:
     - small: the quickstart's GPT on bytes;
     - rare: the same with 16,384 ids and 512 tokens a step: most rows of the embedding seldom get gradients;
-    - outliers: small, with four channels behind every norm 30 to 100 times as large, and the weights for them
-      as much smaller, at the start;
+    - outliers: small, with four channels after every norm 30 to 100 times as large, and the weights for them
+      smaller by the same factor, at the start;
     - 125m: 12 layers, h 768, on bytes, after 300, 1,000 and 3,000 steps of 4,096;
     - smollm2: SmolLM2-135M-Instruct or --weights, after 300 steps of 4,096 tokens from pretrained weights.
 

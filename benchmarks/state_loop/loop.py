@@ -20,14 +20,14 @@ BETA2 = (0.95, 0.99, 0.999)
 BLOCK, BLOCKS, BLOCKS_IN_ALL = 256, 32, 2048
 # elements over which errors are summed: no row of an embedding shares one with another
 PIECE = 64
-# rows of an embedding with gradients in fewer than one of so many steps
+# rows of an embedding with gradients in fewer than one step of this number
 RARE = 50
 RARE_ROWS = "rare rows"
 ALL = "all"
 
 
 class Moments(NamedTuple):
-    """Of the blocks by some beta2, FP32 [betas, elements]."""
+    """Moments of the blocks by some beta2, FP32 [betas, elements]."""
 
     m: torch.Tensor
     v: torch.Tensor
@@ -87,7 +87,7 @@ class Blocks:
         return Moments(torch.stack([m] * len(betas)), torch.stack([self.v[b][self.where] for b in betas]))
 
     def largest(self, betas: tuple[float, ...]) -> Moments:
-        """Of the matrix that each element belongs to: the largest magnitudes of both exact moments."""
+        """The largest magnitudes of both exact moments in the matrix that each element belongs to."""
         m = self._largest(self.m)
         return Moments(torch.stack([m] * len(betas)), torch.stack([self._largest(self.v[b]) for b in betas]))
 
@@ -97,7 +97,7 @@ class Blocks:
 
 
 class Sums:
-    """Of one code, over the elements of each piece, FP64 [betas, pieces]."""
+    """Sums of one code, over the elements of each piece, FP64 [betas, pieces]."""
 
     def __init__(self, betas: int, pieces: int, device: torch.device):
         def zeros() -> torch.Tensor:
@@ -116,7 +116,7 @@ class Sums:
         self.live += in_pieces(live)
 
     def row(self, i: int, of: torch.Tensor) -> dict[str, float]:
-        """Of the beta2 number `i` and the pieces that `of` names."""
+        """The row of the beta2 number `i` and the pieces that `of` names."""
 
         def ratio(part: torch.Tensor, whole: torch.Tensor) -> float:
             return (part[i, of].sum() / whole[i, of].sum()).item()
@@ -185,7 +185,7 @@ class Loop:
         self.hits = torch.zeros(blocks.pieces, dtype=torch.int64, device=blocks.where.device)
 
     def step(self, step: int, g: torch.Tensor) -> None:
-        """Behind `Blocks.step`, which returned `g`; counts from 1."""
+        """Call it after `Blocks.step`, which returned `g`; `step` counts from 1."""
         if not self.start <= step <= self.end:
             return
         if step > self.start:

@@ -55,9 +55,9 @@ def rare(arguments) -> Pupil:
 
 @torch.no_grad()
 def outliers(arguments) -> Pupil:
-    """The quickstart's GPT, in which four channels behind every norm are 30 to 100 times as large. The
-    matrices' columns for them are as much smaller, so that it starts as the same function: gradients of these
-    columns are 30 to 100 times as large, second moments up to 10,000 times."""
+    """The quickstart's GPT, in which four channels after every norm are 30 to 100 times as large. The
+    matrices' columns for them are smaller by that factor, so it starts as the same function: their gradients
+    are 30 to 100 times as large, second moments up to 10,000 times."""
     pupil = small(arguments)
     factors = torch.ones_like(pupil.model.decoder.final_layernorm.weight)
     for channel, factor in OUTLIERS.items():

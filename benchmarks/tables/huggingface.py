@@ -39,7 +39,7 @@ def small_models(results: Results) -> str:
 def evaluation(results: Results) -> str:
     lines, titles = [], {"llama3-8b": "Llama-3-8B", "qwen3-0.6b": "Qwen3-0.6B"}
     for shape, title in titles.items():
-        # tests ran beside the newer measurement: of single tokens, which wait for the CPU, the older holds
+        # tests ran during the newer measurement: for single tokens, which wait for the CPU, the older counts
         for file, figure, what in (
             ("evaluation_h100.csv", "ms", "{tokens:,.0f} tokens, one H100"),
             ("evaluation.csv", "ms_next_token", "one more token for each of {rows:.0f} sequences, one H200"),

@@ -28,7 +28,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     add("--gpus", type=int, help="processes, each on a GPU of its own (default: all there are)")
     add("--layers", type=int, nargs="+", help="in place of all, which is then extrapolated; better from two")
     add("--micro-batch", type=int, nargs="+", help="at which all systems are compared; several with --plan")
-    add("--steps", type=int, default=8, help="timed, behind three others (default %(default)s)")
+    add("--steps", type=int, default=8, help="timed, after three others (default %(default)s)")
     add("--memory-limit-gb", type=float, default=80, help="in the search for the largest micro-batch")
     add("--equal-only", action="store_true", help="no such search")
     add("--minutes", type=float, default=math.inf, help="start no row after that")
@@ -43,11 +43,11 @@ def train(arguments, table: Table) -> None:
     tokens, four batches in turn, buckets of 1e8 elements. zero1 to zero3 are ZeRO's stages; tp2 and tp4 are
     tensor with sequence parallelism and ZeRO-1 over what GPUs are left, tp4_zero2 has ZeRO-2. Every system is
     measured at the same micro-batch first, then at the largest that fits a limit on torch's allocator
-    (limited; in 10^9 bytes: a GPU of 80 GiB has 85.9 of them, of which CUDA and NCCL take some); the search
+    (limited; in 10^9 bytes: a GPU of 80 GiB has 85.9, and CUDA and NCCL take some of it); the search
     begins where `coat plan` expects it to end, and half of the largest is measured last. A row that ran out
     of memory, failed otherwise or lost its loss has a note. Rows that are in --output or in the file of that
-    name in benchmarks/results, of as many GPUs of that kind, stay and are not measured again, but for such
-    other failures. Columns, of the slowest and fullest rank:
+    name in benchmarks/results, of the same number and kind of GPUs, stay and are not measured again, except
+    after such other failures. Columns, of the slowest and fullest rank:
     - tokens_per_s_gpu, mfu: by the median step of forward, backward and optimizer; of 989 TFLOP/s, the dense
       BF16 peak, in FP8 rows too, and not counting what is recomputed;
     - compute_ms: of one more step, under torch's profiler, in which the GPU did anything but messages;

@@ -30,7 +30,7 @@ from benchmarks.train.search import Case, identity, next_case
 from coat_launch.split import Batch
 
 WARMUP = 3
-# bytes that a case may leave behind for the next one of its process
+# bytes that a case may leave allocated for the next one of its process
 LEFT_OVER = 500_000_000
 
 
@@ -88,7 +88,7 @@ def run_case(case: Case, steps: int) -> dict[str, float]:
     if torch.cuda.is_available():
         peaks = {"peak": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
     phases = memory_by_phase(engine, batches[0])
-    # stage 3 has emptied the tensors, and keeps its part of them beside
+    # stage 3 has emptied the tensors, and keeps its part of them in `ds_tensor`
     weights = [getattr(p, "ds_tensor", p) for p in engine.module.parameters()]
     parts = {
         "weights": sum(p.nbytes for p in weights),
@@ -134,7 +134,7 @@ def measure(place: Rank, jobs: list[Job], rows: list[dict], settings: dict) -> I
         # as large as the largest micro-batch so far wanted it
         get_global_memory_buffer().buffer.clear()
         release()
-        # a new process goes on behind a case that leaves too much behind
+        # a new process continues after a case that leaves too much allocated
         full = not fresh and held_bytes() > LEFT_OVER
         if _any_rank(full or time.time() > settings["deadline"]):
             break
@@ -159,7 +159,7 @@ def run_jobs(
 ) -> None:
     """Measures what `rows` do not hold yet, and has `add` take each new row at once.
 
-    Processes are started for each way, and again behind each case that fails, which is a row as well.
+    Processes are started for each way, and again after each case that fails, which is a row as well.
     """
 
     def take(row: dict) -> None:

@@ -55,7 +55,7 @@ def _next_size(equal: dict, rows: list[dict], limit: float, planned: int) -> int
     What was planned, if not 0, comes first. Then the peaks of forward and of backward are lines over the
     micro-batch: through what is held between steps at first, then through the two largest that were measured.
     The optimizer's step, whose peak may be higher, does not know of micro-batches. No try is more than
-    `REACH` times as large as what was measured, but for what was planned.
+    `REACH` times as large as what was measured, except the planned one.
     """
     if "out of memory" not in equal.get("note", "out of memory"):
         return None

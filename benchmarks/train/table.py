@@ -22,7 +22,7 @@ LINE = ("model", "way", "system", "micro_batch")
 
 
 def published(row: dict, gpus: int) -> dict:
-    """A row as it stands in the table: with speed, and with the predicted bytes beside the measured ones."""
+    """A row as it stands in the table: with speed, and with the predicted and the measured bytes."""
     model, way = MODELS[row["model"]], WAYS[row["way"]]
     made = {"model": row["model"], "way": row["way"], "gpus": gpus, **row}
     if "ms" not in row:

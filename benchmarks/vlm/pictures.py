@@ -18,9 +18,9 @@ from benchmarks.vlm.sizes import Sizes
 
 # token ids: of a picture's patches, of the question, and of the digit 0
 PATCH, QUESTION, ZERO = 0, 1, 2
-# a vocabulary that FP8 products could take
+# a vocabulary that FP8 GEMMs could take
 VOCABULARY = 32
-# one number in so many is held out
+# one number of this many is held out
 HELD_OUT = 16
 
 
@@ -84,7 +84,7 @@ def load(folder: Path, sizes: Sizes, seed: int) -> PictureData:
 def render(sizes: Sizes, part: str, count: int) -> tuple[np.ndarray, np.ndarray]:
     """`count` pictures, uint8 [count, image, image], and their digits, uint8 [count, digits].
 
-    Each is a number of as many digits in a random size at a random place, and the same on every call.
+    Each is a number of `digits` digits in a random size at a random place, and the same on every call.
     """
     from PIL import Image, ImageDraw, ImageFont
 
