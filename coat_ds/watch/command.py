@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from coat_ds.config import CoatConfigError
+from coat_ds.config import CoatConfigError, WatchConfig
 from coat_ds.watch.outs import FILE, Reading, read
 
 # figures of the table and the pictures; a large number is bad
@@ -23,6 +23,16 @@ FIGURES = {
     "gradient_saturated": "FP8 gradients of the largest code",
     "saved_saturated": "saved activations of the largest code",
     "wrong_scales": "scales predicted wrongly",
+}
+_IN_BF16 = 'Set coat.watch.act to "act": the layer then runs in BF16.'
+# figures with a limit: the key of the limit in `coat.watch`, and what helps
+LIMITS = {
+    "update_error": (
+        "update_error",
+        'Add the name to coat.optimizer.keep_fp32, or set coat.watch.act to "act".',
+    ),
+    "input_flushed": ("flushed", _IN_BF16),
+    "gradient_flushed": ("flushed", _IN_BF16),
 }
 # layer groups of a picture that have a name in its legend
 NAMED = 6
@@ -102,7 +112,26 @@ def table(readings: Sequence[Reading]) -> str:
     sizes = ", ".join(f"{role} {size / 1e6:,.1f}" for role, size in last.memory.items())
     lines.append(f"MB of one rank: {sizes}")
     lines.append(f"fallen back: {', '.join(last.fallen) or 'nothing'}")
-    return "\n".join(lines)
+    return "\n".join([*lines, verdict(last)])
+
+
+def verdict(last: Reading) -> str:
+    """A line: whether the last reading is within the default limits of `coat.watch`; if not, what helps."""
+    limits = WatchConfig()
+    measured: list[str] = []
+    for figure, (limit, fix) in LIMITS.items():
+        found = [(figures[figure], group) for group, figures in last.groups.items() if figure in figures]
+        if found:
+            measured.append(figure)
+            value, group = max(found, key=_badness)
+            # also if it is NaN
+            if not value <= (most := getattr(limits, limit)):
+                return (
+                    f"verdict: NOT healthy. {figure} of {group} is {value:.2%}, the limit {most:.0%}. {fix}"
+                )
+    if not measured:
+        return "verdict: none. The last reading has no figure with a limit."
+    return f"verdict: healthy. At step {last.step} within limits: {', '.join(measured)}."
 
 
 def _badness(found: tuple[float, Any]) -> tuple:

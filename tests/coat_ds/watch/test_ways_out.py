@@ -47,6 +47,22 @@ def test_the_command_prints_a_table_and_draws(run, capsys):
         assert f"wrote {written}" in out and written.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
+@pytest.mark.parametrize("figure", ["update_error", "input_flushed", "gradient_flushed"])
+@pytest.mark.parametrize("value", [0.5, 0.51, float("nan")])
+def test_the_command_ends_with_a_verdict(tmp_path, capsys, figure, value):
+    groups = {"a": {figure: 0.1, "wrong_scales": 1.0}, "b.*": {figure: value}}
+    jsonl(tmp_path)(Reading(8, 0, groups, {}, []))
+    assert cli.main(["watch", str(tmp_path), "--no-pictures"]) == 0
+    verdict = capsys.readouterr().out.splitlines()[-1]
+    if value == 0.5:
+        assert verdict.startswith("verdict: healthy")
+        return
+    assert verdict.startswith("verdict: NOT healthy") and f"{figure} of b.*" in verdict
+    # the key that it names is one of the block
+    key = "coat.optimizer.keep_fp32" if figure == "update_error" else "coat.watch.act"
+    assert key in verdict
+
+
 def test_the_command_as_json_and_elsewhere(run, tmp_path, capsys):
     assert cli.main(["watch", str(run), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == reading(6, 0.02)._asdict()
