@@ -8,9 +8,9 @@ import torch
 
 import coat_ds
 from benchmarks.common.environment import device
-from benchmarks.common.families import SHAPES
 from benchmarks.common.harness import Table, benchmark, row_or_note
 from benchmarks.common.timing import measure
+from benchmarks.common.wide_models import SHAPES
 from benchmarks.models import TOKENS, build
 
 SYSTEMS = {"BF16": None, "COAT": {}, "COAT, stock in evaluation": {"evaluation": "stock"}}

@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterator
 import torch
 
 import coat_ds
-from benchmarks.common.families import FAMILIES, LAYERS, SHAPES, Family, Shape, losses_of
 from benchmarks.common.harness import Table, benchmark, reason
 from benchmarks.common.memory import release
 from benchmarks.common.timing import measure
+from benchmarks.common.wide_models import SHAPES, Shape
 from coat_ds.saved_bytes import SavedStorages
+from tests.families import FAMILIES, LAYERS, Family, losses_of
 
 TOKENS = 8192
 COAT = {"COAT": {}, "COAT, 8-bit attention": {"attention_format": "sqrt8"}}

@@ -14,9 +14,9 @@ import torch
 
 import coat_ds
 from benchmarks.common.environment import device
-from benchmarks.common.families import SHAPES
 from benchmarks.common.harness import Table, benchmark
 from benchmarks.common.timing import synchronize
+from benchmarks.common.wide_models import SHAPES
 
 ROOT = Path(__file__).parents[1]
 # steps that are not timed: the first compile, and DeepSpeed makes its states in them

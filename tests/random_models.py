@@ -22,12 +22,12 @@ from unittest import mock
 import torch
 
 import coat_ds
-from benchmarks.common.families import FAMILIES
 from coat_ds.layers import fused_layer as decoder_layer
 from coat_ds.layers.modules.replaced import replaced
 from coat_kernels.agreement import ROUNDING
 from coat_kernels.graphs import WARM_UP, memory, proof
 from tests.coat_ds.layers.measures import fp8_bound, fp8_forward_bound, placed, relative, run
+from tests.families import FAMILIES
 
 # none with experts: FP8's noise before a router sends tokens to other experts, and no bound of rounding holds
 NAMES = "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "gpt2", "gpt_neox", "opt"

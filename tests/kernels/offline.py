@@ -23,10 +23,10 @@ if len(sys.argv) > 2:
     device.shared_memory = lambda device: int(sys.argv[2])
 
 import coat_ds  # noqa: E402
-from benchmarks.common.families import FAMILIES  # noqa: E402
 from coat_kernels import groups, linear, norm, rope, tensorwise  # noqa: E402
 from coat_kernels.adamw import AdamWOptions, storing  # noqa: E402
 from coat_kernels.fp8 import E4M3  # noqa: E402
+from tests.families import FAMILIES  # noqa: E402
 from tests.kernels.steps import OPTIONS, states  # noqa: E402
 
 # compute capability of Hopper

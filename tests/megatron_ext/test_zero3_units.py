@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks.common.families import FAMILIES
 from coat_ds.config import ActivationsConfig
 from coat_ds.zero.layer_units import LayerUnits
+from tests.families import FAMILIES
 from tests.megatron_ext.test_hybrid import EXPERTS, _hybrid
 from tests.util import run_distributed
 

@@ -3,9 +3,9 @@
 import torch
 
 import coat_ds
-from benchmarks.common.families import FAMILIES, LAYERS
 from coat_ds.layers.modules.replaced import replaced
 from coat_kernels.graphs import WARM_UP
+from tests.families import FAMILIES, LAYERS
 
 ROWS, TOKENS, STEPS = 2, 64, 14
 # families, and activations of the block

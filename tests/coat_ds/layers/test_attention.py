@@ -9,11 +9,11 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import coat_ds
-from benchmarks.common.families import FAMILIES
 from coat_ds.layers.modules import attention
 from coat_ds.layers.modules.attention import attended_origin, coat_attention
 from coat_kernels.attention import causal_attention
 from tests.coat_ds.layers.measures import run, same
+from tests.families import FAMILIES
 from tests.util import rel_rms
 
 B, S, N, D = 2, 32, 4, 16

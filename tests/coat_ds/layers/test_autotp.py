@@ -9,11 +9,11 @@ import torch.distributed as dist
 from packaging.version import Version
 
 import coat_ds
-from benchmarks.common.families import FAMILIES
 from coat_ds.layers.modules.replaced import replaced
 from coat_ds.layers.parallel.autotp import is_autotp
 from coat_ds.zero.model_layers import check_adapters
 from tests.coat_ds.layers.parts import ALL_FALL, Net, check_watched, in_two_parts, tokens
+from tests.families import FAMILIES
 from tests.util import rel_rms, run_distributed
 
 LLAMA = FAMILIES["llama"]

@@ -13,7 +13,6 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import coat_ds
-from benchmarks.common.families import FAMILIES
 from coat_ds.config import ActivationsConfig, CoatConfigError
 from coat_ds.layers.inventory import layers_of
 from coat_ds.layers.modules.replaced import replaced
@@ -29,6 +28,7 @@ from tests.coat_ds.layers.measures import (
     saved_bytes,
 )
 from tests.coat_ds.layers.parts import plain, rewritten
+from tests.families import FAMILIES
 from tests.util import default_dtype, rel_rms
 
 LLAMA = FAMILIES["llama"]

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import coat_ds
-from benchmarks.common.families import FAMILIES
+from tests.families import FAMILIES
 from tests.util import run_distributed
 
 LLAMA, STEPS = FAMILIES["llama"], 2

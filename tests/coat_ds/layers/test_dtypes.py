@@ -7,8 +7,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 import coat_ds
-from benchmarks.common.families import FAMILIES
 from tests.coat_ds.layers.parts import plain
+from tests.families import FAMILIES
 
 
 @pytest.mark.parametrize("build", [LlamaRMSNorm, T5LayerNorm])

@@ -11,11 +11,11 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import coat_ds
-from benchmarks.common.families import FAMILIES
 from coat_ds.layers.inventory import layers_of
 from tests.coat_ds.layers.measures import placed, run
 from tests.coat_ds.layers.parts import Net, tokens
 from tests.coat_ds.ways import BLOCK, Data, engine_of, step
+from tests.families import FAMILIES
 from tests.util import run_distributed
 
 LLAMA = FAMILIES["llama"]

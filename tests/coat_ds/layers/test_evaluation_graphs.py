@@ -5,7 +5,6 @@ import gc
 import pytest
 import torch
 
-from benchmarks.common.families import LAYERS
 from coat_ds.layers.modules.replaced import replaced
 from coat_kernels.graphs import WARM_UP, Graphs
 from tests.coat_ds.layers.graphed import (
@@ -22,6 +21,7 @@ from tests.coat_ds.layers.graphed import (
     recorded,
     step,
 )
+from tests.families import LAYERS
 from tests.util import run_distributed
 
 on_gpu = pytest.mark.gpu

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import coat_ds
-from benchmarks.common.families import FAMILIES, LAYERS, losses_of
 from coat_ds.layers import fused_layer as decoder_layer
 from tests.coat_ds.layers.measures import (
     blocks_taken,
@@ -16,6 +15,7 @@ from tests.coat_ds.layers.measures import (
     same,
     saved_bytes,
 )
+from tests.families import FAMILIES, LAYERS, losses_of
 from tests.util import rel_rms
 
 ALL = pytest.mark.parametrize("name", FAMILIES)

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 import coat_ds
-from benchmarks.common.families import FAMILIES, LAYERS
 from coat_ds.layers.modules.replaced import replaced
 from coat_kernels.weights import WeightCache
 from tests.coat_ds.layers.measures import (
@@ -19,6 +18,7 @@ from tests.coat_ds.layers.measures import (
     saved_bytes,
 )
 from tests.coat_ds.layers.parts import plain
+from tests.families import FAMILIES, LAYERS
 from tests.util import rel_rms
 
 LLAMA = FAMILIES["llama"]

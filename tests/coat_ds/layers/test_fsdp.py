@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import coat_ds
-from benchmarks.common.families import FAMILIES
 from tests.coat_ds.layers.parts import watched
+from tests.families import FAMILIES
 from tests.util import rel_rms, run_distributed
 
 LLAMA = FAMILIES["llama"]

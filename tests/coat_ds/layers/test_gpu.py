@@ -4,11 +4,11 @@ import pytest
 import torch
 
 import coat_ds
-from benchmarks.common.families import FAMILIES, LAYERS
 from coat_ds.layers import fused_layer as decoder_layer
 from coat_kernels.graphs import WARM_UP
 from tests.coat_ds.layers.graphed import converted, trained_alike
 from tests.coat_ds.layers.measures import blocks_taken, fp8_bound, placed, relative, run, saved_bytes
+from tests.families import FAMILIES, LAYERS
 from tests.util import run_distributed
 
 pytestmark = pytest.mark.gpu

@@ -8,7 +8,6 @@ import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 import coat_ds
-from benchmarks.common.families import FAMILIES, LAYERS
 from coat_ds.layers.fused_layer import uses_graphs
 from coat_ds.layers.modules.replaced import replaced
 from coat_ds.watch import codes
@@ -29,6 +28,7 @@ from tests.coat_ds.layers.graphed import (
     step,
     trained_alike,
 )
+from tests.families import FAMILIES, LAYERS
 
 on_gpu = pytest.mark.gpu
 

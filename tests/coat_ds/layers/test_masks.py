@@ -5,9 +5,9 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import coat_ds
-from benchmarks.common.families import FAMILIES
 from coat_ds.layers.modules.attention import any_attention
 from tests.coat_ds.layers.measures import fp8_bound, relative, run, same, saved_bytes
+from tests.families import FAMILIES
 
 FORMATS = pytest.mark.parametrize("attention_format", ["bf16", "sqrt8", "recompute"])
 LLAMA = FAMILIES["llama"]

@@ -6,8 +6,8 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
 import coat_ds
-from benchmarks.common.families import FAMILIES
 from tests.coat_ds.layers.measures import blocks_taken, fp8_bound, relative, run
+from tests.families import FAMILIES
 
 
 def biases_values_alone(layer: nn.Module) -> None:

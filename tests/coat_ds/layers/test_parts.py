@@ -6,8 +6,8 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import coat_ds
-from benchmarks.common.families import FAMILIES
 from coat_ds.layers.modules.replaced import replaced
+from tests.families import FAMILIES
 
 LLAMA = FAMILIES["llama"]
 

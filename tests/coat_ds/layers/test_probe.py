@@ -9,12 +9,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import coat_ds
-from benchmarks.common.families import FAMILIES
 from coat_ds.layers.detection import decoder_parts, probe
 from coat_ds.layers.detection.probe import GatedForm, NormForm
 from coat_ds.layers.modules.feed_forward import Fp8GatedFeedForward
 from coat_ds.layers.modules.replaced import replaced
 from tests.coat_ds.layers.measures import blocks_taken, fp8_bound, relative, run, same
+from tests.families import FAMILIES
 
 transformers = pytest.importorskip("transformers")
 ACTIVATIONS = {

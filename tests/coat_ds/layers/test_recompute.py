@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import coat_ds
-from benchmarks.common.families import FAMILIES
 from coat_ds.checkpointing import compressed_checkpoints
 from coat_kernels.autograd import checkpointing as saved
 from tests.coat_ds.layers.measures import blocks_taken, run, same, saved_bytes
+from tests.families import FAMILIES
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

@@ -9,10 +9,10 @@ import transformers
 from torch import nn
 
 import coat_ds
-from benchmarks.common.families import FAMILIES
 from coat_ds.layers import log
 from coat_ds.layers.inventory import layers_of
 from coat_ds.layers.modules.replaced import replaced
+from tests.families import FAMILIES
 
 LLAMA = FAMILIES["llama"]
 

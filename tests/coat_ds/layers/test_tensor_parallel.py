@@ -20,11 +20,11 @@ from torch.distributed.tensor.parallel import (
 )
 
 import coat_ds
-from benchmarks.common.families import FAMILIES
 from coat_ds.layers.modules.linear import Fp8Linear
 from coat_ds.layers.modules.replaced import is_plain
 from tests.coat_ds.layers.measures import fp8_bound, relative, run
 from tests.coat_ds.layers.parts import Net, check_watched, in_two_parts, tokens, watched
+from tests.families import FAMILIES
 from tests.util import rel_rms, run_distributed
 
 LLAMA = FAMILIES["llama"]

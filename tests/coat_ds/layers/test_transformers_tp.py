@@ -10,9 +10,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import coat_ds
-from benchmarks.common.families import FAMILIES
 from tests.coat_ds.layers.measures import fp8_bound, relative, run
 from tests.coat_ds.layers.parts import check_watched, watched
+from tests.families import FAMILIES
 from tests.util import run_distributed
 
 tensor_parallel = pytest.importorskip("transformers.distributed.tensor_parallel")

@@ -7,7 +7,7 @@ import torch
 from packaging.version import Version
 
 import coat_ds
-from benchmarks.common.families import FAMILIES
+from tests.families import FAMILIES
 from tests.util import rel_rms, run_distributed
 
 LLAMA, LENGTH = FAMILIES["llama"], 32
