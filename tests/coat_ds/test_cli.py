@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -74,52 +73,6 @@ def test_a_plan_names_what_it_leaves_out(capsys, tmp_path):
     ]
 
 
-def test_a_plan_for_megatron_names_what_it_leaves_out(capsys):
-    words = (
-        "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --vocab-size 128 --context-parallel-size 2"
-    )
-    assert "not planned: --context-parallel-size: " in said(capsys, "plan", "--megatron", *words.split())
-
-
-def test_a_plan_of_stage_1_says_what_stage_2_spares(capsys):
-    words = ["plan", *SHAPE, "--micro-batch", "1"]
-    gradients = 2 * 6_738_415_616 / 1e9
-    found = re.search(r"stage 2 takes up to ([\d.]+) GB less than 1", said(capsys, *words, "--stage", "1"))
-    assert 0.6 * gradients < float(found[1]) < gradients
-    # divided, or with a pipeline, which goes with stage 1 alone
-    for more in (["--stage", "2"], ["--stage", "1", "--gpus", "2"], ["--gpus", "2", "--pipeline", "2"]):
-        assert "takes up to" not in said(capsys, *words, *more), more
-    # as much as activations take
-    assert "takes up to" not in said(capsys, *words, "--stage", "1", "--micro-batch", "64")
-
-
-def test_at_stage_1_the_recommendation_leaves_room_for_gradients_in_one_piece(capsys):
-    """Of Llama-2-13B over tensor parallel 4: 26 sequences were fast, and 29, the largest, were not
-    (train_13b_4gpu_tp4_flushes.csv)."""
-    words = ["plan", str(ROOT / "configs/model_llama2_13b.json"), "--vocabulary", "32000", "--gpus", "4"]
-    words += ["--tensor", "4", "--sequence", "2048", "--fit", "80GB"]
-    first, second = (plain(capsys, *words, "--stage", stage) for stage in "12")
-    coat = {found["system"]: found for found in first["systems"]}["COAT"]
-    assert first["recommended"]["system"] == "COAT"
-    assert 25 <= first["recommended"]["micro_batch"] <= 27 < coat["largest_micro_batch"]
-    # there they are made before the peak
-    best = second["recommended"]
-    assert best["micro_batch"] == best["largest_micro_batch"]
-    assert "in one piece" in said(capsys, *words, "--stage", "1")
-    for more in (["--stage", "2"], ["--stage", "1", "--memory", "2000"]):
-        assert "in one piece" not in said(capsys, *words[:-2], *more)
-
-
-def test_a_plan_says_what_graphs_of_larger_layers_would_hold(capsys):
-    """Of Llama-2-7B with 2048 tokens, as in train_7b_4gpu_graphs.csv: 40.8 GB, and 45.2 with graphs."""
-    words = ["plan", *SHAPE, "--gpus", "4", "--stage", "1"]
-    found = re.search(r"true records them, for up to ([\d.]+) GB more", said(capsys, *words))
-    assert float(found[1]) == pytest.approx(45.2 - 40.8, rel=0.05)
-    # in ZeRO-2 they are recorded, and in ZeRO-3 nothing is; small ones are, too, and the largest need not be
-    for more in (["--stage", "2"], ["--stage", "3"], ["--sequence", "1024"], ["--micro-batch", "2"]):
-        assert "records them" not in said(capsys, *words, *more), more
-
-
 def test_version_and_schema(capsys):
     with pytest.raises(SystemExit) as end:
         cli.main(["--version"])
@@ -131,17 +84,6 @@ def test_train_says_where_it_is_missing(capsys, monkeypatch):
     monkeypatch.setattr(cli, "TRAINING", "no_such_room.pretrain_gpt")
     text = said(capsys, "train", "--help", code=2)
     assert "no_such_room.pretrain_gpt is not installed here. Run launch/pretrain_gpt.py" in text
-
-
-def test_train_hands_its_arguments_on(monkeypatch, tmp_path):
-    (tmp_path / "room_of_training.py").write_text(
-        "def main(argv):\n    open('words', 'w').write(repr(argv))\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(cli, "TRAINING", "room_of_training")
-    assert cli.main(["train", "--steps", "3", "--json"]) == 0
-    assert (tmp_path / "words").read_text() == "['--steps', '3', '--json']"
 
 
 def test_a_plan_of_every_rung(capsys):
@@ -319,13 +261,6 @@ def test_what_is_made_again_is_asked_of_megatron(capsys):
     assert "fastest within 60.0 GB (>): BF16," in text and text.splitlines()[-1] == "--micro-batch-size 8"
 
 
-def test_offload_names_the_cpus_memory(capsys):
-    """Masters, gradients and two moments of 2.07 bytes, of half of 6.74 billion parameters."""
-    assert "offload: up to 33.9 GB of the CPU's memory for each GPU" in said(
-        capsys, "plan", *SHAPE, "--gpus", "2"
-    )
-
-
 def test_files_and_options_that_say_nothing_are_named(capsys, tmp_path):
     path = tmp_path / "config.json"
     path.write_text("[1]")
@@ -439,11 +374,6 @@ def test_watch_without_matplotlib_prints_the_table(tmp_path):
 def test_without_a_command_the_help_is_printed(capsys):
     text = said(capsys, code=2)
     assert "usage: coat" in text and "whether this machine and these packages are fit" in text
-
-
-def test_files_beside_megatrons_arguments_are_refused(capsys):
-    text = said(capsys, "plan", *SHAPE, "--megatron", "--num-layers", "2", code=2)
-    assert "Drop the model and --deepspeed" in text
 
 
 healthy = pytest.mark.skipif(
