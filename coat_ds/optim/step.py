@@ -179,7 +179,11 @@ def _count(states: list[dict[str, Any]], found_inf: torch.Tensor | None) -> list
     """Advances every `step`, unless `found_inf` skips this step, and returns the counts."""
     steps = [state["step"] for state in states]
     if found_inf is None:
-        torch._foreach_add_(steps, 1.0)
+        if all(step.is_cpu for step in steps):
+            # a number would become a tensor for every step, which takes four times as long
+            torch._foreach_add_(steps, torch.ones(()), alpha=1.0)
+        else:
+            torch._foreach_add_(steps, 1.0)
         return steps
     counts = list(torch._foreach_add(steps, 1.0))
     # layers of one group may lie on several devices
