@@ -33,7 +33,7 @@ SHAPES = {
 
 
 def ours(params, **options):
-    return CoatAdamW(params, **OPTIONS, min_numel=0, **options)
+    return CoatAdamW(params, **OPTIONS | options, min_numel=0)
 
 
 def ours_with_copies(params):
@@ -74,13 +74,11 @@ def cases() -> dict[str, Case]:
     scale = {"grad_scale": torch.ones(1, device="cuda")}
     return {
         "ours": Case(ours, FP32, FP32, 8 + 4 + STATES),
-        # as beta2 0.999 has it
-        "ours, dithered": Case(
-            functools.partial(ours, exp_avg_sq_rounding="stochastic"), FP32, FP32, 8 + 4 + STATES
-        ),
+        # second moments are dithered at this beta2
+        "ours, dithered": Case(functools.partial(ours, betas=(0.9, 0.999)), FP32, FP32, 8 + 4 + STATES),
         "ours, expanded": Case(functools.partial(ours, **EXPANDED), FP32, FP32, 8 + 4 + EXPANDED_STATES),
         "ours, expanded, log8 dithered": Case(
-            functools.partial(ours, exp_avg_format="fp8_expanded", exp_avg_sq_rounding="stochastic"),
+            functools.partial(ours, exp_avg_format="fp8_expanded", betas=(0.9, 0.999)),
             FP32,
             FP32,
             8 + 4 + EXPANDED_STATES,

@@ -43,7 +43,7 @@ def _run(case: Case, stack: Stack, warmup: int) -> dict[str, float]:
 
     before = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
     with tempfile.TemporaryDirectory() as folder:
-        block = {"enabled": True, "report": False, "watch": {"every": case.every, "folder": folder}}
+        block = {"enabled": True, "watch": {"every": case.every, "folder": folder}}
         seam.install(CoatConfig.from_dict(block))
         try:
             model, batch = stack_gpt(stack, "coat_layer_spec")

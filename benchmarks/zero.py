@@ -69,7 +69,7 @@ class Case(NamedTuple):
         # torch's fused AdamW: DeepSpeed's keeps the same states and wants a compiler
         stock = {"torch_adam": True, "fused": True}
         masters = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
-        coat = {"enabled": True, "activations": {"enabled": False}, "report": False}
+        coat = {"enabled": True, "activations": {"enabled": False}}
         return {
             "train_micro_batch_size_per_gpu": 1,
             "gradient_clipping": 1.0,

@@ -84,7 +84,7 @@ class Case(NamedTuple):
             "steps_per_print": 10**9,
             "bf16": {"enabled": True},
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.95]}},
-            "coat": {"enabled": True, "report": False, **BLOCK},
+            "coat": {"enabled": True, **BLOCK},
             **self.keys,
             "zero_optimization": zero | self.keys.get("zero_optimization", {}),
         }

@@ -7,9 +7,8 @@ import torch.utils.checkpoint
 
 from coat_ds.patches import Patch
 from coat_kernels.autograd.checkpointing import (
-    GROUP_SIZES,
     in_region,
-    open_group_size,
+    opened,
     packing_function,
     packing_generator,
 )
@@ -29,31 +28,28 @@ GENERATOR, FUNCTION = (
         "inputs of recomputed regions are saved in FP8 inside `compressed_checkpoints`",
         expected=expected,
         used_by="checkpoint",
-        way_out="or drop coat.checkpointing.compress",
+        way_out="or drop coat.fp8_activation_checkpointing",
     )
     for name, expected in ((generator_name(), "a generator"), ("CheckpointFunction", "a class"))
 )
 
 
 @contextlib.contextmanager
-def compressed_checkpoints(group_size: int = 128) -> Iterator[None]:
+def compressed_checkpoints() -> Iterator[None]:
     """A context for a forward pass, in which `torch.utils.checkpoint` (reentrant or not) saves inputs in FP8.
 
     Backward may run outside of the context. The context applies only to the current thread or task, and an
-    exception ends it. group_size: elements that share a scale: 16, 32, 64 or 128.
+    exception ends it.
 
-    Raises ValueError for another group size, PatchError for an unknown torch.
+    Raises PatchError for an unknown torch.
     """
-    if group_size not in GROUP_SIZES:
-        listed = ", ".join(map(str, GROUP_SIZES))
-        raise ValueError(f"compressed_checkpoints: group_size must be one of {listed}; found {group_size!r}.")
     GENERATOR.apply(packing_generator)
     FUNCTION.apply(packing_function)
-    size = open_group_size.set(group_size)
+    was_open = opened.set(True)
     # a generator that an exception interrupted is closed only after this context has ended
     inside = in_region.set(in_region.get())
     try:
         yield
     finally:
         in_region.reset(inside)
-        open_group_size.reset(size)
+        opened.reset(was_open)

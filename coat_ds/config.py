@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, ClassVar, Self
 
-from coat_kernels.autograd.checkpointing import GROUP_SIZES as CHECKPOINT_GROUP_SIZES
 from coat_kernels.codecs import CODECS, SIGNED_CODECS, first_codec
 from coat_kernels.fp8 import E4M3, E5M2
 from coat_kernels.groups import DEFAULT_FORMAT, GROUP_FORMATS
@@ -23,10 +22,9 @@ ATTENTION_FORMATS = ("bf16", "sqrt8", "recompute")
 FAST_ACCUMULATION = ("forward", "all", "none")
 BF16_PARAMS = ("exact", "stochastic", "nearest")
 CHECKPOINT_LAYOUTS = ("stock", "compressed")
-EXP_AVG_FORMATS = ("auto", *SIGNED_CODECS)
+EXP_AVG_FORMATS = (None, *SIGNED_CODECS)
 # a codec that stores a ratio to the second moment cannot store the second moment itself
 EXP_AVG_SQ_FORMATS = tuple(name for name, codec in CODECS.items() if not codec.relative)
-ROUNDINGS = ("auto", "nearest", "stochastic")
 KEEP_FP32 = ("*norm*", "*bias*")
 OTHER_NAMES = {
     "fp8": ("e4m3",),
@@ -38,10 +36,10 @@ OTHER_NAMES = {
     "float32": ("fp32",),
 }
 WATCH_ACTS = ("off", "warn", "act")
-ZERO3_LAYER_UNITS = ("auto", True, False)
-CUDA_GRAPHS = ("auto", True, False)
+CHOSEN_OR_SET = (None, True, False)
 EVALUATIONS = ("fp8", "stock")
 AUTO = 'No trainer fills in "auto" in this block: write the value, or drop the key for its default.'
+AUTO_IS_NULL = 'Write null (None in Python) in place of "auto", or drop the key: COAT then chooses.'
 
 
 class CoatConfigError(ValueError):
@@ -69,7 +67,7 @@ def check_choice(key: str, value: Any, choices: tuple) -> None:
 
 def _way_to_a_choice(value: Any, choices: tuple) -> str:
     if value == "auto":
-        return f" {AUTO}"
+        return f" {AUTO_IS_NULL if None in choices else AUTO}"
     if isinstance(value, str) and value.lower() in (str(c).lower() for c in choices if type(c) is not str):
         return " Leave the quotes out."
     return did_you_mean(value, choices) or " Take one of them."
@@ -191,22 +189,21 @@ class OptimizerConfig(_Block):
     """How AdamW's moments are stored."""
 
     KEY: ClassVar[str] = "coat.optimizer"
+    REMOVED: ClassVar[Mapping[str | tuple[str, str], str]] = {
+        "exp_avg_sq_rounding": "'log8' is rounded stochastically if beta2 is above 63/64. Drop the key.",
+    }
 
     enabled: bool = True
     """Build `CoatAdamW` from the `"optimizer"` section. False leaves the optimizer to DeepSpeed."""
 
-    exp_avg_format: str = _choice("auto", EXP_AVG_FORMATS)
-    """Storage format of the first moment. "auto" is "ratio8" (its ratio to the root of the second moment) if
+    exp_avg_format: str | None = _choice(None, EXP_AVG_FORMATS)
+    """Storage format of the first moment. Null is "ratio8" (its ratio to the root of the second moment) if
     the second moment is stored as "log8"; else "fp8_expanded"."""
 
     exp_avg_sq_format: str = _choice("log8", EXP_AVG_SQ_FORMATS)
-    """Storage format of the second moment. The paper stores both moments as "fp8_expanded"."""
-
-    exp_avg_sq_rounding: str = _choice("auto", ROUNDINGS)
-    """How the second moment is rounded. "auto" rounds "log8" stochastically if beta2 is above 63/64, because
-    the decay of a step is then less than half a code, and rounding to nearest would lose it. Otherwise it
-    rounds to nearest. Hugging Face's Trainer and Accelerate refuse the word "auto" here: leave the key
-    out."""
+    """Storage format of the second moment. The paper stores both moments as "fp8_expanded". "log8" is rounded
+    stochastically if beta2 is above 63/64, because the decay of a step is then less than half a code, and
+    rounding to nearest would lose it."""
 
     group_size: int = _choice(128, OPTIMIZER_GROUP_SIZES)
     """Number of consecutive elements that share one scale and one exponent."""
@@ -242,6 +239,9 @@ class ActivationsConfig(_Block):
     KEY: ClassVar[str] = "coat.activations"
     OR_BOOLEAN: ClassVar[bool] = True
     REMOVED: ClassVar[Mapping[str | tuple[str, str], str]] = {
+        "fallback": "convert() keeps a layer in BF16 if FP8 GEMMs do not support its sizes. Megatron's "
+        "layers then stay Megatron's. Drop the key.",
+        "emulate": "A GPU without FP8 cannot compute FP8 layers, and a CPU always can. Drop the key.",
         "forward_format": "Activations and weights are always multiplied in 'e4m3'. Drop the key.",
         ("weight_cache", "scale"): "It saved no time. Write 'none', or 'fp8' for two bytes a parameter.",
         ("attention_format", "e4m3"): "Its error was six times that of 'bf16'. Write 'sqrt8': same bytes.",
@@ -280,8 +280,8 @@ class ActivationsConfig(_Block):
     accumulated with all bits. In models that `convert` changed, the weight gradient of attention's output
     projection is too."""
 
-    cuda_graphs: str | bool = _choice("auto", CUDA_GRAPHS)
-    """Whether dense layers run as CUDA graphs, which removes almost all CPU time of the layer. "auto": only
+    cuda_graphs: bool | None = _choice(None, CHOSEN_OR_SET)
+    """Whether dense layers run as CUDA graphs, which removes almost all CPU time of the layer. Null: only
     where the GPU would wait for the CPU; for larger layers only where graphs take little memory. True:
     wherever it is possible. False: all layers run eagerly. In models that `convert` changed, only layers that
     run as fused blocks can be graphs. No graphs are used under ZeRO-3, where weights move, with dropout, or
@@ -292,50 +292,9 @@ class ActivationsConfig(_Block):
     training. "stock": as stock layers, as the saved model computes when it is loaded without COAT. For
     Megatron's layers the key applies only to the GEMMs."""
 
-    fallback: bool = False
-    """Keep a linear layer in BF16 if FP8 GEMMs do not support its sizes. False makes such a layer an error.
-    `coat_ds.convert` always keeps it in BF16."""
-
-    emulate: bool = False
-    """On a GPU without FP8, compute with the plain-PyTorch reference. Slow; for debugging only."""
-
     @classmethod
     def from_boolean(cls, value: bool) -> Self:
         return cls(enabled=value)
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointingConfig(_Block):
-    """How DeepSpeed's and torch's activation checkpointing save the inputs of a checkpointed region."""
-
-    KEY: ClassVar[str] = "coat.checkpointing"
-
-    compress: bool = False
-    """Save the inputs in FP8. The forward pass is unchanged. The recompute in backward starts from inputs
-    rounded to E4M3."""
-
-    group_size: int = _choice(128, CHECKPOINT_GROUP_SIZES)
-    """Number of consecutive elements that share one scale."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReportConfig(_Block):
-    """What rank 0 logs once, in addition to the line that COAT is active. True or false may replace the
-    object and set all its keys."""
-
-    KEY: ClassVar[str] = "coat.report"
-    OR_BOOLEAN: ClassVar[bool] = True
-
-    states: bool = True
-    """When the optimizer is built, log a table of tensors with the formats and bytes of their moments."""
-
-    saved: bool = False
-    """After the first training forward, log the bytes saved for backward. Hooks on autograd's saved tensors
-    count them in that forward only."""
-
-    @classmethod
-    def from_boolean(cls, value: bool) -> Self:
-        return cls(**{f.name: value for f in fields(cls)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -387,6 +346,10 @@ class CoatConfig(_Block):
     """The whole block."""
 
     KEY: ClassVar[str] = "coat"
+    REMOVED: ClassVar[Mapping[str | tuple[str, str], str]] = {
+        "checkpointing": 'In place of "compress": true write "fp8_activation_checkpointing": true.',
+        "report": "The table of states is always logged. Drop the key.",
+    }
 
     enabled: bool = False
     """Switches COAT on. Without the block, or with false, nothing changes."""
@@ -401,20 +364,18 @@ class CoatConfig(_Block):
     activations: ActivationsConfig = field(default_factory=ActivationsConfig)
     """FP8 saved activations and FP8 linear layers."""
 
-    checkpointing: CheckpointingConfig = field(default_factory=CheckpointingConfig)
-    """FP8 inputs of checkpointed regions."""
-
-    report: ReportConfig = field(default_factory=ReportConfig)
-    """What is logged about memory."""
+    fp8_activation_checkpointing: bool = False
+    """Save the inputs of regions that DeepSpeed's, torch's or Megatron's activation checkpointing recomputes
+    in FP8. The forward pass is unchanged. The recompute in backward starts from inputs rounded to E4M3."""
 
     watch: WatchConfig = field(default_factory=WatchConfig)
     """What is measured during training, and how COAT reacts."""
 
-    zero3_layer_units: str | bool = _choice("auto", ZERO3_LAYER_UNITS)
+    zero3_layer_units: bool | None = _choice(None, CHOSEN_OR_SET)
     """Whether ZeRO-3 gathers and releases all weights of a layer together, which saves the CPU time of hooks
-    on each module. "auto": for COAT's and converted layers. True: also for Megatron's own and Hugging Face's
+    on each module. Null: for COAT's and converted layers. True: also for Megatron's own and Hugging Face's
     layers. False: for none. Layers with frozen parameters are gathered module by module, unless the whole
-    model is frozen. Hugging Face's Trainer and Accelerate refuse the word "auto" here: leave the key out."""
+    model is frozen."""
 
     @classmethod
     def from_dict(cls, block: Mapping[str, Any] | None) -> Self:

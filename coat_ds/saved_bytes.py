@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 import torch
 
 from coat_ds.optim.shards import is_distributed, local
-from coat_kernels.autograd.checkpointing import MIN_NUMEL, alive_packed, packed_bytes
+from coat_kernels.autograd.checkpointing import MIN_NUMEL, alive_packed
 
 
 class SavedStorages:
@@ -68,30 +68,6 @@ def is_weight_of(module: torch.nn.Module) -> Callable[[int], bool]:
     return is_weight
 
 
-def report_saved(module: torch.nn.Module, say: Callable[[str], None]) -> None:
-    """Calls `say` after the first forward pass of `module` with gradients, with the bytes saved for backward.
-
-    The count has each storage that autograd saves once, and packed inputs of checkpointed regions. It leaves
-    out parameters, also weights that ZeRO-3 has gathered, and buffers. It also lacks the inputs that
-    DeepSpeed's checkpointing saves uncompressed, which do not pass through autograd.
-    """
-    is_weight = is_weight_of(module)
-
-    @contextlib.contextmanager
-    def counting() -> Iterator[None]:
-        saved = SavedStorages(is_weight)
-        with saved.counting():
-            yield
-        plain = saved.nbytes
-        codes, instead_of = packed_bytes()
-        say(
-            f"COAT: the first forward keeps {plain + codes:,} bytes for backward: {plain:,} in tensors that "
-            f"autograd saves, and {codes:,} of checkpointed inputs in FP8 in place of {instead_of:,}"
-        )
-
-    around_first_forward(module, counting)
-
-
 def report_compressed(
     module: torch.nn.Module, say: Callable[[str], None], warn: Callable[[str], None]
 ) -> None:
@@ -112,7 +88,7 @@ def report_compressed(
             )
         else:
             warn(
-                "coat.checkpointing.compress: found True, but the first forward has checkpointed no "
+                "coat.fp8_activation_checkpointing: found True, but the first forward has checkpointed no "
                 f"activation of {MIN_NUMEL:,} elements or more, so that nothing is compressed. Turn on the "
                 "model's activation checkpointing (Hugging Face: gradient_checkpointing; Megatron: "
                 "recompute_granularity), or drop the key."

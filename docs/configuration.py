@@ -22,8 +22,8 @@ Only `enabled` is required. The whole block, each other key with its default:
 ```
 
 Unknown keys, wrong types and impossible combinations raise an error before any memory is allocated. The error
-names the key, the value and the fix. Hugging Face's Trainer and Accelerate refuse the word `"auto"` in this
-block: with them, leave out the keys whose default is `"auto"`.
+names the key, the value and the fix. COAT chooses the value of a key whose default is
+`null`.
 
 Editors check and complete the block with its JSON schema, [coat.schema.json](../configs/coat.schema.json).
 """

@@ -99,16 +99,17 @@ SECTIONS: dict[str, list[Row]] = {
             condition="[layer by layer](deepspeed.md#options-for-this-framework); PEFT adapters are refused",
             proof=("tests/coat_ds/layers/test_autotp.py",)),
         Row("Ulysses, ALST", cpu=2, condition="attention saves BF16; no fused layers"),
-        Row("Pipeline (`PipelineModule`)", cpu=2, condition="`checkpointing.compress` needs `use_reentrant`"),
+        Row("Pipeline (`PipelineModule`)", cpu=2,
+            condition="`fp8_activation_checkpointing` needs `use_reentrant`"),
         Row("Muon", states="stock", cpu=2,
             condition='DeepSpeed 0.19.8, `"optimizer": {"enabled": false}` in the block',
             deepspeed=({"coat": {"enabled": True, "optimizer": {"enabled": False}},
                         "optimizer": {"type": "Muon", "params": {"lr": 1e-3}}},)),
         Row("1-bit and other optimizers", *STATES_REFUSED,
             deepspeed=({"optimizer": {"type": "OneBitAdam"}}, {"optimizer": {"type": "Lamb"}})),
-        Row("Activation checkpointing, `checkpointing.compress`", cpu=2, h100=2,
+        Row("Activation checkpointing, `fp8_activation_checkpointing`", cpu=2, h100=2,
             condition="contiguous buffers and DeepCompile are refused", proof=(UNITS,),
-            deepspeed=({"coat": {"enabled": True, "checkpointing": {"compress": True}}},)),
+            deepspeed=({"coat": {"enabled": True, "fp8_activation_checkpointing": True}},)),
         Row("Universal checkpoints", cpu=4, condition="[between sizes](checkpoints.md)"),
         Row("`elastic_checkpoint`", *STATES_REFUSED, deepspeed=(zero(1, elastic_checkpoint=True),)),
         Row("Checkpoint writer `python`", cpu=1,
@@ -316,8 +317,8 @@ node. An empty cell means that it did not run there. CPU runs use gloo and small
 **A100 and older** (compute capability below 8.9): only the 8-bit optimizer states work. Layers stay in BF16
 under DeepSpeed, with a warning; `convert` and Megatron's layer specs raise an error. `CoatAdamW` runs on
 every GPU and on CPUs. Kernels compile for Ada and Blackwell GPUs, but ran on neither. AMD GPUs were not
-tried. A linear layer needs sizes that are multiples of 16: `convert` leaves other layers in BF16;
-Megatron's layers refuse them without `"fallback": true`.
+tried. A linear layer needs sizes that are multiples of 16: `convert` leaves other layers in BF16,
+and Megatron's layers stay Megatron's, with a warning.
 """
 
 TAIL = """\

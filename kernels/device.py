@@ -53,13 +53,12 @@ def _log_emulation() -> None:
         log.warning("no GPU: FP8 is emulated by the plain-PyTorch reference, slow, for tests only")
 
 
-def require_fp8(device: torch.device, emulate: bool = False) -> None:
-    """Raises RuntimeError if `device` is a GPU without FP8, unless the references may `emulate` it. CPUs
-    pass, because they run the references."""
-    if device.type == "cuda" and not emulate and not has_fp8_gemm(device):
+def require_fp8(device: torch.device) -> None:
+    """Raises RuntimeError if `device` is a GPU without FP8. CPUs pass, because they run the
+    references."""
+    if device.type == "cuda" and not has_fp8_gemm(device):
         major, minor = capability(device)
         raise RuntimeError(
             f"FP8 needs a GPU of compute capability 8.9 or newer, found {torch.cuda.get_device_name(device)} "
-            f'with {major}.{minor}. Use such a GPU, set "activations" to false for 8-bit states alone, or, '
-            'to look at the arithmetic only, "activations": {"emulate": true}.'
+            f'with {major}.{minor}. Use such a GPU, or set "activations" to false for 8-bit states alone.'
         )

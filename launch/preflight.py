@@ -268,14 +268,14 @@ class _token:
 
 
 def _asks_for_fp8(path: str) -> bool:
-    """Whether the config requests layers that compute in FP8, without emulation."""
+    """Whether the config requests layers that compute in FP8."""
     from coat_ds.zero.deepspeed_config import block_of
 
     try:
         coat = block_of(read_object(path))
     except ValueError as error:
         raise ClusterError(f"DEEPSPEED_CONFIG {path}: {error}") from error
-    return coat.enabled and coat.activations.enabled and not coat.activations.emulate
+    return coat.enabled and coat.activations.enabled
 
 
 def _mpirun() -> str:

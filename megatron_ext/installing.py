@@ -20,5 +20,5 @@ def install(*, optimizer: bool = False, checkpoints: bool = False) -> None:
                 " Set it to true, or take the spec from another module."
             )
         seam.install(config)
-    if checkpoints or config.checkpointing.compress:
-        recompute.install(config.checkpointing.group_size)
+    if checkpoints or config.fp8_activation_checkpointing:
+        recompute.install()

@@ -12,8 +12,8 @@ The block of a DeepSpeed config sets their options, in the JSON file that the va
 
     {"coat": {"enabled": true, "activations": {"weight_cache": "fp8"}}}
 
-With `checkpointing.compress` the second module compresses the inputs of recompute too. Options of single
-linear layers are set in the file of Megatron's `--te-precision-config-file`:
+With `fp8_activation_checkpointing` the second module compresses the inputs of recompute too. Options of
+single linear layers are set in the file of Megatron's `--te-precision-config-file`:
 
     configs: {wide: {coat: {backward_format: e4m3}}, plain: {coat: {enabled: false}}}
     matchers:
@@ -86,7 +86,6 @@ def _read(path: str | None) -> CoatConfig:
         raise CoatConfigError(f"{where}: {error}") from None
     for key, value, wanted, why in (
         ("enabled", config.enabled, True, "--spec asks for it"),
-        ("report.saved", config.report.saved, False, "Megatron's loop does not count what is saved"),
         (
             "optimizer.checkpoint_layout",
             config.optimizer.checkpoint_layout,
@@ -94,7 +93,7 @@ def _read(path: str | None) -> CoatConfig:
             "Megatron's checkpoints hold FP32 moments",
         ),
         ("require", config.require, False, "DeepSpeed's engine alone counts layers"),
-        ("zero3_layer_units", config.zero3_layer_units, "auto", "ZeRO-3 is DeepSpeed's"),
+        ("zero3_layer_units", config.zero3_layer_units, None, "ZeRO-3 is DeepSpeed's"),
     ):
         if value != wanted:
             raise CoatConfigError(
@@ -122,10 +121,10 @@ def activations() -> ActivationsConfig:
 def check_compress() -> None:
     """Raises CoatConfigError if the file requests compressed recompute and the spec's module has not
     installed it."""
-    if coat_config().checkpointing.compress and not recompute.installed():
+    if coat_config().fp8_activation_checkpointing and not recompute.installed():
         raise CoatConfigError(
-            f"{VARIABLE}: coat.checkpointing.compress: found true, but nothing compresses. Take the spec "
-            "from megatron_ext.with_checkpoints or megatron_ext.with_optimizer."
+            f"{VARIABLE}: coat.fp8_activation_checkpointing: found true, but nothing compresses. Take the "
+            "spec from megatron_ext.with_checkpoints or megatron_ext.with_optimizer."
         )
 
 

@@ -77,7 +77,7 @@ class System(NamedTuple):
     """TransformerEngine's AdamW as Megatron's precision-aware optimizer sets it up, both moments in FP8."""
     bf16_masters: bool = False
     """DeepSpeed keeps masters and gradients in BF16."""
-    layer_units: str | bool = "auto"
+    layer_units: bool | None = None
     """Of ZeRO-3, as the block has it; true also without COAT's layers and optimizer."""
     zero: dict = {}
     """Further keys of `zero_optimization`."""
@@ -94,7 +94,7 @@ class System(NamedTuple):
             coat=CoatConfig.from_dict({"enabled": True, **(self.coat or {})}),
             bf16_masters=self.bf16_masters,
             recompute="mlp" if "recompute_modules" in self.config else "none",
-            layer_units=None if self.layer_units == "auto" else self.layer_units,
+            layer_units=self.layer_units,
         )
 
 
@@ -183,8 +183,8 @@ def bf16_section(system: System) -> dict:
 
 def coat_section(system: System) -> dict:
     """Of the DeepSpeed JSON."""
-    block = {"enabled": True, "report": False}
-    if system.layer_units != "auto":
+    block = {"enabled": True}
+    if system.layer_units is not None:
         block["zero3_layer_units"] = system.layer_units
     if system.coat is not None:
         return block | system.coat

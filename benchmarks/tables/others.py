@@ -266,7 +266,7 @@ def fit(results: Results) -> str:
         ],
         [
             "`saved`, with activation checkpointing",
-            '`"checkpointing": {"compress": true}`',
+            '`"fp8_activation_checkpointing": true`',
             f"{full['kept_mb']:,.0f} → {compressed['kept_mb']:,.0f} MB "
             f"({data('recompute.csv', '24 layers of h 2048')})",
             f"{percent(1 - compressed['tokens_per_s'] / full['tokens_per_s'])} slower",

@@ -44,7 +44,7 @@ def without_fp8(name: str, *capability: int) -> str | None:
         return None
     return (
         f"{name} has compute capability {capability[0]}.{capability[1]}, FP8 needs 8.9. Set "
-        'coat.activations.enabled to false in the DeepSpeed JSON, or "emulate" to true'
+        "coat.activations.enabled to false in the DeepSpeed JSON"
     )
 
 

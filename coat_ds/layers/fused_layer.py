@@ -343,10 +343,10 @@ def _taken_over(module: nn.Module) -> str:
 
 def uses_graphs(layer: Fp8DecoderLayer, x: torch.Tensor) -> bool:
     """Whether a layer that runs as fused blocks also runs as CUDA graphs, by the key `cuda_graphs`. Never if
-    weights move, as under ZeRO-3. "auto": only if the GPU would wait for the CPU, which holds up to a limit
+    weights move, as under ZeRO-3. None: only if the GPU would wait for the CPU, which holds up to a limit
     of GPU work, since the CPU time of a layer does not depend on the layer's size."""
     wanted = layer.cuda_graphs
-    if not wanted:
+    if wanted is False:
         return False
     weights = [linear.weight for linears in layer.products for linear in linears]
     if not x.is_cuda or hasattr(weights[0], "ds_id"):

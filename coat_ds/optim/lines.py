@@ -60,12 +60,11 @@ def stalling(optimizer, key: str) -> str | None:
             half = 2**-8 if codec.dtype == torch.bfloat16 else 1 / 64
             if 1 - beta2 >= half or rounds_stochastically(group, codec):
                 continue
-            way_out = "exp_avg_sq_rounding to 'stochastic'" if codec.fine else "exp_avg_sq_format to 'log8'"
             return (
                 f"{key}exp_avg_sq_format: found {codec.name!r} with beta2 {beta2:g}, above "
                 f"{1 - half:.6g}. Rounding to nearest then undoes the decay: second moments decay only with "
-                f"the largest of their group, if at all. Set {way_out}, or beta2 to 0.95 (betas; "
-                "optimizer.params.betas of DeepSpeed's JSON; adam_beta2 of Hugging Face's Trainer; "
+                "the largest of their group, if at all. Set exp_avg_sq_format to 'log8', or beta2 to 0.95 "
+                "(betas; optimizer.params.betas of DeepSpeed's JSON; adam_beta2 of Hugging Face's Trainer; "
                 "--adam-beta2 of Megatron)."
             )
     return None

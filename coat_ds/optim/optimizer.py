@@ -57,13 +57,12 @@ class CoatAdamW(torch.optim.Optimizer):
     amsgrad, differentiable: only the default values are accepted.
     foreach, fused: of no effect; there is one implementation.
     exp_avg_format, exp_avg_sq_format: storage of the two moments, by name (`coat_kernels.codecs.CODECS`).
-        "auto" is "ratio8" with "log8", else "fp8_expanded". The paper's format is "fp8_expanded" for both.
-    exp_avg_sq_rounding: "nearest", "stochastic", or "auto": stochastic for "log8" if 1 - beta2 is below 1/64,
-        else to nearest. A step decays a second moment by the fraction 1 - beta2. If that is less than half
-        the distance between two codes, rounding to nearest undoes the decay, except that of a group's scale.
-        The codes of "log8" are close enough for stochastic rounding to correct this with little noise.
-        "stochastic" is a deterministic dither: a low-discrepancy sequence over the steps, independent of how
-        tensors are sharded.
+        None is "ratio8" with "log8", else "fp8_expanded". The paper's format is "fp8_expanded" for both.
+        "log8" is rounded stochastically if 1 - beta2 is below 1/64. A step decays a second moment by the
+        fraction 1 - beta2. If that is less than half the distance between two codes, rounding to nearest
+        undoes the decay, except that of a group's scale. The codes of "log8" are close enough for stochastic
+        rounding to correct this with little noise: a deterministic dither, a low-discrepancy sequence over
+        the steps, independent of how tensors are sharded.
     group_size: elements that share one scale and one exponent: 64, 128 or 256.
     min_numel: tensors with fewer elements keep FP32 moments; 0 compresses everything.
     bf16_params: how BF16 parameters are updated. "exact": `state[p]["remainder"]`, int16, extends each
@@ -126,9 +125,8 @@ class CoatAdamW(torch.optim.Optimizer):
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
-        exp_avg_format: str = "auto",
+        exp_avg_format: str | None = None,
         exp_avg_sq_format: str = "log8",
-        exp_avg_sq_rounding: str = "auto",
         group_size: int = 128,
         min_numel: int = 4096,
         bf16_params: str = "exact",
@@ -152,7 +150,6 @@ class CoatAdamW(torch.optim.Optimizer):
             "fused": fused,
             "exp_avg_format": exp_avg_format,
             "exp_avg_sq_format": exp_avg_sq_format,
-            "exp_avg_sq_rounding": exp_avg_sq_rounding,
             "group_size": group_size,
             "min_numel": min_numel,
             "bf16_params": bf16_params,

@@ -16,7 +16,6 @@ from coat_ds.config import (
     EXP_AVG_SQ_FORMATS,
     KEEP_FP32,
     OPTIMIZER_GROUP_SIZES,
-    ROUNDINGS,
     CoatConfigError,
     check_choice,
     check_pair,
@@ -49,7 +48,6 @@ STOCK_SWITCHES: dict[str, Any] = {
 LAYOUT = (
     "exp_avg_format",
     "exp_avg_sq_format",
-    "exp_avg_sq_rounding",
     "group_size",
     "min_numel",
     "bf16_params",
@@ -137,8 +135,7 @@ def _nearest_name(pattern: str, names: Iterable[str]) -> str:
 
 def rounds_stochastically(group: dict[str, Any], codec: Codec) -> bool:
     """Whether second moments stored by `codec` are rounded stochastically in a parameter group."""
-    rounding, beta2 = group["exp_avg_sq_rounding"], float(group["betas"][1])
-    return rounding == "stochastic" or (rounding == "auto" and codec.fine and 1 - beta2 < 1 / 64)
+    return codec.fine and 1 - float(group["betas"][1]) < 1 / 64
 
 
 def codec_of(group: dict[str, Any], name: str) -> Codec:
@@ -151,6 +148,8 @@ def formats_of(group: dict[str, Any]) -> FormatNames:
     """The formats of its moments that a parameter group of a checkpoint names; FP32 if it names none, as
     groups of other optimizers do."""
     first, second = (group.get(name) for name in FORMATS)
+    # earlier versions wrote "auto" for None
+    first = None if first == "auto" else first
     if first not in EXP_AVG_FORMATS or second not in EXP_AVG_SQ_FORMATS:
         return BOTH_FP32
     return tuple(codec_of(group, name).name for name in MOMENTS)
@@ -202,7 +201,6 @@ def check_options(options: dict[str, Any]) -> None:
     check_pair("CoatAdamW: ", options["exp_avg_format"], options["exp_avg_sq_format"])
     check_choice("CoatAdamW: group_size", options["group_size"], OPTIMIZER_GROUP_SIZES)
     check_choice("CoatAdamW: bf16_params", options["bf16_params"], BF16_PARAMS)
-    check_choice("CoatAdamW: exp_avg_sq_rounding", options["exp_avg_sq_rounding"], ROUNDINGS)
     check_type("CoatAdamW: min_numel", options["min_numel"], int)
     if options["min_numel"] < 0:
         raise CoatConfigError(f"CoatAdamW: min_numel must be 0 or more, found {options['min_numel']}.")

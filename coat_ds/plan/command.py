@@ -154,7 +154,7 @@ def configured(config: Mapping, spread: Layout, gpu: Gpu | None = None) -> Syste
         optimizer="coat" if block.optimizer.enabled else "adamw",
         coat=block,
         bf16_masters=bool(bf16.get("bf16_master_weights_and_grads")) and not spread.in_one_buffer,
-        recompute="full" if block.checkpointing.compress else "none",
+        recompute="full" if block.fp8_activation_checkpointing else "none",
     )
 
 
@@ -276,7 +276,7 @@ def _notes(model: Sizes, spread: Layout, gpu: Gpu, limit: float, choices: list[a
         lines.append("  allocator gives memory back each time: slower by a third. --fit leaves the room.")
     if (held := _held_by_graphs(model, spread, choices)) is not None:
         lines.append(
-            'cuda_graphs "auto" launches these layers, for which the GPU may wait. true records them, for up '
+            "cuda_graphs null launches these layers, for which the GPU may wait. true records them, for up "
             f"to {held / 1e9:.1f} GB more."
         )
     if on_host := max(choice.prediction.host for choice in choices):
@@ -336,7 +336,7 @@ def _pasted(best: advice.Choice, base: dict, megatron: list[str] | None) -> str:
         words += " --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
     if best.system.layers != "coat":
         return words
-    module = "with_checkpoints" if best.system.coat.checkpointing.compress else "with_optimizer"
+    module = "with_checkpoints" if best.system.coat.fp8_activation_checkpointing else "with_optimizer"
     block = json.dumps({"coat": best.system.block()["coat"]}, indent=2)
     words += f" --spec megatron_ext.{module} coat_layer_spec"
     if removed := unplanned.refused_by_spec(megatron):

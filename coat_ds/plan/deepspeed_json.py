@@ -22,7 +22,7 @@ MICRO_BATCH, ACCUMULATION = "train_micro_batch_size_per_gpu", "gradient_accumula
 # what Trainer fills in
 OF_TRAINER = dict.fromkeys((MICRO_BATCH, ACCUMULATION, "train_batch_size", "gradient_clipping"), "auto")
 # keys of the user's block that stay
-KEPT = ("require", "report", "watch")
+KEPT = ("require", "watch")
 # DeepSpeed builds no optimizer without a section
 OF_DEEPSPEED = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.95]}}}
 

@@ -109,7 +109,7 @@ class Prediction:
     in_one_piece: float
     """Bytes of the gradients that ZeRO-1 allocates after each backward, in one tensor."""
     may_wait: bool
-    """Whether "auto" leaves layers, for the sake of memory, to the CPU, for which the GPU may wait."""
+    """Whether `cuda_graphs` null leaves layers, to save memory, to the CPU, for which the GPU may wait."""
 
     @property
     def peak(self) -> Memory:
@@ -237,13 +237,13 @@ class _Stage:
     def _has_graphs(self) -> bool:
         """Whether layers are recorded."""
         wanted, layout = self.system.coat.activations.cuda_graphs, self.layout
-        if wanted == "auto":
+        if wanted is None:
             leave = layout.host == "megatron" or (layout.stage == 2 and (self.reduced_flat or self.on_cpu))
             wanted = self._is_small(leave)
         return bool(wanted and self._recordable())
 
     def _may_wait(self) -> bool:
-        auto = self.system.coat.activations.cuda_graphs == "auto"
+        auto = self.system.coat.activations.cuda_graphs is None
         return auto and self._recordable() and self._is_small(True) and not self._has_graphs()
 
     def _recordable(self) -> bool:

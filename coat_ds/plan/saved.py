@@ -17,6 +17,7 @@ from coat_ds.plan.experts import BF16, FP32, saved_by_megatron, saved_by_transfo
 from coat_ds.plan.layout import Layout
 from coat_ds.plan.sizes import Sizes
 from coat_ds.plan.systems import System
+from coat_kernels.autograd.checkpointing import GROUP_SIZE as CHECKPOINT_GROUP_SIZE
 
 
 def saved_per_token(sizes: Sizes, layout: Layout, system: System) -> float:
@@ -69,7 +70,6 @@ def _of_experts(sizes: Sizes, layout: Layout, grouped: float | None = None) -> f
 
 def _input_per_token(sizes: Sizes, system: System) -> float:
     """Bytes of a layer's input, where the layer is recomputed."""
-    compressed = system.coat.checkpointing
-    if system.layers == "coat" and compressed.compress:
-        return sizes.hidden * (1 + FP32 / compressed.group_size)
+    if system.layers == "coat" and system.coat.fp8_activation_checkpointing:
+        return sizes.hidden * (1 + FP32 / CHECKPOINT_GROUP_SIZE)
     return BF16 * sizes.hidden

@@ -45,7 +45,7 @@ class System:
         if self.layer_units is not None:
             return self.layer_units
         wanted = self.coat.zero3_layer_units
-        return self.layers == "coat" if wanted == "auto" else wanted
+        return self.layers == "coat" if wanted is None else wanted
 
     def with_graphs(self, wanted: bool) -> "System":
         """The same with another `cuda_graphs`."""
@@ -135,7 +135,7 @@ def rungs() -> dict[str, System]:
         coat("COAT, 8-bit attention", eight_bits),
         coat("COAT, recomputed attention", recomputed),
         coat("COAT, smallest, recomputed attention", recomputed | _STOCHASTIC, bf16_masters=True),
-        coat("COAT, recompute", {"checkpointing": {"compress": True}}, recompute="full"),
+        coat("COAT, recompute", {"fp8_activation_checkpointing": True}, recompute="full"),
         coat("COAT, offload", recomputed, offload=True),
     )
     return {system.name: system for system in found}

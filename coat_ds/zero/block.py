@@ -15,8 +15,7 @@ BLOCK_KEYS = frozenset(
         "require",
         "optimizer",
         "activations",
-        "checkpointing",
-        "report",
+        "fp8_activation_checkpointing",
         "watch",
         "zero3_layer_units",
     )

@@ -40,8 +40,7 @@ def optimizer_for_engine(coat: CoatConfig, config: Mapping[str, Any], optimizer:
     }
 
     def reported(built: CoatAdamW) -> CoatAdamW:
-        if coat.report.states:
-            say(f"COAT: AdamW states of the whole model\n{_layout(built, names)}")
+        say(f"COAT: AdamW states of the whole model\n{_layout(built, names)}")
         return built
 
     def converted(given: torch.optim.Optimizer) -> CoatAdamW:

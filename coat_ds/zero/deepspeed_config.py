@@ -63,7 +63,6 @@ def check(config: Mapping[str, Any], optimizer: Any) -> CoatConfig:
         coat = replace(
             coat,
             optimizer=replace(coat.optimizer, enabled=False),
-            report=replace(coat.report, saved=False),
             watch=WatchConfig(every=0),
         )
     if coat.enabled and coat.optimizer.enabled:
@@ -72,7 +71,7 @@ def check(config: Mapping[str, Any], optimizer: Any) -> CoatConfig:
             optimizer_options(config)
         else:
             convert_optimizer.check(optimizer)
-    if coat.enabled and coat.checkpointing.compress:
+    if coat.enabled and coat.fp8_activation_checkpointing:
         recompute.check_config(config)
     return coat
 
@@ -290,7 +289,7 @@ def no_conversion(
     models can be converted."""
     if enabled(config, "fp16"):
         return "fp16.enabled is true, and converted layers compute in BF16 or FP32"
-    if device is not None and device.type == "cuda" and not activations.emulate and not has_fp8_gemm(device):
+    if device is not None and device.type == "cuda" and not has_fp8_gemm(device):
         found = ".".join(map(str, capability(device)))
         return f"this GPU has compute capability {found}, and FP8 GEMMs need 8.9"
     return None

@@ -13,7 +13,7 @@ from coat_ds.layers.inventory import layers_of
 from coat_ds.optim.optimizer import CoatAdamW
 from coat_ds.optim.options import idle_bf16_params
 from coat_ds.patches import Patch
-from coat_ds.saved_bytes import report_compressed, report_saved
+from coat_ds.saved_bytes import report_compressed
 from coat_ds.zero import recompute
 from coat_ds.zero.block import enabled, section
 from coat_ds.zero.build import optimizer_for_engine
@@ -77,7 +77,7 @@ def prepare(arguments: dict[str, Any]) -> Prepared:
     if coat.enabled and optimizer is None and not has_optimizer(config):
         say(
             'COAT: found neither an "optimizer" section nor an optimizer argument, as of a reference model: '
-            "FP8 layers alone. coat.optimizer, coat.watch and coat.report are of no effect in this engine"
+            "FP8 layers alone. coat.optimizer and coat.watch are of no effect in this engine"
         )
     if coat.enabled and coat.optimizer.enabled:
         TESTED.apply(lambda tested: lambda optimizer: isinstance(optimizer, CoatAdamW) or tested(optimizer))
@@ -145,10 +145,8 @@ def finish(engine, prepared: Prepared) -> None:
             say(line, logging.WARNING)
         guard_offloading(engine)
     _mark_gradients(engine.module, leave_early(engine.optimizer))
-    if coat.report.saved:
-        report_saved(engine.module, say)
-    if coat.checkpointing.compress:
-        recompute.compress_inputs(engine.module, coat.checkpointing.group_size)
+    if coat.fp8_activation_checkpointing:
+        recompute.compress_inputs(engine.module)
         report_compressed(engine.module, say, functools.partial(say, level=logging.WARNING))
     report_uncalled(engine.module, functools.partial(say, level=logging.WARNING))
     layers = layers_of(engine.module, why)

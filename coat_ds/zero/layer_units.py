@@ -66,7 +66,7 @@ class LayerUnits:
     wanted: the block's `zero3_layer_units`. zero: DeepSpeed's config of ZeRO; no units below stage 3.
     """
 
-    def __init__(self, model: torch.nn.Module | None, wanted: str | bool, zero):
+    def __init__(self, model: torch.nn.Module | None, wanted: bool | None, zero):
         self.chosen: dict[str, torch.nn.Module] = {}
         self.reasons: dict[str, str] = {}
         # hooks of the layers that have become units
@@ -78,7 +78,8 @@ class LayerUnits:
             return
         users, trained = _users(model), any(p.requires_grad for p in model.parameters())
         for name, layer in _layers(model, wanted).items():
-            reason = _obstacle(layer, users, trained) if wanted else "coat.zero3_layer_units is false"
+            off = "coat.zero3_layer_units is false"
+            reason = off if wanted is False else _obstacle(layer, users, trained)
             if reason is None:
                 self.chosen[name] = layer
             else:
@@ -169,7 +170,7 @@ class LayerUnits:
         return text
 
 
-def _layers(model: torch.nn.Module, wanted: str | bool) -> dict[str, torch.nn.Module]:
+def _layers(model: torch.nn.Module, wanted: bool | None) -> dict[str, torch.nn.Module]:
     """Layers with parameters, by name; no layer is inside another one."""
     found: dict[str, torch.nn.Module] = {}
     inside: set[torch.nn.Module] = set()
@@ -185,7 +186,7 @@ def _numel(p: torch.nn.Parameter) -> int:
     return getattr(p, "ds_numel", p.numel())
 
 
-def _is_layer(module: torch.nn.Module, wanted: str | bool) -> bool:
+def _is_layer(module: torch.nn.Module, wanted: bool | None) -> bool:
     if hasattr(module, "zero3_unit"):
         return True
     names = (f"{cls.__module__}.{cls.__qualname__}" for cls in type(module).__mro__)

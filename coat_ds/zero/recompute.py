@@ -40,16 +40,16 @@ CHECKPOINT = Patch(
     method="forward",
     expected="a class that checkpoint() looks up, with forward",
     used_by="checkpoint",
-    way_out="or drop coat.checkpointing.compress",
+    way_out="or drop coat.fp8_activation_checkpointing",
 )
 CONTIGUOUS = (
     "its buffers are of the activations' own type, and FP8 codes are not kept in them. Drop the key, or set "
-    "coat.checkpointing.compress to false."
+    "coat.fp8_activation_checkpointing to false."
 )
 
 
 def check_config(config: Mapping[str, Any]) -> None:
-    """Raises CoatConfigError where `coat.checkpointing.compress` would have no effect."""
+    """Raises CoatConfigError where `coat.fp8_activation_checkpointing` would have no effect."""
 
     def found(section: str, key: str) -> Any:
         block = config.get(section)
@@ -70,13 +70,13 @@ def check_config(config: Mapping[str, Any]) -> None:
     ):
         if found(section, key) is value:
             raise CoatConfigError(
-                f"{section}.{key}: found {value}; {why}. Drop the key, or set coat.checkpointing.compress to "
-                "false."
+                f"{section}.{key}: found {value}; {why}. Drop the key, or set "
+                "coat.fp8_activation_checkpointing to false."
             )
 
 
 @contextlib.contextmanager
-def compressed(group_size: int) -> Iterator[None]:
+def compressed() -> Iterator[None]:
     """A context for a forward pass, in which DeepSpeed's and torch's checkpointing keep inputs in FP8.
 
     Raises CoatConfigError, from `checkpoint`, if DeepSpeed's contiguous buffers were configured.
@@ -84,16 +84,16 @@ def compressed(group_size: int) -> Iterator[None]:
     from deepspeed.runtime.activation_checkpointing import checkpointing as deepspeed
 
     CHECKPOINT.apply(functools.partial(_packing_function, deepspeed))
-    with compressed_checkpoints(group_size):
+    with compressed_checkpoints():
         yield
 
 
-def compress_inputs(module: torch.nn.Module, group_size: int) -> None:
+def compress_inputs(module: torch.nn.Module) -> None:
     """Runs every forward pass of `module` in `compressed`."""
     forward = module.forward
     # not hooks, because torch runs none after a KeyboardInterrupt; and no closure, because a copy of the
     # module must call its own forward
-    module.forward = functools.update_wrapper(functools.partial(_in_compressed, forward, group_size), forward)
+    module.forward = functools.update_wrapper(functools.partial(_in_compressed, forward), forward)
 
 
 def keep_inputs(module: torch.nn.Module) -> None:
@@ -106,8 +106,8 @@ def keep_inputs(module: torch.nn.Module) -> None:
             module.forward = forward.args[0]
 
 
-def _in_compressed(forward: Callable, group_size: int, *args, **kwargs):
-    with compressed(group_size):
+def _in_compressed(forward: Callable, *args, **kwargs):
+    with compressed():
         return forward(*args, **kwargs)
 
 
@@ -117,8 +117,7 @@ def _packing_function(deepspeed: ModuleType, base: type) -> type:
 
         @staticmethod
         def forward(ctx, run_function, all_outputs, *args):
-            group_size = compressing()
-            if group_size is None:
+            if not compressing():
                 return base.forward(ctx, run_function, all_outputs, *args)
             if deepspeed.CONTIGUOUS_CHECKPOINTING:
                 raise CoatConfigError(
@@ -132,7 +131,7 @@ def _packing_function(deepspeed: ModuleType, base: type) -> type:
             finally:
                 for x in chosen.values():
                     del x.no_checkpointing
-            stand_ins = {key: _stand_in(deepspeed, x, group_size) for key, x in chosen.items()}
+            stand_ins = {key: _stand_in(deepspeed, x) for key, x in chosen.items()}
             ctx.deepspeed_saved_tensors = tuple(stand_ins.get(id(t), t) for t in ctx.deepspeed_saved_tensors)
             return outputs
 
@@ -148,10 +147,10 @@ def _is_kept(deepspeed: ModuleType, x: Any) -> bool:
     return is_activation(x) and not hasattr(x, "no_checkpointing") and x.numel() % _shares(deepspeed) == 0
 
 
-def _stand_in(deepspeed: ModuleType, x: torch.Tensor, group_size: int) -> torch.Tensor:
+def _stand_in(deepspeed: ModuleType, x: torch.Tensor) -> torch.Tensor:
     """An empty tensor that DeepSpeed fills in backward with the result of `saved_data.to(device)`."""
     empty = torch.empty(0, dtype=x.dtype, device=x.device, requires_grad=True)
-    empty.saved_data = _Kept(deepspeed, x, group_size)
+    empty.saved_data = _Kept(deepspeed, x)
     # it is filled with the whole tensor: DeepSpeed must not all-gather it
     empty.no_checkpointing = True
     return empty
@@ -160,14 +159,14 @@ def _stand_in(deepspeed: ModuleType, x: torch.Tensor, group_size: int) -> torch.
 class _Kept:
     """An input as codes: this rank's share if activations are partitioned; in CPU memory if configured."""
 
-    def __init__(self, deepspeed: ModuleType, x: torch.Tensor, group_size: int):
+    def __init__(self, deepspeed: ModuleType, x: torch.Tensor):
         self.shape, self.group, self.shares = x.shape, deepspeed.mp_group, _shares(deepspeed)
         if self.shares == 1:
-            self.packed = packed(x, group_size)
+            self.packed = packed(x)
         else:
             flat = x.reshape(-1)
             share = flat.numel() // self.shares
-            self.packed = Packed(flat.narrow(0, share * deepspeed.mp_rank, share), group_size)
+            self.packed = Packed(flat.narrow(0, share * deepspeed.mp_rank, share))
         if deepspeed.CPU_CHECKPOINT:
             self.packed = self.packed.with_codes(*map(_on_cpu, (self.packed.codes, self.packed.exponent)))
 

@@ -1,7 +1,7 @@
 """Activations that autograd saves, in FP8: half the bytes of BF16, a quarter of FP32's.
 
 Activation checkpointing saves the inputs of a region and recomputes the region in backward.
-`compressed_checkpoints` has `torch.utils.checkpoint` save them as FP8 codes with one scale per group of G
+`compressed_checkpoints` has `torch.utils.checkpoint` save them as FP8 codes with one scale per group of 128
 elements. The forward pass does not change. Backward recomputes from inputs with an error of at most 2^-4 of
 their value (E4M3 has 3 mantissa bits), or of 2^-17 of the group's amax for inputs below 2^-13 of the amax.
 Inputs that E4M3 represents exactly give bit-identical gradients. The recompute repeats the choices of routers
@@ -36,35 +36,36 @@ from coat_kernels.autograd.router_choices import Choices
 from coat_kernels.groups.op import dequantize_groups, quantize_groups
 from coat_kernels.groups.reference import Grouped
 
-GROUP_SIZES = (16, 32, 64, 128)
+# consecutive elements that share one scale
+GROUP_SIZE = 128
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # below this size the bookkeeping of codes needs more memory than FP8 saves
 MIN_NUMEL = 4096
 # elements per row of the kernels' tiles
 ROW = 1024
 
-# group size of the `compressed_checkpoints` that is open in this thread or task
-open_group_size: ContextVar[int | None] = ContextVar("open_group_size", default=None)
+# whether a `compressed_checkpoints` is open in this thread or task
+opened: ContextVar[bool] = ContextVar("opened", default=False)
 # inputs of a region inside another region are recomputed by the outer region, not saved
 in_region: ContextVar[bool] = ContextVar("in_region", default=False)
 
 
-def compressing() -> int | None:
-    """The group size for the inputs of a region that starts now; None if they are saved unchanged."""
-    return None if in_region.get() else open_group_size.get()
+def compressing() -> bool:
+    """Whether the inputs of a region that starts now are saved in FP8."""
+    return opened.get() and not in_region.get()
 
 
 class Packed:
-    """A dense tensor as FP8 E4M3 codes and exponents, in groups of `group_size` elements, consecutive in
+    """A dense tensor as FP8 E4M3 codes and exponents, in groups of `GROUP_SIZE` elements, consecutive in
     memory.
 
     codes: FP8 [rows, columns], padded with zeros to whole groups
-    exponent: uint8 [rows, columns / group_size]
+    exponent: uint8 [rows, columns / GROUP_SIZE]
     """
 
-    __slots__ = ("codes", "exponent", "group_size", "shape", "stride", "dtype", "__weakref__")
+    __slots__ = ("codes", "exponent", "shape", "stride", "dtype", "__weakref__")
 
-    def __init__(self, x: torch.Tensor, group_size: int):
+    def __init__(self, x: torch.Tensor):
         """Packs `x` (FP32, BF16 or FP16, any shape). If `x` is not dense in memory, `unpack` returns a
         contiguous tensor.
 
@@ -73,13 +74,12 @@ class Packed:
         dense = torch.empty_like(x, device="meta").stride() == x.stride()
         x = x.detach() if dense else x.detach().contiguous()
         self.shape, self.stride, self.dtype = x.shape, x.stride(), x.dtype
-        self.group_size = group_size
         flat = x.as_strided((x.numel(),), (1,))
-        if padding := -flat.numel() % group_size:
+        if padding := -flat.numel() % GROUP_SIZE:
             flat = torch.nn.functional.pad(flat, (0, padding))
         # rows of whole groups; the row length is a power of two that divides the number of elements
         rows = flat.view(-1, math.gcd(flat.numel(), ROW))
-        self.codes, self.exponent = quantize_groups(rows, group_size, "e4m3")
+        self.codes, self.exponent = quantize_groups(rows, GROUP_SIZE, "e4m3")
         _alive.add(self)
 
     def with_codes(self, codes: torch.Tensor, exponent: torch.Tensor) -> Self:
@@ -101,7 +101,7 @@ class Packed:
 
     def unpack(self) -> torch.Tensor:
         """The decoded tensor, with the shape, strides and dtype of the packed one."""
-        x = dequantize_groups(Grouped(self.codes, self.exponent), self.group_size, self.dtype)
+        x = dequantize_groups(Grouped(self.codes, self.exponent), GROUP_SIZE, self.dtype)
         return x.as_strided(self.shape, self.stride)
 
 
@@ -135,20 +135,20 @@ def is_activation(x: Any) -> bool:
     )
 
 
-def packed(x: torch.Tensor, group_size: int) -> Packed:
+def packed(x: torch.Tensor) -> Packed:
     """`x`, packed. It is packed once, even if several regions save the same tensor, as decoder layers do with
     an encoder's output."""
     reference = noted(x, "packed")
     found = reference and reference()
-    if found is None or found.group_size != group_size:
-        found = Packed(x, group_size)
+    if found is None:
+        found = Packed(x)
     # the unpacked tensor has no other notes, and the region must find the same notes in both passes
     forget_notes(x)
     note(x, "packed", weakref.ref(found))
     return found
 
 
-def saved_in_fp8(group_size: int) -> saved_tensors_hooks:
+def saved_in_fp8() -> saved_tensors_hooks:
     """A context in which autograd saves activations (`is_activation`) packed, and other tensors unchanged.
 
     Backward raises RuntimeError if one of them has changed in place since, as it does without this context.
@@ -156,7 +156,7 @@ def saved_in_fp8(group_size: int) -> saved_tensors_hooks:
 
     def pack(x: torch.Tensor) -> tuple[torch.Tensor | Packed, torch.Tensor, int]:
         if is_activation(x):
-            return packed(x, group_size), _version_counter(x), x._version
+            return packed(x), _version_counter(x), x._version
         if x.is_leaf:
             return x, x, x._version
         forget_notes(x)
@@ -207,17 +207,16 @@ def region(function: Callable, choices: Choices | None = None) -> Callable:
 
 @functools.cache
 def packing_function(
-    cls: type[torch.autograd.Function], group_size: int | None = None
+    cls: type[torch.autograd.Function], always: bool = False
 ) -> type[torch.autograd.Function]:
-    """A subclass of the checkpoint function `cls` whose `save_for_backward` packs, in groups of `group_size`;
-    by default in the group size of the open `compressed_checkpoints`. The first argument of `cls` is the
-    region. It runs without gradients, so only its inputs are saved."""
+    """A subclass of the checkpoint function `cls` whose `save_for_backward` packs: `always`, or if a
+    `compressed_checkpoints` is open. The first argument of `cls` is the region. It runs without gradients, so
+    only its inputs are saved."""
 
     def apply(_, function, *args):
-        size = compressing() if group_size is None or in_region.get() else group_size
-        if size is None:
+        if in_region.get() or not (always or opened.get()):
             return cls.apply(function, *args)
-        with saved_in_fp8(size):
+        with saved_in_fp8():
             return cls.apply(region(function), *args)
 
     return type(cls.__name__, (cls,), {"__doc__": cls.__doc__, "apply": classmethod(apply)})
@@ -229,13 +228,12 @@ def packing_generator(generator: Callable) -> Callable:
 
     @functools.wraps(generator)
     def packing(function, *args, **kwargs):
-        size = compressing()
-        if size is None:
+        if not compressing():
             return (yield from generator(function, *args, **kwargs))
         choices = Choices()
         # inputs are saved at the start; tensors that the region saves go to torch's own hooks, on top of
         # these
-        with saved_in_fp8(size), _inside(), choices:
+        with saved_in_fp8(), _inside(), choices:
             # the generator runs the region's forward itself
             return (yield from generator(region(function, choices), *args, **kwargs))
 

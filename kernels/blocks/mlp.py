@@ -242,7 +242,7 @@ def mlp_block(
     Returns [s, b, h] in the residual's dtype.
     """
     if o.is_cuda:
-        require_fp8(o.device, proj.formats.emulate)
+        require_fp8(o.device)
     # a cached copy is for training only
     trains = proj.cache.keep == fc1.cache.keep == fc2.cache.keep == "none" or torch.is_grad_enabled()
     return _MlpBlock.apply(

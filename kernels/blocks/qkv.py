@@ -158,7 +158,7 @@ def qkv_block(
     sequence. The gradient of the returned x is added inside the norm's backward.
     """
     if x.is_cuda:
-        require_fp8(x.device, linear.formats.emulate)
+        require_fp8(x.device)
     # a cached copy is for training only
     trains = linear.cache.keep == "none" or torch.is_grad_enabled()
     options = trains, norm, linear, groups, d, apart
@@ -192,6 +192,6 @@ def attention_block(
     Returns attention's output, and x, which the residual addition must read in place of its input.
     """
     if x.is_cuda:
-        require_fp8(x.device, linear.formats.emulate)
+        require_fp8(x.device)
     options = torch.is_grad_enabled(), norm, linear, groups, d, apart
     return _AttentionBlock.apply(x, norm_weight, norm_bias, weight, bias, cos, sin, options, attend, *beside)

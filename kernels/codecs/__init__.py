@@ -10,10 +10,10 @@ CODECS: dict[str, Codec] = {
 SIGNED_CODECS: dict[str, Codec] = {name: codec for name, codec in CODECS.items() if codec.signed}
 
 
-def first_codec(name: str, second: Codec) -> Codec:
-    """The codec called `name` for a first moment whose second moment is stored by `second`. "auto" is
+def first_codec(name: str | None, second: Codec) -> Codec:
+    """The codec called `name` for a first moment whose second moment is stored by `second`. None is
     "ratio8" if `second` allows it, else "fp8_expanded". Raises ValueError for an unknown name."""
-    if name == "auto":
+    if name is None:
         name = "ratio8" if CODECS["ratio8"].stands_beside(second) else "fp8_expanded"
     return get_codec(name)
 

@@ -31,8 +31,6 @@ from coat_kernels.weights import NO_CACHE, WeightCache
 class LinearFormats:
     """FP8 formats of the forward operands (input, weight) and of the output's gradient, and which GEMMs
     accumulate fast: with fewer bits, on GPUs that offer the choice (Hopper).
-
-    emulate: GPUs without FP8 are allowed and run the references, which are slow and for debugging only.
     """
 
     forward: Fp8Format = E4M3
@@ -40,7 +38,6 @@ class LinearFormats:
     fast_forward: bool = True
     fast_input_grad: bool = False
     fast_weight_grad: bool = False
-    emulate: bool = False
 
 
 DEFAULT_FORMATS = LinearFormats()
@@ -312,11 +309,10 @@ def fp8_linear(
             model is compiled.
 
     Returns [..., N] in the dtype of x, or in autocast's. Raises ValueError for shapes that do not match and,
-    on CUDA, if K or N is not a multiple of 16; RuntimeError on a GPU without FP8 that `formats` does not
-    emulate.
+    on CUDA, if K or N is not a multiple of 16; RuntimeError on a GPU without FP8.
     """
     formats = formats or DEFAULT_FORMATS
-    require_fp8(x.device, formats.emulate)
+    require_fp8(x.device)
     _check_sizes(x, weight, bias)
     device, dtype = x.device.type, x.dtype
     if torch.is_autocast_enabled(device) and dtype != torch.get_autocast_dtype(device):

@@ -213,11 +213,11 @@ def uses_graphs(parts: Parts, x: torch.Tensor) -> bool:
     """Whether a layer that runs as blocks runs as CUDA graphs, by the block's `cuda_graphs`.
 
     It does not where weights move, as under ZeRO-3, with dropout, windows or hooks on attention, or with an
-    attention other than COAT's. "auto": only where the GPU would wait for the CPU, whose time for a layer
+    attention other than COAT's. None: only where the GPU would wait for the CPU, whose time for a layer
     does not depend on the layer's size.
     """
     wanted = parts.attention.activations.cuda_graphs
-    if not wanted:
+    if wanted is False:
         return False
     if (reason := _no_graph(parts, x)) is not None:
         if wanted is True:

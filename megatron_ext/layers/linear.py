@@ -67,7 +67,7 @@ def check_arguments(config, name: str) -> None:
         raise ValueError(
             f"{name}: --cuda-graph-impl {config.cuda_graph_impl} is not supported by coat_layer_spec. "
             "Remove it: COAT layers record CUDA graphs of their own "
-            '(coat.activations.cuda_graphs, "auto" by default).'
+            "(coat.activations.cuda_graphs, null by default)."
         )
 
 
@@ -113,8 +113,7 @@ class _CoatLinear(TakesActivations):
     """The common part of both linears, mixed in before Megatron's class.
 
     Raises ValueError at construction for unsupported options (sharded weights, deferred embedding gradients,
-    Megatron's CUDA graphs), and on a GPU for sizes per rank that are not multiples of 16, unless `fallback`
-    is set.
+    Megatron's CUDA graphs). On a GPU a layer stays Megatron's if its sizes per rank are not multiples of 16.
     """
 
     _by_output: bool
@@ -137,7 +136,8 @@ class _CoatLinear(TakesActivations):
         self._name, self._quant_config = name, None
         self.begin_with(self.config)
         if not self._fits:
-            logger.warning("%s The layer stays Megatron's.", self._sizes_found())
+            sizes = _SIZES.get(self._name, "the sizes of the layer")
+            logger.warning("%s The layer stays Megatron's. Change %s.", self._sizes_found(), sizes)
         # the input's notes, for `_forward_impl`
         self._attached: dict = {}
 
@@ -153,7 +153,7 @@ class _CoatLinear(TakesActivations):
     def take_activations(self, activations: ActivationsConfig) -> None:
         super().take_activations(activations)
         activations = layer_activations(self._quant_config, activations)
-        self._fits = self._is_aligned(activations.fallback)
+        self._fits = self._is_aligned()
         self._in_fp8 = self._fits and activations.enabled and not self._paused
         self._evaluates_stock = activations.evaluation == "stock"
         self._formats = formats(activations, self._name in _CANCELS)
@@ -214,17 +214,10 @@ class _CoatLinear(TakesActivations):
             return self.input_size, self.output_size_per_partition
         return self.input_size_per_partition, self.output_size
 
-    def _is_aligned(self, fallback: bool) -> bool:
-        """Whether this rank's part of the weight has sizes that FP8 GEMMs support. If not, raises ValueError
-        on a GPU without `fallback`; the reference supports any size."""
-        if all(size % _ALIGNMENT == 0 for size in self._sizes()):
-            return True
-        if not fallback and torch.cuda.is_available():
-            raise ValueError(
-                f"{self._sizes_found()} Change {_SIZES.get(self._name, 'the sizes of the layer')}, or set "
-                '"activations": {"fallback": true} to keep this layer in BF16.'
-            )
-        return not fallback
+    def _is_aligned(self) -> bool:
+        """Whether FP8 GEMMs support the sizes of this rank's part of the weight; the reference supports any
+        size."""
+        return not torch.cuda.is_available() or all(size % _ALIGNMENT == 0 for size in self._sizes())
 
     def _sizes_found(self) -> str:
         ranks = self.tp_group.size()

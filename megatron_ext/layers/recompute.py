@@ -12,7 +12,7 @@ share.
 import functools
 
 from coat_ds.patches import Patch
-from coat_kernels.autograd.checkpointing import GROUP_SIZES, packing_function
+from coat_kernels.autograd.checkpointing import packing_function
 
 CHECKPOINT = Patch(
     "Megatron's recompute",
@@ -23,7 +23,7 @@ CHECKPOINT = Patch(
     method="forward",
     expected="a class that checkpoint() looks up, with forward",
     used_by="checkpoint",
-    way_out="or drop coat.checkpointing.compress",
+    way_out="or drop coat.fp8_activation_checkpointing",
 )
 
 
@@ -32,16 +32,12 @@ def installed() -> bool:
     return CHECKPOINT.is_applied()
 
 
-def install(group_size: int = 128) -> None:
-    """From now on Megatron's recompute saves inputs in FP8 groups of `group_size`: 16, 32, 64 or 128. A
-    second call does nothing.
+def install() -> None:
+    """From now on Megatron's recompute saves inputs in FP8. A second call does nothing.
 
-    Raises ValueError for another group size, RuntimeError if this Megatron is not as expected.
+    Raises RuntimeError if this Megatron is not as expected.
     """
-    if group_size not in GROUP_SIZES:
-        listed = ", ".join(map(str, GROUP_SIZES))
-        raise ValueError(f"recompute.install: group_size must be one of {listed}; found {group_size!r}")
-    CHECKPOINT.apply(functools.partial(packing_function, group_size=group_size))
+    CHECKPOINT.apply(functools.partial(packing_function, always=True))
 
 
 def uninstall() -> None:

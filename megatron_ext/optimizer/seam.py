@@ -59,10 +59,7 @@ def _link(host: MegatronOptimizer, model_chunks: Iterable[torch.nn.Module], conf
         kept = kept or model_param.numel() < config.optimizer.min_numel
         placed.append((index, held, Fragment(0, held.numel(), offset, kept)))
     inner.link(placed, isinstance(host, DistributedOptimizer))
-    said = f"COAT: {states_line(inner, state_bytes(inner))}"
-    if config.report.states:
-        said += f"\n{inner.layout()}"
-    _say(said)
+    _say(f"COAT: {states_line(inner, state_bytes(inner))}\n{inner.layout()}")
     for line in _idle_keys(config.optimizer, list(names.values()), [p for _, p, _ in placed]):
         _say(line)
 

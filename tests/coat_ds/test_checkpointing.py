@@ -21,7 +21,7 @@ from tests.coat_ds.ways import listening
 from tests.kernels.test_choices import CHOOSE, TOKENS, Mixture
 from tests.util import rel_rms, run_distributed
 
-ROWS, WIDTH, GROUP = 64, 128, 64
+ROWS, WIDTH, GROUP = 64, 128, 128
 # partition_activations, cpu_checkpointing
 MODES = {"plain": (False, False), "partition": (True, False), "cpu": (False, True), "both": (True, True)}
 
@@ -69,7 +69,7 @@ def one_region(host, compress, x):
     mask.no_checkpointing = True
     inputs = x * 1, mask
     if compress:
-        with compressed(GROUP):
+        with compressed():
             y = host.checkpoint(run, *inputs)
     else:
         y = host.checkpoint(run, *inputs)
@@ -84,7 +84,7 @@ def one_region(host, compress, x):
 def chain(host):
     """A chain of regions: is anything but the codes kept?"""
     net, outputs = layers(), []
-    with compressed(GROUP):
+    with compressed():
         h = torch.randn(ROWS, WIDTH, requires_grad=True) * 1
         for _ in range(4):
             h = host.checkpoint(net, h)
@@ -98,7 +98,7 @@ def chosen(host):
     torch.manual_seed(2)
     net = Mixture("cpu", CHOOSE["topk"])
     h = torch.randn(TOKENS, net.gate.in_features, requires_grad=True) * 1
-    with compressed(GROUP):
+    with compressed():
         y = host.checkpoint(net, h)
     del h
     y.sum().backward()
@@ -113,7 +113,7 @@ def twice(host):
         h = torch.randn(ROWS, WIDTH, requires_grad=True) * 1
         if alone:
             h.no_checkpointing = True
-        with compressed(GROUP):
+        with compressed():
             y = [host.checkpoint(net, h) for _ in range(2)]
         says, ref = getattr(h, "no_checkpointing", None), weakref.ref(h)
         del h
@@ -130,7 +130,7 @@ def failed(host):
         raise OSError("no room")
 
     h = torch.randn(ROWS, WIDTH, requires_grad=True) * 1
-    with compressed(GROUP), pytest.raises(OSError, match="no room"):
+    with compressed(), pytest.raises(OSError, match="no room"):
         host.checkpoint(fails, h)
     return getattr(h, "no_checkpointing", None)
 
@@ -140,7 +140,7 @@ def pair(host, x):
     kept, gradients = [], []
     for compress in (False, True):
         a, b = x.clone().requires_grad_(), x.flip(0).clone().requires_grad_()
-        with compressed(GROUP) if compress else contextlib.nullcontext():
+        with compressed() if compress else contextlib.nullcontext():
             y = host.checkpoint(torch.mul, a * 1, b * 2)
         kept.append(packed_bytes())
         y.square().sum().backward()
@@ -150,7 +150,7 @@ def pair(host, x):
 
 def of_odd_size(host):
     """DeepSpeed's own refusal of what it cannot partition."""
-    with compressed(GROUP):
+    with compressed():
         try:
             host.checkpoint(torch.exp, torch.randn(ROWS * WIDTH + 1, requires_grad=True) * 1)
         except AssertionError as error:
@@ -255,7 +255,7 @@ def test_what_is_left_alone(ranks):
 def test_contiguous_buffers_are_refused(ranks):
     for rank in ranks:
         assert "contiguous_checkpointing=True" in rank["contiguous"]
-        assert "coat.checkpointing.compress" in rank["contiguous"]
+        assert "coat.fp8_activation_checkpointing" in rank["contiguous"]
         assert rank["outside"] == (0, 0)
 
 
@@ -289,8 +289,7 @@ def train(stage, compress, lines):
         "coat": {
             "enabled": True,
             "activations": False,
-            "checkpointing": {"compress": compress, "group_size": GROUP},
-            "report": compress,
+            "fp8_activation_checkpointing": compress,
         },
     }
     engine, *_ = deepspeed.initialize(model=Net(), config=config)
@@ -330,7 +329,7 @@ def idle():
     config = {
         "train_batch_size": 2,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "coat": {"enabled": True, "activations": False, "checkpointing": {"compress": True}},
+        "coat": {"enabled": True, "activations": False, "fp8_activation_checkpointing": True},
     }
     with listening(logging.WARNING) as lines:
         engine, *_ = deepspeed.initialize(model=torch.nn.Linear(WIDTH, WIDTH), config=config)
@@ -344,8 +343,8 @@ def idle():
     return early, [line for line in lines if "checkpoint" in line]
 
 
-def packed_in_groups_of() -> list[int | None]:
-    """Of the inputs of DeepSpeed's and torch's regions that start here; None where they stay as they are."""
+def are_packed() -> list[bool]:
+    """Whether the inputs of DeepSpeed's and torch's regions that start here are packed."""
     from deepspeed import checkpointing
     from torch.utils.checkpoint import checkpoint
 
@@ -355,8 +354,7 @@ def packed_in_groups_of() -> list[int | None]:
     for way in ways:
         h = torch.randn(ROWS, WIDTH, requires_grad=True) * 1
         y = way(torch.exp, h)
-        held = noted(h, "packed")
-        found.append(held and held().group_size)
+        found.append(noted(h, "packed") is not None)
         del y
     return found
 
@@ -373,30 +371,30 @@ class Acts(torch.nn.Module):
 
 
 def each_its_own():
-    """In what groups regions keep their inputs: in an engine, beside it in another thread, and in an engine
+    """Whether regions keep their inputs in FP8: in an engine, beside it in another thread, and in an engine
     within it; after its forward was interrupted; and in a copy of its module and in another engine of it."""
 
-    def engine_of(model, compress=True, group_size=GROUP):
+    def engine_of(model, compress=True):
         config = {
             "train_batch_size": 2 * ROWS,
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
             "coat": {
                 "enabled": True,
                 "activations": False,
-                "checkpointing": {"compress": compress, "group_size": group_size},
+                "fp8_activation_checkpointing": compress,
             },
         }
         return deepspeed.initialize(model=model, config=config)[0]
 
     x, found = torch.randn(ROWS, WIDTH), {}
-    stock, small = (engine_of(Acts(packed_in_groups_of), *options) for options in ((False,), (True, 16)))
+    stock, other = (engine_of(Acts(are_packed), compress) for compress in (False, True))
 
     def beside():
         with ThreadPoolExecutor(1) as pool:
-            found["beside"] = pool.submit(packed_in_groups_of).result(60)
-            found["beside, small"] = pool.submit(lambda: small(x)[1]).result(60)
-        found["within"] = small(x)[1]
-        return packed_in_groups_of()
+            found["beside"] = pool.submit(are_packed).result(60)
+            found["beside, other"] = pool.submit(lambda: other(x)[1]).result(60)
+        found["within"] = stock(x)[1]
+        return are_packed()
 
     def interrupt():
         raise KeyboardInterrupt
@@ -407,13 +405,13 @@ def each_its_own():
     outer.module.action = interrupt
     with contextlib.suppress(KeyboardInterrupt):
         outer(x)
-    found["interrupted"] = packed_in_groups_of()
-    outer.module.action = packed_in_groups_of
+    found["interrupted"] = are_packed()
+    outer.module.action = are_packed
     twin = copy.deepcopy(outer.module)
     twin.layer = torch.nn.Identity()
     found["copy"] = twin(x)[1]
     found["copy is another"] = twin(x)[0].equal(x)
-    found["again"] = engine_of(outer.module, group_size=32)(x)[1]
+    found["again"] = engine_of(outer.module, False)(x)[1]
     return found
 
 
@@ -443,7 +441,7 @@ def pipeline(compress):
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "zero_optimization": {"stage": 1},
         "pipeline": {"activation_checkpoint_interval": 1},
-        "coat": {"enabled": True, "activations": False, "checkpointing": {"compress": compress}},
+        "coat": {"enabled": True, "activations": False, "fp8_activation_checkpointing": compress},
     }
     engine, *_ = deepspeed.initialize(model=model, config=config)
     generator = torch.Generator().manual_seed(1)
@@ -464,24 +462,18 @@ def test_engines(two, stage):
         numel = ROWS // 2 * WIDTH
         assert set(kept) == {(0, 0)} and after == (0, 0)
         assert set(compressed_kept) == {(4 * numel * (GROUP + 1) // GROUP, 4 * numel * 2)}
-        said = [line for line in lines if "the first forward keeps" in line]
+        said = [line for line in lines if "checkpointed inputs are kept" in line]
         assert len(said) == (number == 0)
         if said:
             codes, plain = f"{4 * numel * (GROUP + 1) // GROUP:,}", f"{4 * numel * 2:,}"
-            assert f"{codes} of checkpointed inputs in FP8 in place of {plain}" in said[0]
-            # gathered weights are not what ZeRO-3 keeps for backward
-            assert said[0] in rank[1, True][3]
-            (compressed,) = [line for line in lines if "checkpointed inputs are kept" in line]
-            assert (
-                f"4 checkpointed inputs are kept in FP8, in {codes} bytes in place of {plain}" in compressed
-            )
+            assert f"4 checkpointed inputs are kept in FP8, in {codes} bytes in place of {plain}" in said[0]
 
 
 def test_nothing_to_compress_is_said_once_and_not_before(two):
     for number, rank in enumerate(two):
         early, said = rank["nothing to compress"]
         assert early == [] and len(said) == (number == 0)
-        assert all("coat.checkpointing.compress: found True" in line for line in said)
+        assert all("coat.fp8_activation_checkpointing: found True" in line for line in said)
         assert all("gradient_checkpointing" in line for line in said)
 
 
@@ -499,12 +491,12 @@ def test_each_engine_and_thread_has_its_own(two):
         assert found.pop("copy is another")
         # DeepSpeed's regions keep codes as an attribute of a stand-in, torch's by hooks
         assert found == {
-            "itself": [GROUP] * 3,
-            "beside": [None] * 3,
-            "beside, small": [16] * 3,
-            "within": [16] * 3,
-            "stock": [None] * 3,
-            "interrupted": [None] * 3,
-            "copy": [GROUP] * 3,
-            "again": [32] * 3,
+            "itself": [True] * 3,
+            "beside": [False] * 3,
+            "beside, other": [True] * 3,
+            "within": [True] * 3,
+            "stock": [False] * 3,
+            "interrupted": [False] * 3,
+            "copy": [True] * 3,
+            "again": [False] * 3,
         }

@@ -254,7 +254,7 @@ def test_what_is_made_again_is_asked_of_megatron(capsys):
         "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
     )
     assert "--spec megatron_ext.with_checkpoints coat_layer_spec" in pasted
-    assert json.loads(pasted[pasted.index("{") :])["coat"]["checkpointing"] == {"compress": True}
+    assert json.loads(pasted[pasted.index("{") :])["coat"]["fp8_activation_checkpointing"] is True
     # a small model is fastest in BF16, which needs no more words
     words = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --vocab-size 512 --seq-length 8192"
     text = said(capsys, "plan", "--micro-batch", "8", "--fit", "60GB", "--megatron", *words.split())

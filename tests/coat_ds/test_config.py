@@ -5,14 +5,14 @@ import sys
 import pytest
 
 from coat_ds import CoatConfig, CoatConfigError
-from coat_ds.config import ActivationsConfig, OptimizerConfig, ReportConfig, WatchConfig
+from coat_ds.config import ActivationsConfig, OptimizerConfig, WatchConfig
 
 
 def test_defaults():
     assert CoatConfig.from_dict(None) == CoatConfig()
     assert not CoatConfig().enabled
     config = CoatConfig.from_dict({"enabled": True})
-    assert config.optimizer == OptimizerConfig(True, "auto", "log8", "auto", 128, 4096)
+    assert config.optimizer == OptimizerConfig(True, None, "log8", 128, 4096)
     assert config.activations == ActivationsConfig(True, 16, "e5m2")
     for value in (True, False):
         given = CoatConfig.from_dict({"enabled": True, "activations": value}).activations
@@ -20,8 +20,6 @@ def test_defaults():
     for block, value, meant in (
         ("watch", True, WatchConfig()),
         ("watch", False, WatchConfig(every=0)),
-        ("report", True, ReportConfig(states=True, saved=True)),
-        ("report", False, ReportConfig(states=False, saved=False)),
     ):
         assert getattr(CoatConfig.from_dict({"enabled": True, block: value}), block) == meant
 
@@ -62,10 +60,34 @@ def test_every_key():
             "found 'scale', which was removed.*'none'",
         ),
         (
+            {"enabled": True, "checkpointing": {"compress": True}},
+            'coat.checkpointing: .* removed.*"fp8_activation_checkpointing": true',
+        ),
+        ({"enabled": True, "report": False}, "coat.report: found False, but the key was removed"),
+        *(
+            ({"enabled": True, block: {key: "auto"}}, f"coat.{block}.{key}: .* removed. .*Drop the key")
+            for block, key in (
+                ("optimizer", "exp_avg_sq_rounding"),
+                ("activations", "fallback"),
+                ("activations", "emulate"),
+            )
+        ),
+        *(
+            (
+                {"enabled": True} | block,
+                f"{key}: expected one of None, .*; found 'auto'. Write null .*or drop the key",
+            )
+            for key, block in (
+                ("optimizer.exp_avg_format", {"optimizer": {"exp_avg_format": "auto"}}),
+                ("activations.cuda_graphs", {"activations": {"cuda_graphs": "auto"}}),
+                ("zero3_layer_units", {"zero3_layer_units": "auto"}),
+            )
+        ),
+        (
             {"enabled": True, "watch": {"update_error": float("nan")}},
             "update_error: expected 0 or more, found nan",
         ),
-        ({"enabled": True, "zero3_layer_units": 1}, "zero3_layer_units: .*'auto', True, False; found 1"),
+        ({"enabled": True, "zero3_layer_units": 1}, "zero3_layer_units: .*None, True, False; found 1"),
     ],
     ids=str,
 )

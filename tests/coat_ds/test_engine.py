@@ -201,12 +201,12 @@ def without_optimizer():
     out = []
     for stage, section in ((0, {}), (3, {}), (0, {"optimizer": {"type": None}})):
         config = {"train_batch_size": 1, "bf16": {"enabled": True}, "zero_optimization": {"stage": stage}}
-        config |= {"coat": {"enabled": True, "report": {"saved": True}}, **section}
+        config |= {"coat": {"enabled": True}, **section}
         with listening() as lines:
             engine, *_ = deepspeed.initialize(model=model(), config=config)
         with torch.no_grad():
-            measured = engine.coat.watch is not None or engine.coat.config.report.saved
-            out.append((rel_rms(engine(x), stock(x)), str(engine.coat), measured, lines))
+            watched = engine.coat.watch is not None
+            out.append((rel_rms(engine(x), stock(x)), str(engine.coat), watched, lines))
     return out
 
 
@@ -292,7 +292,7 @@ def test_what_is_built(one, two, stage):
             assert run["classes"] == ["CoatAdamW", True]
             assert run["optimizer"] and run["same_bytes"]
             assert run["coat"] == CoatConfig.from_dict({"enabled": True, "activations": False})
-            assert run["groups"] == [("auto", 0.1)]
+            assert run["groups"] == [(None, 0.1)]
             # warm-up over 4 steps has arrived
             assert run["lr"] == pytest.approx(2e-3)
             assert run["bytes"]["parameters"] == 25120 // (world if stage else 1)
@@ -354,23 +354,22 @@ def test_client_optimizers(one):
 
 
 def test_engines_without_an_optimizer_have_fp8_layers(one):
-    for error, said, measured, lines in one["no optimizer"]:
+    for error, said, watched, lines in one["no optimizer"]:
         assert 0 < error < 0.1
-        # nothing of its own is measured
-        assert not measured
-        assert sum("coat.watch and coat.report are of no effect" in line for line in lines) == 1
+        assert not watched
+        assert sum("coat.optimizer and coat.watch are of no effect" in line for line in lines) == 1
         assert said.startswith("COAT: 3 of 3 linear layers in FP8")
 
 
 def test_parameter_groups_keep_their_options(one):
     groups, sizes, frozen = one["groups"]
-    assert groups == [("auto", 0.3), ("auto", 0.0), ("auto", 0.0)]
+    assert groups == [(None, 0.3), (None, 0.0), (None, 0.0)]
     # two of the three weights, the first bias, and the others with a norm's two vectors
     assert sizes == [2 * 32 * 128, 128, 3 * 128 + 32]
     assert frozen
 
 
-COMPRESSES = {"enabled": True, "checkpointing": {"compress": True}}
+COMPRESSES = {"enabled": True, "fp8_activation_checkpointing": True}
 
 
 @pytest.mark.parametrize(
@@ -416,7 +415,7 @@ def test_parameter_groups_are_the_users():
     (group,) = parameter_groups([large, frozen, small], config)
     assert [id(p) for p in group["params"]] == [id(large), id(small)]
     assert (group["exp_avg_format"], group["exp_avg_sq_format"], group["group_size"]) == (
-        "auto",
+        None,
         "bf16",
         64,
     )

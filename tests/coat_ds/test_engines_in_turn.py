@@ -13,8 +13,6 @@ from coat_ds.zero.layer_units import LayerUnits
 from coat_ds.zero.recompute import compress_inputs, keep_inputs
 from tests.util import run_distributed
 
-COMPRESS = {"compress": True}
-
 
 def model():
     nn = torch.nn
@@ -29,7 +27,7 @@ def engine_of(net, stage=1, **block):
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "zero_optimization": {"stage": stage},
-        "coat": {"enabled": True, "report": False, **block},
+        "coat": {"enabled": True, **block},
     }
     return deepspeed.initialize(model=net, config=config)[0]
 
@@ -48,7 +46,7 @@ def step(engine) -> None:
 def in_turn(stage):
     """What the model is after each step of its life."""
     net, found = model(), []
-    first = engine_of(net, stage, checkpointing=COMPRESS)
+    first = engine_of(net, stage, fp8_activation_checkpointing=True)
     step(first)
     found.append(made(net))
     second = engine_of(net, stage)
@@ -65,7 +63,7 @@ def in_turn(stage):
 def told_by_the_script():
     """A model that the script has converted stays converted; of the engines each has its own inputs."""
     net, found = coat_ds.convert(model().bfloat16()), []
-    engines = [engine_of(net), engine_of(net, checkpointing=COMPRESS)]
+    engines = [engine_of(net), engine_of(net, fp8_activation_checkpointing=True)]
     for engine in engines:
         engine.destroy()
         found.append(made(net))
@@ -90,7 +88,7 @@ def told_by_the_script_later():
 def alone():
     """A model that is one layer: its forward is exchanged twice."""
     net, found = torch.nn.Linear(64, 64), []
-    for block in ({"checkpointing": COMPRESS}, {"checkpointing": COMPRESS}, {}):
+    for block in ({"fp8_activation_checkpointing": True}, {"fp8_activation_checkpointing": True}, {}):
         engine = engine_of(net, **block)
         found.append((type(replaced(net)).__name__, "forward" in vars(net)))
     engine.destroy()
@@ -222,7 +220,7 @@ def gathered_ahead():
         layer = Unit(Large())
     assert not layer[0].weight.numel()
     zero = DeepSpeedZeroConfig(stage=3)
-    with LayerUnits(layer, "auto", zero).building():
+    with LayerUnits(layer, None, zero).building():
         return zero.prefetch_bucket_size
 
 
@@ -309,5 +307,5 @@ def test_a_forward_that_compresses_has_its_own_signature():
     """Hugging Face's Trainer leaves out columns that it does not name."""
     net = model()
     own = inspect.signature(net.forward)
-    compress_inputs(net, 16)
+    compress_inputs(net)
     assert inspect.signature(net.forward) == own and list(own.parameters) == ["input"]

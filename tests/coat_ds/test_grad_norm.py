@@ -101,7 +101,7 @@ def engine_of(stage, dtype, shared, apart=False):
         },
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
         dtype: {"enabled": True, **({"initial_scale_power": 4} if dtype == "fp16" else {})},
-        "coat": {"enabled": True, "activations": False, "report": False},
+        "coat": {"enabled": True, "activations": False},
     }
     groups = [{"params": [p for p in model.parameters() if p.dim() == n]} for n in (2, 1)]
     params = groups if apart else model.parameters()

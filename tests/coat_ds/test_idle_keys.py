@@ -31,7 +31,7 @@ def engine_of(stage=1, optimizer=None, net=None, block=None, **more):
         "train_batch_size": 1,
         "bf16": {"enabled": True},
         "zero_optimization": {"stage": stage},
-        "coat": {"enabled": True, "report": False, **(block or {})},
+        "coat": {"enabled": True, **(block or {})},
         **more,
     }
     if optimizer is None:

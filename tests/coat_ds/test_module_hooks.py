@@ -85,7 +85,7 @@ def _engine(model):
             "stage3_param_persistence_threshold": 0,
             "stage3_max_live_parameters": 0,
         },
-        "coat": {"enabled": True, "activations": False, "report": False},
+        "coat": {"enabled": True, "activations": False},
     }
     trained = [p for p in model.parameters() if p.requires_grad]
     return deepspeed.initialize(model=model, model_parameters=trained, config=config)[0]

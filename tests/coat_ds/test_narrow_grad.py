@@ -93,7 +93,7 @@ def zero_steps(stage, dtype, narrow, keys, drops=True):
         "zero_optimization": {"stage": stage, "sub_group_size": 5000, **keys.pop("zero", {})},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
         dtype: {"enabled": True, **({"initial_scale_power": 8} if dtype == "fp16" else {})},
-        "coat": {"enabled": True, "activations": False, "report": False, "optimizer": {"min_numel": 1}},
+        "coat": {"enabled": True, "activations": False, "optimizer": {"min_numel": 1}},
         **keys,
     }
     try:
@@ -203,7 +203,7 @@ def large_gradient(bucket):
         "zero_optimization": {"stage": 2, "reduce_bucket_size": bucket},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
         "bf16": {"enabled": True},
-        "coat": {"enabled": True, "activations": False, "report": False},
+        "coat": {"enabled": True, "activations": False},
     }
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     found, last = [], engine.module[1].weight

@@ -23,7 +23,7 @@ def rows_of(sums=None, **zero):
         "data_types": {"grad_accum_dtype": sums},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "zero_optimization": zero,
-        "coat": {"enabled": True, "activations": False, "report": False},
+        "coat": {"enabled": True, "activations": False},
     }
     groups = [{"params": weights[:3]}, {"params": weights[3:], "exp_avg_sq_format": "bf16"}]
     model = torch.nn.ParameterList(weights)
@@ -101,7 +101,7 @@ def rounded(stages):
             "bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True},
             "optimizer": {"type": "AdamW", "params": ADAMW},
             "zero_optimization": {"stage": stage, "reduce_bucket_size": 10**6},
-            "coat": {"enabled": True, "activations": False, "report": False, "optimizer": ROUNDED},
+            "coat": {"enabled": True, "activations": False, "optimizer": ROUNDED},
         }
         engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
         for step in range(5):

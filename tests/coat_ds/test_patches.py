@@ -208,7 +208,7 @@ def build():
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "zero_optimization": {"stage": 1},
-        "coat": {"enabled": True, "activations": False, "report": False},
+        "coat": {"enabled": True, "activations": False},
     }
     # torch's AdamW: DeepSpeed's own would be compiled
     stock_adamw = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}

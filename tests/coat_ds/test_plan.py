@@ -272,7 +272,7 @@ def test_auto_is_filled_in_as_trainer_does(tmp_path):
 
 
 def test_a_block_says_what_is_planned():
-    block = {"enabled": True, "optimizer": {"enabled": False}, "checkpointing": {"compress": True}}
+    block = {"enabled": True, "optimizer": {"enabled": False}, "fp8_activation_checkpointing": True}
     found = configured({"coat": block}, Layout())
     assert (found.layers, found.optimizer, found.recompute) == ("coat", "adamw", "full")
     for key in ("bf16", "bfloat16"):

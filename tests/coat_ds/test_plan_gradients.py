@@ -51,7 +51,7 @@ def json_of(stage, section, keys):
         "bf16": {"enabled": True},
         "zero_optimization": {"stage": stage, **section},
         "optimizer": {"type": "AdamW", "params": {}},
-        "coat": {"enabled": True, "activations": False, "report": False},
+        "coat": {"enabled": True, "activations": False},
     }
     return config | keys
 

@@ -90,7 +90,7 @@ def of_row(row: dict) -> tuple[Sizes, Layout, plan.System]:
     system = SYSTEMS[row["system"]]
     size, spread, plans = planned(model, row["layers"], way, row["gpus"], system, row["micro_batch"])
     launched = (commit, row["layers"], row["micro_batch"]) in LAUNCHED and way.stage < 3
-    if launched and plans.coat.activations.cuda_graphs == "auto":
+    if launched and plans.coat.activations.cuda_graphs is None:
         plans = plans.with_graphs(False)
     spread = dataclasses.replace(spread, flat_gradients=is_flat(row))
     of_layout, of_system = THEN.get(commit, ({}, {}))
@@ -224,7 +224,7 @@ def accumulated(stage: int, keys: dict) -> list[int]:
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "zero_optimization": {"stage": stage, "reduce_bucket_size": 5000},
-        "coat": {"enabled": True, "report": False},
+        "coat": {"enabled": True},
     }
     config |= keys
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)

@@ -31,7 +31,7 @@ def grpo(folder, stage):
         args=arguments(
             GRPOConfig,
             folder,
-            host_config(stage, {**BLOCK, "report": False}),
+            host_config(stage, {**BLOCK}),
             beta=0.1,
             num_generations=4,
             max_completion_length=8,

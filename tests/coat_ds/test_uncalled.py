@@ -13,7 +13,7 @@ CONFIG = {
     "train_batch_size": 1,
     "bf16": {"enabled": True},
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-    "coat": {"enabled": True, "report": False},
+    "coat": {"enabled": True},
 }
 
 

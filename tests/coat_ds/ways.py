@@ -12,7 +12,7 @@ import torch
 import coat_ds
 
 VOCAB, LENGTH, STEPS, BATCH = 64, 32, 4, 4
-BLOCK = {"enabled": True, "report": {"states": False, "saved": True}}
+BLOCK = {"enabled": True}
 STATES_ALONE = {**BLOCK, "activations": False}
 BETAS = {"adam_beta1": 0.9, "adam_beta2": 0.95}
 
@@ -149,7 +149,7 @@ def dpo(folder):
         return [" ".join(f"w{(i + step * j) % 50}" for j in range(6 + i % 9)) for i in range(16)]
 
     # counting what is saved hides ZeRO-3's parameters from TRL's kernel
-    block = {**BLOCK, "report": False}
+    block = BLOCK
     run = DPOTrainer(
         model=llama(),
         # as LLaMA-Factory does
@@ -284,14 +284,13 @@ def step(engine, number):
 
 
 def by_stages(lines):
-    """Losses of each stage, and the bytes that the log says are kept for backward."""
+    """Losses of each stage."""
     out = {}
     for stage, block in [(s, BLOCK) for s in range(4)] + [(1, STATES_ALONE), (3, STATES_ALONE)]:
         lines.clear()
         engine = engine_of(stage, block)
         losses = [step(engine, i) for i in range(STEPS)]
-        kept = [line for line in lines if "the first forward keeps" in line]
-        out[stage, block is BLOCK] = losses, kept, str(engine.coat)
+        out[stage, block is BLOCK] = losses, str(engine.coat)
         converted = coat_ds.conversion_of(engine.module) is not None
         engine.destroy()
         out[stage, block is BLOCK] += (converted, coat_ds.conversion_of(engine.module) is not None)
@@ -305,7 +304,7 @@ def partitioned(lines):
     with deepspeed.zero.Init(config_dict_or_path=config):
         model = llama()
     lines.clear()
-    engine = engine_of(3, {**BLOCK, "report": True}, model)
+    engine = engine_of(3, BLOCK, model)
     tables = [line for line in lines if "AdamW states of the whole model" in line]
     return {
         "losses": [step(engine, i) for i in range(STEPS)],
@@ -319,7 +318,7 @@ def cached(folder, **zero):
     to the checkpoint in the middle of the fourth, and on."""
     out = []
     for cache in ("none", "fp8"):
-        block = {**BLOCK, "report": False, "activations": {"weight_cache": cache}}
+        block = {**BLOCK, "activations": {"weight_cache": cache}}
         engine = engine_of(
             3,
             block,

@@ -26,9 +26,8 @@ BLOCK = {
         "group_size": 128,
         "keep_fp32": ["*norm*"],
     },
-    "activations": {"saved_format": "sqrt8", "weight_cache": "none", "group_size": 16, "fallback": False},
-    "checkpointing": {"compress": False},
-    "report": True,
+    "activations": {"saved_format": "sqrt8", "weight_cache": "none", "group_size": 16},
+    "fp8_activation_checkpointing": False,
 }
 
 

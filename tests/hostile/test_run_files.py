@@ -98,7 +98,6 @@ def attack_checkpoints(where: str) -> dict[str, int]:
         "coat": {
             "enabled": True,
             "optimizer": {"checkpoint_layout": "compressed", "min_numel": 0},
-            "report": False,
         },
     }
 

@@ -68,7 +68,6 @@ class Run:
         self.storage = dict(
             group_size=self.rng.choice([64, 128]),
             min_numel=self.rng.choice([0, 50]),
-            exp_avg_sq_rounding="nearest",
         )
         self.mode = self.rng.choice(["exact", "nearest"])
         self.formats = self.rng.choice(FORMATS)

@@ -41,7 +41,6 @@ def optimizer_of(kind, params, rng):
             exp_avg_sq_format=exp_avg_sq_format,
             group_size=rng.choice([64, 128, 256]),
             min_numel=rng.choice([0, 100]),
-            exp_avg_sq_rounding="nearest",
         )
     if kind in ("AdamW", "Adam"):
         return getattr(torch.optim, kind)(params, **options)

@@ -71,11 +71,11 @@ def test_gradients_are_those_of_the_rounded_inputs_with_the_first_choices(device
     upstream = torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(3)).to(device)
     leaf = x.clone().requires_grad_()
     h = leaf * 1
-    with compressed_checkpoints(GROUP):
+    with compressed_checkpoints():
         y = checkpoint(net, h, use_reentrant=reentrant)
     assert torch.equal(y, net(x))
     first = net.taken[0]
-    rounded = packed(h, GROUP).unpack().detach().requires_grad_()
+    rounded = packed(h).unpack().detach().requires_grad_()
     found = _gradients(net, leaf, y, upstream)
     assert torch.equal(net.taken[-1], first)
     net(rounded)
@@ -95,7 +95,7 @@ def test_chosen_indices_may_be_changed_in_place(device):
         read.append(indices)
         return x.gather(-1, indices)
 
-    with compressed_checkpoints(GROUP):
+    with compressed_checkpoints():
         checkpoint(next_to_the_largest, x * 1, use_reentrant=False).sum().backward()
     assert torch.equal(*read)
     expected = torch.zeros_like(x).scatter_add_(-1, read[0], torch.ones_like(read[0], dtype=x.dtype))
@@ -119,7 +119,7 @@ def test_regions_that_do_not_choose_by_these(device, reentrant):
         return compiled(x) + out[0].sum()
 
     seen = []
-    with compressed_checkpoints(GROUP):
+    with compressed_checkpoints():
         y = checkpoint(region, x * 1, use_reentrant=reentrant)
     y.sum().backward()
     assert len(seen) == 2 and x.grad.isfinite().all()
@@ -133,7 +133,7 @@ def test_selective_checkpointing_counts_the_same_operations(device):
     net = Mixture(device, CHOOSE["topk"])
     leaf = torch.randn(TOKENS, WIDTH, device=device, requires_grad=True)
     contexts = functools.partial(create_selective_checkpoint_contexts, policy)
-    with compressed_checkpoints(GROUP):
+    with compressed_checkpoints():
         y = checkpoint(net, leaf * 1, use_reentrant=False, context_fn=contexts)
     y.sum().backward()
     assert torch.equal(net.taken[-1], net.taken[0])
@@ -149,7 +149,7 @@ def test_two_backward_passes_and_an_error_between(device, reentrant):
         net(x)
         raise MemoryError
 
-    with compressed_checkpoints(GROUP):
+    with compressed_checkpoints():
         with pytest.raises(MemoryError):
             checkpoint(failing, leaf * 1, use_reentrant=reentrant)
         y = checkpoint(net, leaf * 1, use_reentrant=reentrant)

@@ -13,16 +13,17 @@ GPU = torch.device("cuda", 0)
 
 
 @pytest.mark.parametrize("found", [(8, 0), (8, 6), (8, 9), (9, 0)])
-def test_a_gpu_without_fp8_is_refused_unless_emulated(found, monkeypatch):
+def test_a_gpu_without_fp8_is_refused(found, monkeypatch):
     monkeypatch.setattr(devices, "capability", lambda device: found)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     assert devices.has_fp8_gemm(GPU) == (found >= (8, 9))
     devices.require_fp8(torch.device("cpu"))
-    devices.require_fp8(GPU, emulate=True)
     if found >= (8, 9):
         devices.require_fp8(GPU)
     else:
-        with pytest.raises(RuntimeError, match=rf"8.9 or newer, found a GPU with 8.{found[1]}.*emulate"):
+        with pytest.raises(
+            RuntimeError, match=rf"8.9 or newer, found a GPU with 8.{found[1]}.*8-bit states alone"
+        ):
             devices.require_fp8(GPU)
 
 

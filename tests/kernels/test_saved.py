@@ -46,44 +46,40 @@ def block(device, dtype=torch.float32):
     return nn.Sequential(*layers).to(device, dtype)
 
 
-def gradients(net, x, reentrant, group_size=None):
-    """Output and gradients of input and weights of one checkpointed pass; packed if there is a group size."""
+def gradients(net, x, reentrant, packs=False):
+    """Output and gradients of input and weights of one checkpointed pass; packed if `packs`."""
     x = x.clone().requires_grad_()
     net.zero_grad()
     torch.manual_seed(7)
     h = x * 1
-    if group_size is None:
+    with compressed_checkpoints() if packs else contextlib.nullcontext():
         y = checkpoint(net, h, use_reentrant=reentrant)
-    else:
-        with compressed_checkpoints(group_size):
-            y = checkpoint(net, h, use_reentrant=reentrant)
     y.square().sum().backward()
     return [y.detach(), x.grad, *(p.grad.clone() for p in net.parameters())]
 
 
-@pytest.mark.parametrize("group_size", saved.GROUP_SIZES)
 @pytest.mark.parametrize("dtype", saved.DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(4, 32, 64), (5, 7, 131), (4099,), (1, 4096)], ids=str)
-def test_packed(device, shape, dtype, group_size):
+def test_packed(device, shape, dtype):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(shape, generator=generator).to(device, dtype)
-    held = Packed(x, group_size)
+    held = Packed(x)
     y = held.unpack()
     assert (y.shape, y.dtype, y.device, y.stride()) == (x.shape, x.dtype, x.device, x.stride())
-    groups = -(-x.numel() // group_size)
-    assert held.nbytes == groups * (group_size + 1) and held.plain_nbytes == x.nbytes
+    groups = -(-x.numel() // 128)
+    assert held.nbytes == groups * 129 and held.plain_nbytes == x.nbytes
     # 2^-4 of the element, or half a subnormal step, 2^-10, of a scale that is at most 2^-7 of the largest:
     # a scale of 2^(p - 8) holds magnitudes up to 448 * 2^(p - 8), that is 1.75 * 2^p
     error, bound = (y - x).abs().float(), x.abs().float() * 2**-4
     assert (error <= torch.maximum(bound, x.abs().max().float() * 2**-17)).all()
     exact = representable(shape, generator, device).to(dtype)
-    assert torch.equal(Packed(exact, group_size).unpack(), exact)
+    assert torch.equal(Packed(exact).unpack(), exact)
 
 
 def test_strides_survive(device):
     x = torch.randn(32, 16, 24, device=device)
     for view in (x.transpose(0, 1), x.permute(2, 0, 1), x[:, ::2], x[3:, :, 1:], x[:, :1].expand(32, 16, 24)):
-        y = Packed(view, 16).unpack()
+        y = Packed(view).unpack()
         dense = view.stride() == torch.empty_like(view).stride()
         assert y.stride() == (view.stride() if dense else view.contiguous().stride())
         assert rel_rms(y, view) < 2**-4
@@ -92,7 +88,7 @@ def test_strides_survive(device):
 def test_not_finite_is_seen(device):
     x = torch.ones(4096, device=device)
     x[5], x[700], x[3000] = float("nan"), float("inf"), -float("inf")
-    y = Packed(x, 64).unpack()
+    y = Packed(x).unpack()
     assert torch.equal(y.isfinite(), x.isfinite())
     assert (y[y.isfinite()] == 1).all()
 
@@ -131,13 +127,11 @@ def test_what_a_region_returns_may_be_a_view(reentrant):
 
 def test_one_copy_for_all_who_keep_a_tensor():
     x = torch.randn(ROWS, WIDTH)
-    first = packed(x, 64)
-    assert packed(x, 64) is first
-    assert packed(x, 128) is not first
-    second = packed(x, 64)
+    first = packed(x)
+    assert packed(x) is first
     x.add_(1)
-    assert packed(x, 64) is not second
-    gone = weakref.ref(packed(x, 64))
+    assert packed(x) is not first
+    gone = weakref.ref(packed(x))
     gc.collect()
     assert gone() is None
 
@@ -147,7 +141,7 @@ def test_exact_inputs_give_the_same_gradients(device, reentrant):
     """Equal to the bit, with dropout: the random numbers are replayed."""
     x = representable((ROWS, WIDTH), torch.Generator().manual_seed(3), device).div(16)
     net = block(device)
-    plain, compressed = gradients(net, x, reentrant), gradients(net, x, reentrant, 128)
+    plain, compressed = gradients(net, x, reentrant), gradients(net, x, reentrant, packs=True)
     for a, b in zip(plain, compressed, strict=True):
         assert torch.equal(a, b)
     # dropout is active, and another seed gives other random numbers
@@ -163,15 +157,15 @@ def test_error_of_gradients(device, reentrant):
     net = torch.nn.Linear(WIDTH, WIDTH, bias=False, device=device)
     x, upstream = torch.randn(ROWS, WIDTH, device=device), torch.randn(ROWS, WIDTH, device=device)
 
-    def run(group_size):
+    def run():
         leaf = x.clone().requires_grad_()
         net.zero_grad()
-        with compressed_checkpoints(group_size):
+        with compressed_checkpoints():
             y = checkpoint(net, leaf * 1, use_reentrant=reentrant)
         y.backward(upstream)
         return y.detach(), leaf.grad, net.weight.grad.clone()
 
-    y, dx, dw = run(64)
+    y, dx, dw = run()
     assert torch.equal(y, net(x)) and torch.equal(dx, upstream @ net.weight)
     # above zero, so the codes were used
     assert 2**-8 < rel_rms(dw, upstream.T @ x) < 2**-4
@@ -179,11 +173,11 @@ def test_error_of_gradients(device, reentrant):
 
 @both
 def test_bytes_kept(reentrant):
-    """A chain of checkpointed layers keeps one byte and 1/64 byte per element of a layer's input."""
+    """A chain of checkpointed layers keeps one byte and 1/128 byte per element of a layer's input."""
     net = block("cpu", torch.bfloat16)
     kept = []
     x = torch.randn(ROWS, WIDTH, dtype=torch.bfloat16, requires_grad=True)
-    with compressed_checkpoints(64):
+    with compressed_checkpoints():
         h = x * 1
         for _ in range(4):
             h = checkpoint(net, h, use_reentrant=reentrant)
@@ -191,7 +185,7 @@ def test_bytes_kept(reentrant):
     gc.collect()
     # only the variable `h` holds an output of a layer
     assert [r() is None for r in kept] == [True, True, True, False]
-    assert packed_bytes() == (4 * ROWS * WIDTH * 65 // 64, 4 * ROWS * WIDTH * 2)
+    assert packed_bytes() == (4 * ROWS * WIDTH * 129 // 128, 4 * ROWS * WIDTH * 2)
     h.sum().backward()
     del h
     gc.collect()
@@ -248,15 +242,15 @@ def test_outside_nothing_changes(reentrant, error):
     x = torch.randn(ROWS, WIDTH, requires_grad=True)
     # while the exception is held, the frames of the region are alive
     with pytest.raises(error, match="on purpose") as held:  # noqa: SIM117
-        with compressed_checkpoints(), compressed_checkpoints(16):
+        with compressed_checkpoints(), compressed_checkpoints():
             checkpoint(fail, x * 1, use_reentrant=reentrant)
-    assert compressing() is None and not in_region.get()
-    with compressed_checkpoints(64):
-        assert compressing() == 64
+    assert not compressing() and not in_region.get()
+    with compressed_checkpoints():
+        assert compressing()
     del held
     assert kept_of_a_region(reentrant) == 0
-    with compressed_checkpoints(64):
-        assert kept_of_a_region(reentrant) == ROWS * WIDTH * 65 // 64
+    with compressed_checkpoints():
+        assert kept_of_a_region(reentrant) == ROWS * WIDTH * 129 // 128
     with compressed_checkpoints():
         y = (x * 1).exp()
     y.sum().backward()
@@ -302,7 +296,7 @@ def test_a_function_that_always_packs_keeps_inputs_inside_a_region_as_they_are()
     net, plain = block("cpu").eval(), torch.utils.checkpoint.CheckpointFunction
     x = representable((ROWS, WIDTH), torch.Generator().manual_seed(3)).div(16)
     found = []
-    for function in (plain, packing_function(plain, 64)):
+    for function in (plain, packing_function(plain, always=True)):
         leaf = x.clone().requires_grad_()
         y = function.apply(lambda h, f=function: f.apply(torch.exp, False, net(h) * 1), False, leaf * 1)
         y.square().sum().backward()
@@ -314,27 +308,26 @@ def test_a_function_that_always_packs_keeps_inputs_inside_a_region_as_they_are()
 def test_each_thread_has_its_own(reentrant):
     """Three threads at the same time, each in the middle of its forward while the others enter or leave their
     context."""
-    sizes, kept = (16, None, 128), {}
-    together = threading.Barrier(len(sizes), timeout=300)
+    kept = {}
+    together = threading.Barrier(3, timeout=300)
 
-    def run(size):
-        with compressed_checkpoints(size) if size else contextlib.nullcontext():
+    def run(number):
+        with compressed_checkpoints() if number != 1 else contextlib.nullcontext():
             together.wait()
             h = torch.randn(ROWS, WIDTH, requires_grad=True) * 1
             y = checkpoint(torch.exp, h, use_reentrant=reentrant)
-            packed_as = noted(h, "packed")
-            kept[size] = packed_as and packed_as().group_size
+            kept[number] = noted(h, "packed") is not None
             together.wait()
             y.sum().backward()
         together.wait()
-        assert compressing() is None
+        assert not compressing()
 
-    threads = [threading.Thread(target=run, args=(size,)) for size in sizes]
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert kept == {size: size for size in sizes}
+    assert kept == {0: True, 1: False, 2: True}
     assert kept_of_a_region(reentrant) == 0
 
 
@@ -376,7 +369,7 @@ def test_a_region_behind_a_norm(device, tokens):
     for reentrant in (True, False):
         x, w = (t.to(device, torch.bfloat16).requires_grad_() for t in made)
         weight = torch.ones(WIDTH, device=device, dtype=torch.bfloat16, requires_grad=True)
-        with compressed_checkpoints(64):
+        with compressed_checkpoints():
             h = rms_norm(x, weight, 1e-6)
             y = checkpoint(region, h, w, use_reentrant=reentrant)
         y.sum().backward()
@@ -394,8 +387,3 @@ def test_a_packed_tensor_can_be_pickled():
     file.seek(0)
     assert torch.load(file).equal(h)
     y.sum().backward()
-
-
-def test_group_size_is_checked():
-    with pytest.raises(ValueError, match="16, 32, 64, 128; found 100"), compressed_checkpoints(100):
-        pass

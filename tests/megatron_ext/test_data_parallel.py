@@ -128,7 +128,6 @@ def _engine(tp, sequence_parallel, stage, rounds, sums):
         "zero_optimization": {"stage": stage, **(GATHERED if stage == 3 else {})},
         "coat": {
             "enabled": True,
-            "report": False,
             "optimizer": {"keep_fp32": [], "min_numel": 1, **moments},
         },
     }

@@ -330,7 +330,7 @@ def test_weights_written_behind_a_cache(device):
 
 
 def test_where_graphs_are_taken_by_themselves(device):
-    layer = build("auto", layers=1).decoder.layers[0]
+    layer = build(None, layers=1).decoder.layers[0]
     parts = dense_parts(layer)
     numel = sum(linear.weight.numel() for linear in parts.linears)
     tokens = int(graphed_work()) // numel
@@ -344,9 +344,7 @@ def test_where_graphs_are_taken_by_themselves(device):
     assert not uses_graphs(parts, x.expand(tokens + 1, 1, H))
     for unusual in ({"attention_dropout": 0.1}, {"activations": {"cuda_graphs": False}}):
         how = {"activations": unusual.pop("activations", None), "config": unusual}
-        assert not uses_graphs(
-            dense_parts(build("auto", layers=1, **how).decoder.layers[0]), x[:, None, None]
-        )
+        assert not uses_graphs(dense_parts(build(None, layers=1, **how).decoder.layers[0]), x[:, None, None])
     parts.attention.core_attention.register_forward_hook(lambda *_: None)
     assert not uses_graphs(parts, x[:, None, None])
 

@@ -14,7 +14,6 @@ from coat_kernels.linear import LinearFormats
 from coat_kernels.linear import op as linear_kernels
 from megatron_ext.layer_specs import coat_layer_spec
 from megatron_ext.layers.linear import CoatColumnParallelLinear, CoatRowParallelLinear
-from megatron_ext.layers.settings import set_activations
 from tests.megatron_ext.layers import B, H, S, batch, build, config, loss_and_grads, rounding_error
 from tests.util import rel_rms, run_distributed
 
@@ -191,19 +190,20 @@ def test_unsupported_linear_options_are_named(field, value, text):
         linear(CoatColumnParallelLinear, name="fc1", settings=settings)
 
 
-def test_sizes_a_gpu_cannot_multiply_are_named(monkeypatch):
+def test_sizes_a_gpu_cannot_multiply_are_named(monkeypatch, caplog):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    linear(CoatColumnParallelLinear, outputs=24)
+    assert linear(CoatColumnParallelLinear, outputs=24).multiplies_in_fp8()
+    assert not caplog.text
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for name, argument in (
         ("fc1", "--ffn-hidden-size"),
         ("qkv", "--num-query-groups"),
         ("proj", "--kv-channels"),
     ):
-        with pytest.raises(ValueError, match=f"{name}: .*multiples of 16, found 128 -> 24.*{argument}"):
-            linear(CoatColumnParallelLinear, outputs=24, name=name)
-    with pytest.raises(ValueError, match="fc2: .*found 40 -> 128.*--ffn-hidden-size"):
-        linear(CoatRowParallelLinear, inputs=40, name="fc2")
+        caplog.clear()
+        assert not linear(CoatColumnParallelLinear, outputs=24, name=name).multiplies_in_fp8()
+        assert f"{name}: FP8 GEMMs need sizes that are multiples of 16, found 128 -> 24" in caplog.text
+        assert argument in caplog.text
 
 
 def _sizes_on_two_ranks():
@@ -219,11 +219,8 @@ def _sizes_on_two_ranks():
             # the input of a column-parallel layer and the output of a row-parallel layer are whole on each
             # rank
             for cls in (CoatColumnParallelLinear, CoatRowParallelLinear):
-                try:
-                    linear(cls, **sizes)
-                    found.append(None)
-                except ValueError as error:
-                    found.append(str(error))
+                made = linear(cls, **sizes)
+                found.append(None if made.multiplies_in_fp8() else made._sizes_found())
     return found
 
 
@@ -245,10 +242,9 @@ def test_products_of_another_type_are_refused(device):
         module._forward_impl(**given, output_dtype=torch.float32)
 
 
-def test_fallback_keeps_such_a_layer_as_megatron_has_it(device, caplog):
-    settings = config()
-    set_activations(settings, ActivationsConfig(fallback=True))
-    module = linear(CoatRowParallelLinear, inputs=40, name="fc2", settings=settings).to(device)
+def test_such_a_layer_stays_as_megatron_has_it(device, caplog):
+    with mock.patch("torch.cuda.is_available", lambda: True):
+        module = linear(CoatRowParallelLinear, inputs=40, name="fc2").to(device)
     assert "fc2: FP8 GEMMs need sizes that are multiples of 16, found 40 -> 128" in caplog.text
     assert module.coat_part().why == "sizes that 16 does not divide"
     x = torch.randn(4, 2, 40, dtype=torch.bfloat16, device=device, requires_grad=True)

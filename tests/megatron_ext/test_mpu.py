@@ -70,7 +70,7 @@ def _worker():
         engine, *_ = deepspeed.initialize(
             model=build_gpt(shape, sdpa_layer_spec, seq_length=S, vocab_size=VOCAB, bf16=False),
             mpu=mpu,
-            config={**config, "optimizer": adam, "coat": {"enabled": True, "report": False}},
+            config={**config, "optimizer": adam, "coat": {"enabled": True}},
         )
         engine.backward(_loss(engine))
         engine.step()

@@ -137,7 +137,7 @@ def _plain(folder):
 
 
 # the paper's formats, and the log lines for changes to today's formats
-PAPERS = {"enabled": True, "report": False, "optimizer": {"exp_avg_sq_format": "fp8_expanded"}}
+PAPERS = {"enabled": True, "optimizer": {"exp_avg_sq_format": "fp8_expanded"}}
 CHANGE = "exp_avg from {} to {} and exp_avg_sq from {} to {}"
 TO_TODAYS = CHANGE.format("fp8_expanded", "ratio8", "fp8_expanded", "log8")
 TO_PAPERS = CHANGE.format("ratio8", "fp8_expanded", "log8", "fp8_expanded")
@@ -217,7 +217,7 @@ def _kept_by_size():
 
     block = {"min_numel": H * H, "keep_fp32": []}
     optimizer.uninstall()
-    optimizer.install(CoatConfig.from_dict({"enabled": True, "report": False, "optimizer": block}))
+    optimizer.install(CoatConfig.from_dict({"enabled": True, "optimizer": block}))
     part = Trainer("distributed", frozen=CUT).optimizer.chained_optimizers[0]
     optimizer.uninstall()
     optimizer.install(CoatConfig(enabled=True))

@@ -185,7 +185,7 @@ matchers: {first: {type: glob, pattern: "*layers.0.mlp.linear_fc2", config: plai
 
 def test_options_reach_the_run(tmp_path):
     (tmp_path / "layers.yaml").write_text(PRECISION)
-    block = {"enabled": True, "optimizer": {"group_size": 64}, "checkpointing": {"compress": True}}
+    block = {"enabled": True, "optimizer": {"group_size": 64}, "fp8_activation_checkpointing": True}
     (tmp_path / "coat.json").write_text(json.dumps({"coat": block}))
     arguments = {
         "recompute_granularity": "full",

@@ -71,7 +71,7 @@ def engine_of(model, **block):
         "train_batch_size": 1,
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95]}},
-        "coat": {"enabled": True, "report": False, **block},
+        "coat": {"enabled": True, **block},
     }
     return deepspeed.initialize(model=model, config=config)[0]
 

@@ -27,7 +27,7 @@ def watches(watch):
     """Later optimizers are built with this block of the watch."""
     from megatron_ext.optimizer import seam as optimizer
 
-    block = {"enabled": True, "report": False, "optimizer": {"min_numel": 0}, "watch": watch}
+    block = {"enabled": True, "optimizer": {"min_numel": 0}, "watch": watch}
     optimizer.uninstall()
     optimizer.install(CoatConfig.from_dict(block))
 
@@ -306,7 +306,7 @@ def under_deepspeed():
         "optimizer": {"type": "AdamW", "params": {"lr": 5e-3}},
         "bf16": {"enabled": True},
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-        "coat": {"enabled": True, "report": False, "watch": {"every": 1, "act": "act"}},
+        "coat": {"enabled": True, "watch": {"every": 1, "act": "act"}},
     }
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=parameter_groups(model), mpu=mpu, config=config

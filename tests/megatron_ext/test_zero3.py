@@ -33,7 +33,7 @@ def _engine(model, stage):
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "zero_optimization": {"stage": stage, **(ZERO3 if stage == 3 else {})},
-        "coat": {"enabled": True, "report": False, "zero3_layer_units": False},
+        "coat": {"enabled": True, "zero3_layer_units": False},
     }
     trained = [p for p in model.parameters() if p.requires_grad]
     return deepspeed.initialize(model=model, model_parameters=trained, mpu=mpu, config=config)[0]

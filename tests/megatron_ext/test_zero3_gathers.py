@@ -30,7 +30,7 @@ def gathered() -> list[list[int]]:
             "stage3_max_reuse_distance": LIMITS.max_reuse,
         } | ({} if ahead is None else {"stage3_prefetch_bucket_size": ahead})
         case = Case(lambda: _gpt(layers=LAYERS), zero=zero)
-        engine, found = _engine(case, 3, "auto"), []
+        engine, found = _engine(case, 3, None), []
         large = [p for p in engine.module.parameters() if p.ds_numel > LIMITS.persistence]
 
         def look(large=large, found=found):

@@ -139,13 +139,13 @@ class Case(NamedTuple):
     coat: dict = {}
     after: Callable = lambda engine, step: None
     """Called behind each step."""
-    wanted: str | bool = "auto"
+    wanted: bool | None = None
     base: int = 1
     """Stage of the engine to compare with; 3, without units, where stage 1 rounds otherwise."""
     steps: int = 2
 
 
-COMPRESS = {"checkpointing": {"compress": True}}
+COMPRESS = {"fp8_activation_checkpointing": True}
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
 CASES = {
     "sqrt8": Case(lambda: _gpt(activations=ActivationsConfig(attention_format="sqrt8"))),
@@ -193,7 +193,7 @@ def _engine(case: Case, stage: int, wanted: str | bool):
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "zero_optimization": {"stage": stage, **(GATHERED | case.zero if stage == 3 else {})},
-        "coat": {"enabled": True, "report": False, "zero3_layer_units": wanted} | case.coat,
+        "coat": {"enabled": True, "zero3_layer_units": wanted} | case.coat,
         **case.host,
     }
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -256,7 +256,7 @@ def _gathered() -> dict[str, list[str]]:
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
     case = Case(lambda: _gpt(layers=8), zero={"stage3_max_reuse_distance": 30000})
-    engine, found = _engine(case, 3, "auto"), {}
+    engine, found = _engine(case, 3, None), {}
 
     def look(when):
         named = engine.module.named_parameters()
@@ -279,12 +279,12 @@ def _resumed(folder: str) -> list[list[float]]:
     """Losses of two steps after two saved steps: with units on, off, on."""
     out = []
     for saved in (True, False):
-        engine = _engine(CASES["sqrt8"], 3, "auto" if saved else False)
+        engine = _engine(CASES["sqrt8"], 3, None if saved else False)
         for step in range(2):
             _step(engine, CASES["sqrt8"], step)
             engine.step()
         engine.save_checkpoint(folder, tag=str(saved))
-        engines = [engine, _engine(CASES["sqrt8"], 3, False if saved else "auto")]
+        engines = [engine, _engine(CASES["sqrt8"], 3, False if saved else None)]
         engines[1].load_checkpoint(folder, tag=str(saved))
         for engine in engines:
             out.append([])
@@ -387,10 +387,10 @@ def test_whole_units_are_gathered_ahead_unless_the_config_says_how_much():
         ({"stage3_prefetch_bucket_size": 1000}, 1000),
     ):
         zero = DeepSpeedZeroConfig(stage=3, **given)
-        with LayerUnits(model, "auto", zero).building():
+        with LayerUnits(model, None, zero).building():
             assert zero.prefetch_bucket_size == size
     zero, default = DeepSpeedZeroConfig(stage=3), DeepSpeedZeroConfig().prefetch_bucket_size
-    with LayerUnits(model[1:], "auto", zero).building():
+    with LayerUnits(model[1:], None, zero).building():
         assert zero.prefetch_bucket_size == default
 
 
@@ -401,7 +401,7 @@ def test_what_cannot_be_a_unit():
     model = nn.ModuleDict({"a": shared, "b": plain, "c": outer, "d": empty, "head": nn.Linear(4, 4)})
     model["head"].weight = shared.weight
     zero = SimpleNamespace(stage=3)
-    units = LayerUnits(model, "auto", zero)
+    units = LayerUnits(model, None, zero)
     assert set(units.chosen) == {"b", "c.0"}
     # no engine was built, so both count as inside of a leaf module of DeepSpeed
     units.complete(None)
@@ -414,7 +414,7 @@ def test_what_cannot_be_a_unit():
     # units do not nest; the model itself may be the outer unit
     whole = _Layer()
     whole.inner = _Layer()
-    assert set(LayerUnits(whole, "auto", zero).chosen) == {""}
+    assert set(LayerUnits(whole, None, zero).chosen) == {""}
 
 
 def test_of_layers_with_one_reason_three_are_named():

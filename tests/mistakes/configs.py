@@ -188,7 +188,7 @@ MISTAKES = {
             "compressed recompute with contiguous buffers",
             engine(
                 {
-                    "coat": BLOCK | {"checkpointing": {"compress": True}},
+                    "coat": BLOCK | {"fp8_activation_checkpointing": True},
                     "optimizer": ADAMW,
                     "activation_checkpointing": {"contiguous_memory_optimization": True},
                 }

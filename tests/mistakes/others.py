@@ -42,7 +42,7 @@ MISTAKES = {
         Mistake(
             "a GPU without FP8, and layers of Megatron's or of `convert`",
             on_an_old_gpu,
-            ("8.9 or newer, found NVIDIA A100 with 8.0", '"activations": {"emulate": true}'),
+            ("8.9 or newer, found NVIDIA A100 with 8.0", '"activations" to false'),
         ),
         Mistake(
             "the same under DeepSpeed, where the block asks for FP8 layers",
@@ -165,13 +165,13 @@ MISTAKES = {
         ),
         Mistake(
             "compressed recompute without its spec",
-            megatron({"coat": BLOCK | {"checkpointing": {"compress": True}}}),
-            ("coat.checkpointing.compress: found true", "megatron_ext.with_checkpoints"),
+            megatron({"coat": BLOCK | {"fp8_activation_checkpointing": True}}),
+            ("coat.fp8_activation_checkpointing: found true", "megatron_ext.with_checkpoints"),
         ),
         Mistake(
             "what only DeepSpeed has",
             megatron({"coat": BLOCK | {"zero3_layer_units": True}}),
-            ('coat.zero3_layer_units: expected "auto", found true', "ZeRO-3 is DeepSpeed's", 'Write "auto"'),
+            ("coat.zero3_layer_units: expected null, found true", "ZeRO-3 is DeepSpeed's", "Write null"),
         ),
         Mistake(
             "`require`",

@@ -14,5 +14,4 @@ def formats(activations: ActivationsConfig, cancels: bool = False) -> LinearForm
         fast_forward=activations.fast_accumulation != "none",
         fast_input_grad=fast_backward,
         fast_weight_grad=fast_backward and not cancels,
-        emulate=activations.emulate,
     )

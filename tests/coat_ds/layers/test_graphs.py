@@ -340,7 +340,7 @@ def test_layers_take_turns_in_being_watched(monkeypatch):
 
 @on_gpu
 def test_where_graphs_are_taken_by_themselves():
-    for wanted in ("auto", True, False):
+    for wanted in (None, True, False):
         layer = replaced(converted(wanted).model.layers[0])
         numel = sum(linear.weight.numel() for linears in layer.products for linear in linears)
         x = torch.empty(1, 1, 1, device="cuda")
