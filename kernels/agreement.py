@@ -5,6 +5,7 @@ import torch
 
 from coat_kernels.codecs.codec import Codec, Storage
 from coat_kernels.fp8 import E4M3, E5M2
+from coat_kernels.groups.reference import GROUP_FORMATS, Grouped
 
 # FP32 arithmetic of a kernel and of its reference: ten operations in another order or fused, approximate
 # exponentials and roots of 2^-21, sums of thousands of terms; relative to the largest value of a tensor
@@ -35,20 +36,10 @@ def gaussian_rounding_rms(mantissa_bits: int) -> float:
     return (step.square().mean() / 12 / x.square().mean()).sqrt().item()
 
 
-def gaussian_root_rms(group_size: int = 16) -> float:
-    """Relative RMS of rounding the roots of Gaussian values, scaled so that the largest of a group is 90 to
-    127: errors uniform in half a step, which is 2 r of a value r^2."""
-    x = torch.randn(2**16, group_size, generator=torch.Generator().manual_seed(0)).abs()
-    _, power = torch.frexp(x.amax(1, keepdim=True))
-    step = torch.ldexp(2 * torch.ldexp(x, 14 - power).sqrt(), power - 14)
-    return (step.square().mean() / 12 / x.square().mean()).sqrt().item()
-
-
-# 0.0266, 0.0531, 0.0017 and 0.0072
+# 0.0266, 0.0531 and 0.0017
 E4M3_RMS, E5M2_RMS, BF16_RMS = map(gaussian_rounding_rms, (3, 2, 7))
-SQRT8_RMS = gaussian_root_rms()
 # RMS of the rounding of each saved format of activations
-ROUNDING = {"sqrt8": SQRT8_RMS, "e4m3": E4M3_RMS}
+ROUNDING = {name: fmt.rms for name, fmt in GROUP_FORMATS.items()}
 
 # Roundings of the experts' output: those of gate, which the activation at most doubles, and of up; after the
 # activation, after the router's weight, after the second GEMM and after the sum. In quadrature 4 + 1 + 4.
@@ -74,6 +65,21 @@ def exact(found: torch.Tensor, expected: torch.Tensor) -> float:
         return torch.inf
     a, e = found.double(), expected.double()
     return 0.0 if bool(((a == e) | (a.isnan() & e.isnan())).all()) else torch.inf
+
+
+def ranks(q: Grouped) -> torch.Tensor:
+    """The codes as integers in the order of their values: neighbours differ by 1, and NaN is far from all."""
+    values = q.format.from_codes(torch.arange(256, dtype=torch.uint8))
+    _, rank = values.nan_to_num(torch.inf).unique(return_inverse=True)
+    return rank.masked_fill(values.isnan(), 2**16).to(q.codes.device)[q.codes.long()]
+
+
+def grouped(found: Grouped, expected: Grouped, dtype: torch.dtype = torch.bfloat16) -> float:
+    """The error of saving values of `dtype`. Only FP32 values in an approximate format may get another code:
+    next to a tie, either of two."""
+    near = found.format.approximate and dtype == torch.float32
+    codes = (rounded if near else exact)(ranks(found), ranks(expected))
+    return max(codes, exact(found.exponent, expected.exponent))
 
 
 def rounded(found: torch.Tensor, expected: torch.Tensor) -> float:

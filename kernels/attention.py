@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from coat_kernels.autograd.origin import Origin, note, noted, with_origin
 from coat_kernels.fp8 import Fp8Format
 from coat_kernels.groups.op import dequantize_groups, quantize_groups
-from coat_kernels.groups.reference import DEFAULT_FORMAT, Grouped
+from coat_kernels.groups.reference import DEFAULT_FORMAT, GROUP_FORMATS, Grouped
 from coat_kernels.tensorwise.quantize import Quantized, quantize_tensor
 
 # fastest on Hopper first
@@ -123,13 +123,14 @@ class _Compressed:
             _to_tokens(source, self.order.there).contiguous(), self.group_size, self.saved_format
         )
         self.kept[x.data_ptr()] = kept
-        return source.shape, times, [self.outer_pack(t) for t in kept]
+        return source.shape, times, [self.outer_pack(t) for t in kept.tensors]
 
     def unpack(self, packed):
         shape, times, kept = packed
         if shape is None:
             return _repeated(self.outer_unpack(kept), times)
-        rows = dequantize_groups(Grouped(*map(self.outer_unpack, kept)), self.group_size, self.dtype)
+        q = Grouped(*map(self.outer_unpack, kept), GROUP_FORMATS[self.saved_format])
+        rows = dequantize_groups(q, self.group_size, self.dtype)
         return _repeated(rows.view([shape[i] for i in self.order.there]).permute(self.order.back), times)
 
     def origin_of(self, output: torch.Tensor) -> Origin | None:
@@ -172,12 +173,13 @@ def _repeated(x: torch.Tensor, times: int) -> torch.Tensor:
 
 def origin_in_groups(kept: Grouped, group_size: int, dtype: torch.dtype) -> Origin:
     """The origin of a tensor in `dtype` that is `kept` in groups."""
+    saved_format = kept.format
 
     def columns(codes, exponent, largest, fmt):
-        rows = dequantize_groups(Grouped(codes, exponent), group_size, dtype)
+        rows = dequantize_groups(Grouped(codes, exponent, saved_format), group_size, dtype)
         return quantize_tensor(rows, largest, fmt, rows=False, columns=True)
 
-    return Origin(tuple(kept), columns)
+    return Origin(kept.tensors, columns)
 
 
 @functools.lru_cache(maxsize=2)

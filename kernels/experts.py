@@ -19,7 +19,7 @@ from coat_kernels.activation import KINDS
 from coat_kernels.activation.op import activation_backward, activation_forward
 from coat_kernels.autograd.derivatives import once_differentiable
 from coat_kernels.device import capability
-from coat_kernels.groups import DEFAULT_FORMAT, Grouped, dequantize_groups, quantize_groups
+from coat_kernels.groups import DEFAULT_FORMAT, GROUP_FORMATS, Grouped, dequantize_groups, quantize_groups
 from coat_kernels.ops import nothing
 
 
@@ -105,9 +105,10 @@ class KernelGate(NamedTuple):
     def again(self, codes: torch.Tensor, exponent: torch.Tensor) -> tuple[torch.Tensor, Callable]:
         """The recomputed result [rows, f] in BF16, and a function from its gradient to that of `both`."""
         options = self.kind, self.gated, self.group_size
-        both = dequantize_groups(Grouped(codes, exponent), self.group_size, torch.bfloat16)
+        q = Grouped(codes, exponent, GROUP_FORMATS[self.saved_format])
+        both = dequantize_groups(q, self.group_size, torch.bfloat16)
         a = activation_forward(both, *options, None)[0]
-        return a, lambda grad: activation_backward(grad, codes, exponent, *options)[0]
+        return a, lambda grad: activation_backward(grad, codes, exponent, *options, self.saved_format)[0]
 
 
 class OwnGate(NamedTuple):
@@ -120,11 +121,14 @@ class OwnGate(NamedTuple):
     gated: bool = True
 
     def forward(self, both: torch.Tensor, trained: bool) -> tuple[torch.Tensor, ...]:
-        kept = quantize_groups(both, self.group_size, self.saved_format) if trained else 2 * (nothing(both),)
+        kept = 2 * (nothing(both),)
+        if trained:
+            kept = quantize_groups(both, self.group_size, self.saved_format).tensors
         return self.function(both).to(both.dtype), *kept
 
     def again(self, codes: torch.Tensor, exponent: torch.Tensor) -> tuple[torch.Tensor, Callable]:
-        both = dequantize_groups(Grouped(codes, exponent), self.group_size, torch.bfloat16).requires_grad_()
+        q = Grouped(codes, exponent, GROUP_FORMATS[self.saved_format])
+        both = dequantize_groups(q, self.group_size, torch.bfloat16).requires_grad_()
         with torch.enable_grad():
             a = self.function(both).to(both.dtype)
         return a.detach(), lambda grad: torch.autograd.grad(a, both, grad)[0]
@@ -150,7 +154,7 @@ class _GroupedExperts(torch.autograd.Function):
         if order is not None:
             kept += x, order
         elif trained and ctx.needs_input_grad[2]:
-            kept += quantize_groups(x, gate.group_size, gate.saved_format)
+            kept += quantize_groups(x, gate.group_size, gate.saved_format).tensors
         ctx.save_for_backward(weights, gate_up, down, ends, *kept)
         ctx.gate, ctx.permutes = gate, order is not None
         return y
@@ -181,7 +185,8 @@ class _GroupedExperts(torch.autograd.Function):
             del grad_a
             if needs_gate_up:
                 if order is None:
-                    rows = dequantize_groups(Grouped(*of_x), ctx.gate.group_size, grad_both.dtype)
+                    q = Grouped(*of_x, GROUP_FORMATS[ctx.gate.saved_format])
+                    rows = dequantize_groups(q, ctx.gate.group_size, grad_both.dtype)
                 else:
                     rows = of_x[0][token]
                 grad_gate_up = _over_rows(grad_both.T, rows, ends)

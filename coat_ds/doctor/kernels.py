@@ -28,7 +28,7 @@ from coat_kernels.codecs.codec import (
 )
 from coat_kernels.experts import KernelGate, experts_reference, grouped_experts
 from coat_kernels.fp8 import E4M3, E5M2
-from coat_kernels.groups import GROUP_FORMATS, Grouped
+from coat_kernels.groups import GROUP_FORMATS
 from coat_kernels.linear.kernels import accumulate_matmul_triton, add_triton
 from coat_kernels.tensorwise import PredictedScale, Quantized, quantize_tensor_reference
 from coat_kernels.tensorwise.operands import fp8_operands
@@ -91,20 +91,11 @@ def _codes(
         yield name, agreement.summed(found.sums, x, again)
 
 
-def _saved(name: str, found: Grouped, expected: Grouped, dtype: torch.dtype) -> Errors:
-    """Errors of values of `dtype` saved in 8 bits. Only sqrt8 codes of FP32 values may differ: the kernels'
-    square root is off by up to 2^-22, and an FP32 value that close to a tie may get either code. Values of 16
-    bits never are (TIES_UP)."""
-    yield name, exact(found.exponent, expected.exponent)
-    near = found.holds_roots and dtype == torch.float32
-    yield name, (rounded if near else exact)(found.codes, expected.codes)
-
-
 def check_groups(draw: Draw) -> Errors:
     x, size = draw.wide(draw.size(), draw.size()), draw.choice(16, 32, 64, 128)
     expected = groups.quantize_groups_reference(x, size, draw.keep)
     found = groups.quantize_groups_triton(x, size, draw.keep)
-    yield from _saved("quantize_groups_kernel", found, expected, draw.dtype)
+    yield "quantize_groups_kernel", agreement.grouped(found, expected, draw.dtype)
     values = groups.dequantize_groups_triton(expected, size, draw.dtype)
     reference = groups.dequantize_groups_reference(expected, size).to(draw.dtype)
     yield "dequantize_groups_kernel", exact(values, reference)
@@ -142,7 +133,7 @@ def check_activation(draw: Draw) -> Errors:
     expected, _, q = act.activation_forward_reference(x, *options, draw.keep)
     yield "activation_forward_kernel", rounded(y, expected)
     yield "activation_forward_kernel", exact(maxima.amax(), y.float().abs().amax())
-    yield from _saved("activation_forward_kernel", kept, q, draw.dtype)
+    yield "activation_forward_kernel", agreement.grouped(kept, q, draw.dtype)
     codes = act.activation_operands(x, options, draw.keep, PredictedScale(E4M3))[0]
     yield from _codes("activation_forward_kernel", codes, y, E4M3, again=True)
     grad_x, maxima = act.activation_backward_triton(grad, q, *options)
@@ -173,9 +164,9 @@ def check_norm(draw: Draw) -> Errors:
         # a mean summed in another order changes deviations; a few of them get another code or exponent
         yield "norm_forward_kernel", rounded(kept.exponent, q.exponent)
         alike = (kept.exponent == q.exponent).repeat_interleave(size, 1)[:, :h]
-        yield "norm_forward_kernel", rounded(kept.codes[alike], q.codes[alike])
+        yield "norm_forward_kernel", rounded(*(agreement.ranks(t)[alike] for t in (kept, q)))
     else:
-        yield from _saved("norm_forward_kernel", kept, q, draw.dtype)
+        yield "norm_forward_kernel", agreement.grouped(kept, q, draw.dtype)
     total, how = torch.empty_like(x), (weight, bias, (eps, *options), draw.keep, PredictedScale(E4M3))
     codes = norm.norm_operands(total, *how, addends=norm.Addends(residual, branch))[0]
     yield "norm_forward_kernel", exact(total, x)
@@ -203,7 +194,7 @@ def check_head_norm(draw: Draw) -> Errors:
     expected, q, reference = head_norm.head_norm_forward_reference(*arguments)
     yield "head_norm_forward_kernel", rounded(y, expected)
     yield "head_norm_forward_kernel", rounded(rstd, reference)
-    yield from _saved("head_norm_forward_kernel", kept, q, draw.dtype)
+    yield "head_norm_forward_kernel", agreement.grouped(kept, q, draw.dtype)
     arguments = grad, q, reference, weight, *tables, *options
     found = head_norm.head_norm_backward_triton(*arguments)
     wanted = head_norm.head_norm_backward_reference(*arguments)

@@ -25,6 +25,7 @@ from coat_ds.layers.modules.replaced import attributes_of
 from coat_ds.saved_bytes import SavedStorages
 from coat_ds.watch.sent import sent
 from coat_kernels.graphs import Graphs
+from coat_kernels.groups import Grouped, GroupFormat
 from coat_kernels.tensorwise import PredictedScale
 
 SAMPLE = 2**18
@@ -36,8 +37,6 @@ ROLES = {"input": 0, "gradient": 3, "saved": 6}
 PREDICTIONS = 9
 REPLAYED = 11
 SUMS = 12
-# magnitude bits of the largest finite code
-LARGEST = {torch.float8_e4m3fn: 0x7E, torch.float8_e5m2: 0x7B, torch.int8: 127}
 # samples that wait to be counted
 WAITING = 32
 # readings until each layer that is replayed had its turn: to run one in Python takes as long as some replays
@@ -49,7 +48,7 @@ class _Sample(NamedTuple):
 
     row: int
     role: str
-    dtype: torch.dtype
+    format: torch.dtype | GroupFormat
     codes: torch.Tensor
     exponent: torch.Tensor | None
     """Exponent of the group of each code, uint8 [n]; None where no group can consist of zeros only."""
@@ -57,7 +56,7 @@ class _Sample(NamedTuple):
     @property
     def alike(self) -> tuple:
         """Equal for samples that are counted together."""
-        return self.dtype, len(self.codes), self.exponent is None, self.codes.device
+        return self.format, len(self.codes), self.exponent is None, self.codes.device
 
 
 class CodeCounter:
@@ -85,6 +84,8 @@ class CodeCounter:
         self._wrong: list[tuple[int, torch.Tensor]] = []
         # by shape: the group that each code of a sample is in
         self._groups: dict[tuple, torch.Tensor] = {}
+        # by address of the codes: the format of what autograd is about to save
+        self.formats: dict[int, GroupFormat] = {}
 
     def sums(self, device: torch.device) -> torch.Tensor:
         """What was counted, FP64 [layers, SUMS]."""
@@ -107,7 +108,7 @@ class CodeCounter:
             alike[sample.alike].append(sample)
         for samples in alike.values():
             one = samples[0]
-            reached = _reached(torch.stack([s.codes for s in samples]), one.dtype)
+            reached = _reached(torch.stack([s.codes for s in samples]), one.format)
             if one.exponent is not None:
                 # a group of zeros has the smallest exponent
                 holds = torch.stack([s.exponent for s in samples if s.exponent is not None]) > 1
@@ -146,8 +147,14 @@ class CodeCounter:
         self._wrong.append((place + 1, used != true))
 
     @torch.no_grad()
-    def saved(self, block: str, codes: torch.Tensor, exponent: torch.Tensor) -> None:
+    def saves(self, q: Grouped) -> None:
+        """As `coat_kernels.autograd.watching.Observer`."""
+        self.formats[q.codes.data_ptr()] = q.format
+
+    @torch.no_grad()
+    def saved(self, block: str, q: Grouped) -> None:
         """Takes codes [rows, columns] that are saved in groups; zeros in a group of zeros do not count."""
+        codes, exponent, fmt = q
         found = sampled(codes)
         key = codes.shape, exponent.shape, codes.device
         if key not in self._groups:
@@ -157,7 +164,7 @@ class CodeCounter:
             size = 2 ** math.ceil(math.log2(max(columns / groups, 1)))
             self._groups[key] = at // columns * groups + at % columns // size
         of_groups = exponent.reshape(-1).index_select(0, self._groups[key])
-        self._take(_Sample(self.index[block], "saved", codes.dtype, found, of_groups))
+        self._take(_Sample(self.index[block], "saved", fmt, found, of_groups))
 
 
 def sampled(codes: torch.Tensor) -> torch.Tensor:
@@ -176,11 +183,22 @@ def _stride(codes: torch.Tensor) -> int:
     return stride
 
 
-def _reached(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _reached(codes: torch.Tensor, fmt: torch.dtype | GroupFormat) -> torch.Tensor:
     """Which codes, given as bytes, are not zero, and which are the largest or not finite: bool [2, ...]."""
-    # of an integer -128 stays, which is 128 without a sign
-    magnitude = codes.view(dtype).abs().view(torch.uint8) if dtype == torch.int8 else codes & 0x7F
-    return torch.stack([magnitude > 0, magnitude >= LARGEST[dtype]])
+    sizes = _magnitudes(codes, fmt)
+    return torch.stack([sizes != 0, ~(sizes < _largest(fmt))])
+
+
+@functools.cache
+def _largest(fmt: torch.dtype | GroupFormat) -> float:
+    """The largest finite magnitude of the format's codes."""
+    sizes = _magnitudes(torch.arange(256, dtype=torch.uint8), fmt)
+    return sizes[sizes.isfinite()].max().item()
+
+
+def _magnitudes(codes: torch.Tensor, fmt: torch.dtype | GroupFormat) -> torch.Tensor:
+    """What the codes stand for, without signs and scales, FP32."""
+    return (fmt.from_codes(codes) if isinstance(fmt, GroupFormat) else codes.view(fmt).float()).abs()
 
 
 class SavedCodes(SavedStorages):
@@ -199,6 +217,7 @@ class SavedCodes(SavedStorages):
     def forget(self) -> None:
         """Lets go of all storages: backward frees them as ever."""
         self._kept, self._codes = {}, None
+        self.counter.formats.clear()
 
     def _keep(self, address: int, storage: torch.UntypedStorage) -> None:
         super()._keep(address, storage)
@@ -206,11 +225,12 @@ class SavedCodes(SavedStorages):
 
     def _pack(self, x: torch.Tensor) -> torch.Tensor:
         codes, self._codes = self._codes, None
-        if x.dim() == 2 and x.dtype in (torch.int8, torch.float8_e4m3fn):
-            self._codes = x.detach()
-        elif codes is not None and x.dtype == torch.uint8 and x.dim() == 2 and len(x) == len(codes):
+        if codes is not None:
             # a group's exponent is saved after its codes
-            self.counter.saved(self.block, codes, x.detach())
+            fmt = self.counter.formats[codes.data_ptr()]
+            self.counter.saved(self.block, Grouped(codes, x.detach(), fmt))
+        elif x.dtype == torch.uint8 and x.data_ptr() in self.counter.formats:
+            self._codes = x.detach()
         return super()._pack(x)
 
 

@@ -175,11 +175,8 @@ class _Kept:
         codes, exponent = (t.to(device, non_blocking=True) for t in (self.packed.codes, self.packed.exponent))
         if self.shares == 1:
             return self.packed.with_codes(codes, exponent).unpack()
-        codes, exponent = self._gathered(codes.view(torch.uint8)), self._gathered(exponent)
-        shares = [
-            self.packed.with_codes(c.view(self.packed.codes.dtype), e).unpack()
-            for c, e in zip(codes, exponent, strict=True)
-        ]
+        codes, exponent = self._gathered(codes), self._gathered(exponent)
+        shares = [self.packed.with_codes(c, e).unpack() for c, e in zip(codes, exponent, strict=True)]
         return torch.cat(shares).view(self.shape)
 
     def _gathered(self, t: torch.Tensor) -> tuple[torch.Tensor, ...]:

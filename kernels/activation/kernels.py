@@ -10,7 +10,7 @@ from coat_kernels.activation.reference import CUBE, FLAT, NORMAL, QUICK, SQRT_HA
 from coat_kernels.fast_math import fast_exp2, fast_reciprocal
 from coat_kernels.fp8 import ALIGNMENT, Fp8Format, cast, round_to, widen
 from coat_kernels.groups.kernels import load_group_tile, store_group_tile
-from coat_kernels.groups.reference import GROUP_FORMATS, Grouped
+from coat_kernels.groups.reference import Grouped, empty_grouped
 from coat_kernels.prepared import PreparedKernel, cdiv, tiling
 from coat_kernels.tensorwise.quantize import Quantized, to_tensor_codes, to_tensor_words
 from coat_kernels.tensorwise.scale import NO_SCALES, Scales, scale_and_tiles, tensor_scale
@@ -75,7 +75,7 @@ def activation_forward_kernel(p_x, p_y, p_rows, p_codes, p_exponent, p_maxima,
                               p_predicted, p_used, p_found, found, p_largest, p_true,
                               rows, f, groups, tiles,
                               KIND: tl.constexpr, PARTS: tl.constexpr,
-                              E5M2: tl.constexpr, ROOTS: tl.constexpr, EVEN: tl.constexpr,
+                              E5M2: tl.constexpr, TO_CODES: tl.constexpr, EVEN: tl.constexpr,
                               ROWS: tl.constexpr, COLUMNS: tl.constexpr, G: tl.constexpr):  # fmt: skip
     """Writes y, or its row-major FP8 codes; also the saved input and the maxima, if requested."""
     DTYPE: tl.constexpr = p_x.dtype.element_ty
@@ -102,21 +102,22 @@ def activation_forward_kernel(p_x, p_y, p_rows, p_codes, p_exponent, p_maxima,
             tl.store(p_maxima + tile, stored_max(b_y, DTYPE))
         if p_codes is not None:
             store_group_tile(b_x, p_codes, p_exponent, o_row, column, rows, f, PARTS * f, PARTS * groups,
-                             ROOTS, G, EVEN)  # fmt: skip
+                             TO_CODES, G, EVEN)  # fmt: skip
             if PARTS == 2:
                 store_group_tile(b_up, p_codes + f, p_exponent + groups, o_row, column, rows, f, PARTS * f,
-                                 PARTS * groups, ROOTS, G, EVEN)  # fmt: skip
+                                 PARTS * groups, TO_CODES, G, EVEN)  # fmt: skip
 
 
 @triton.jit
 def load_parts(p_codes, p_exponent, o_row, column, rows, f, groups, PARTS: tl.constexpr,
-               COLUMNS: tl.constexpr, ROOTS: tl.constexpr, G: tl.constexpr, EVEN: tl.constexpr):  # fmt: skip
+               COLUMNS: tl.constexpr, FROM_CODES: tl.constexpr, G: tl.constexpr,
+               EVEN: tl.constexpr):  # fmt: skip
     """The saved gate and up; without a gate, the same tile twice."""
     b_x = load_group_tile(p_codes, p_exponent, o_row, column, rows, f, PARTS * f, PARTS * groups,
-                          COLUMNS, ROOTS, G, EVEN)  # fmt: skip
+                          COLUMNS, FROM_CODES, G, EVEN)  # fmt: skip
     if PARTS == 2:
         b_up = load_group_tile(p_codes + f, p_exponent + groups, o_row, column, rows, f, PARTS * f,
-                               PARTS * groups, COLUMNS, ROOTS, G, EVEN)  # fmt: skip
+                               PARTS * groups, COLUMNS, FROM_CODES, G, EVEN)  # fmt: skip
     else:
         b_up = b_x
     return b_x, b_up
@@ -128,7 +129,7 @@ def activation_backward_kernel(p_grad_y, p_codes, p_exponent, p_grad_x, p_rows, 
                                p_maxima, p_predicted, p_used, p_found, found, p_largest, p_true,
                                rows, f, groups, padded_rows, tiles,
                                KIND: tl.constexpr, PARTS: tl.constexpr, E5M2: tl.constexpr,
-                               ROOTS: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr,
+                               FROM_CODES: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr,
                                COLUMNS: tl.constexpr, G: tl.constexpr):  # fmt: skip
     """Writes the gradient, or its row-major and column-major FP8 codes, as requested. Each program sums
     columns over its rows. For column sums, the number of programs is a multiple of `across`, so each program
@@ -154,7 +155,7 @@ def activation_backward_kernel(p_grad_y, p_codes, p_exponent, p_grad_x, p_rows, 
             o_x = o_row[:, None] * (PARTS * f) + o_f[None, :]
             b_grad = widen(load_tile(p_grad_y, o_row[:, None] * f + o_f[None, :], m_x, not EVEN))
             b_x, b_up = load_parts(p_codes, p_exponent, o_row, column, rows, f, groups, PARTS, COLUMNS,
-                                   ROOTS, G, EVEN)  # fmt: skip
+                                   FROM_CODES, G, EVEN)  # fmt: skip
             b_value, b_slope = value_and_slope(b_x, KIND)
             b_grad_x = b_grad * b_slope
             if PARTS == 2:
@@ -205,8 +206,8 @@ def store_rows(b_x, p_x, p_rows, o_x, m_x, scale, DTYPE: tl.constexpr, E5M2: tl.
 def activation_columns_kernel(p_codes, p_exponent, p_largest, p_columns, p_scale,
                               rows, f, groups, padded_rows,
                               KIND: tl.constexpr, PARTS: tl.constexpr, E5M2: tl.constexpr,
-                              ROOTS: tl.constexpr, EVEN: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-                              G: tl.constexpr):  # fmt: skip
+                              FROM_CODES: tl.constexpr, EVEN: tl.constexpr, M: tl.constexpr,
+                              N: tl.constexpr, G: tl.constexpr):  # fmt: skip
     scale = tensor_scale(tl.load(p_largest), E5M2)
     # every program stores the same scale
     tl.store(p_scale, scale)
@@ -215,8 +216,8 @@ def activation_columns_kernel(p_codes, p_exponent, p_largest, p_columns, p_scale
     b_words = tl.zeros([M // 4, N], dtype=tl.int32)
     for i in tl.static_range(4):
         o_row = o_word.to(tl.int64) * 4 + i
-        b_x, b_up = load_parts(p_codes, p_exponent, o_row, column, rows, f, groups, PARTS, N, ROOTS, G,
-                              EVEN)  # fmt: skip
+        b_x, b_up = load_parts(p_codes, p_exponent, o_row, column, rows, f, groups, PARTS, N,
+                              FROM_CODES, G, EVEN)  # fmt: skip
         b_y, _ = value_and_slope(b_x, KIND)
         if PARTS == 2:
             b_y *= b_up
@@ -224,15 +225,6 @@ def activation_columns_kernel(p_codes, p_exponent, p_largest, p_columns, p_scale
         b_words |= to_tensor_words(b_y, scale, E5M2) << (8 * i)
     o_f = (column + tl.arange(0, N)).to(tl.int64)
     store_words(p_columns, b_words, o_word, o_f, f, padded_rows, EVEN)
-
-
-def empty_kept(rows: int, f: int, gated: bool, group_size: int, fmt: str, device: torch.device) -> Grouped:
-    """Uninitialised storage for one or two parts; each part has its own groups."""
-    parts = 1 + gated
-    return Grouped(
-        torch.empty(rows, parts * f, dtype=GROUP_FORMATS[fmt].dtype, device=device),
-        torch.empty(rows, parts * cdiv(f, group_size), dtype=torch.uint8, device=device),
-    )
 
 
 @functools.lru_cache(maxsize=1024)
@@ -246,7 +238,7 @@ def activation_forward_triton(x, kind: str, gated: bool, group_size: int, keep: 
     """`activation_forward_reference` in one pass over x, with one maximum per tile."""
     rows, f = x.shape[0], x.shape[1] // (1 + gated)
     y = torch.empty(rows, f, dtype=x.dtype, device=x.device)
-    q = empty_kept(rows, f, gated, group_size, keep, x.device) if keep else None
+    q = empty_grouped(rows, f, group_size, keep, x.device, 1 + gated) if keep else None
     return y, launch_forward(x, q, kind, gated, group_size, y=y), q
 
 
@@ -270,7 +262,7 @@ def launch_forward(
         x,
         y,
         out.rows.view(torch.uint8) if out else None,
-        q.codes.view(torch.uint8) if keep else None,
+        q.codes if keep else None,
         q.exponent if keep else None,
         maxima,
         *scales,
@@ -281,7 +273,7 @@ def launch_forward(
         KIND=kind,
         PARTS=1 + gated,
         E5M2=out is not None and out.is_e5m2,
-        ROOTS=keep and q.holds_roots,
+        TO_CODES=q.format.to_codes_tile if keep else None,
         EVEN=rows % FORWARD_ROWS == 0 and f % FORWARD_COLUMNS == 0,
         ROWS=FORWARD_ROWS,
         COLUMNS=FORWARD_COLUMNS,
@@ -324,7 +316,7 @@ def launch_backward(
         programs = len(partial) * across
     activation_backward_kernel[(programs,)](
         grad_y,
-        q.codes.view(torch.uint8),
+        q.codes,
         q.exponent,
         grad_x,
         None if by_rows is None else by_rows.view(torch.uint8),
@@ -340,7 +332,7 @@ def launch_backward(
         KIND=kind,
         PARTS=1 + gated,
         E5M2=out is not None and out.is_e5m2,
-        ROOTS=q.holds_roots,
+        FROM_CODES=q.format.from_codes_tile,
         EVEN=rows % m == 0 and f % n == 0,
         ROWS=m,
         COLUMNS=n,
@@ -363,7 +355,7 @@ def activation_columns_triton(
     width = max(COLUMNS_N, group_size)
     down, across = tiling(columns.shape[1], f, COLUMNS_M, width)
     activation_columns_kernel[across, down](
-        q.codes.view(torch.uint8),
+        q.codes,
         q.exponent,
         largest,
         columns.view(torch.int32),
@@ -375,7 +367,7 @@ def activation_columns_triton(
         KIND=kind,
         PARTS=parts,
         E5M2=fmt.is_e5m2,
-        ROOTS=q.holds_roots,
+        FROM_CODES=q.format.from_codes_tile,
         EVEN=rows % COLUMNS_M == 0 and f % width == 0,
         M=COLUMNS_M,
         N=width,

@@ -13,7 +13,6 @@ from coat_kernels.activation.kernels import (
     activation_backward_triton,
     activation_columns_triton,
     activation_forward_triton,
-    empty_kept,
     launch_backward,
     launch_forward,
 )
@@ -27,7 +26,7 @@ from coat_kernels.autograd.derivatives import once_differentiable, refuse_forwar
 from coat_kernels.autograd.origin import Origin, with_maxima, with_origin
 from coat_kernels.device import uses_kernels
 from coat_kernels.fp8 import Fp8Format, fp8_format
-from coat_kernels.groups.reference import DEFAULT_FORMAT, Grouped
+from coat_kernels.groups.reference import DEFAULT_FORMAT, GROUP_FORMATS, Grouped, empty_grouped
 from coat_kernels.ops import compilable, nothing
 from coat_kernels.prepared import cdiv
 from coat_kernels.tensorwise.predicted import Attempt, PredictedScale, write_reference
@@ -46,7 +45,7 @@ def _forward_fake(x, kind, gated, group_size, keep):
     maxima = _maxima_fake(y, kernels.FORWARD_ROWS, kernels.FORWARD_COLUMNS)
     if not keep:
         return y, maxima, nothing(x), nothing(x)
-    return y, maxima, *empty_kept(rows, f, gated, group_size, keep, x.device)
+    return y, maxima, *empty_grouped(rows, f, group_size, keep, x.device, 1 + gated).tensors
 
 
 @compilable(_forward_fake)
@@ -56,10 +55,10 @@ def activation_forward(
     """(y, maxima, codes, exponent) of a contiguous x; where `keep` is None, the last two are empty."""
     forward = activation_forward_triton if uses_kernels(x) else activation_forward_reference
     y, maxima, q = forward(x, kind, gated, group_size, keep)
-    return (y, maxima, *q) if keep else (y, maxima, nothing(x), nothing(x))
+    return (y, maxima, *q.tensors) if keep else (y, maxima, nothing(x), nothing(x))
 
 
-def _backward_fake(grad_y, codes, exponent, kind, gated, group_size):
+def _backward_fake(grad_y, codes, exponent, kind, gated, group_size, keep):
     maxima = _maxima_fake(grad_y, kernels.BACKWARD_ROWS, kernels.BACKWARD_COLUMNS)
     return grad_y.new_empty(codes.shape), maxima
 
@@ -72,13 +71,15 @@ def activation_backward(
     kind: str,
     gated: bool,
     group_size: int,
+    keep: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(grad of x, its maxima) of a contiguous grad_y."""
     backward = activation_backward_triton if uses_kernels(grad_y) else activation_backward_reference
-    return backward(grad_y, Grouped(codes, exponent), kind, gated, group_size)
+    q = Grouped(codes, exponent, GROUP_FORMATS[keep])
+    return backward(grad_y, q, kind, gated, group_size)
 
 
-def _columns_fake(codes, exponent, largest, kind, gated, group_size, fmt):
+def _columns_fake(codes, exponent, largest, kind, gated, group_size, keep, fmt):
     rows, f = codes.shape[0], codes.shape[1] // (1 + gated)
     return empty_columns(rows, f, fp8_format(fmt), codes.device), largest.new_empty(1)
 
@@ -91,11 +92,12 @@ def activation_columns(
     kind: str,
     gated: bool,
     group_size: int,
+    keep: str,
     fmt: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(column-major codes, scale) of y, recomputed."""
     make = activation_columns_triton if uses_kernels(codes) else activation_columns_reference
-    q = Grouped(codes, exponent)
+    q = Grouped(codes, exponent, GROUP_FORMATS[keep])
     made = make(q, largest, kind, gated, group_size, fp8_format(fmt))
     return made.columns, made.scale
 
@@ -103,9 +105,9 @@ def activation_columns(
 class _Activation(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, kind, gated, group_size, keep):
-        rows, options = x.reshape(-1, x.shape[-1]).contiguous(), (kind, gated, group_size)
+        rows, options = x.reshape(-1, x.shape[-1]).contiguous(), (kind, gated, group_size, keep)
         shape = *x.shape[:-1], x.shape[-1] // (1 + gated)
-        y, maxima, *kept = activation_forward(rows, *options, keep)
+        y, maxima, *kept = activation_forward(rows, *options)
         # detach(): autograd forbids in-place operations on a view that a function returns
         y = y.view(shape).detach()
         ctx.mark_non_differentiable(*kept, maxima)
@@ -135,7 +137,7 @@ def activation_operands(
     """
     rows, f = x.shape[0], x.shape[1] // (1 + options[1])
     if uses_kernels(x):
-        kept = empty_kept(rows, f, *options[1:], keep, x.device)
+        kept = empty_grouped(rows, f, options[2], keep, x.device, 1 + options[1])
 
         def write(out, scales):
             return launch_forward(x, kept, *options, out=out, scales=scales)
@@ -197,7 +199,7 @@ def activation(
     y, maxima, codes, exponent = _Activation.apply(x, kind, gated, group_size, saved_format)
 
     def columns(codes, exponent, largest, fmt: Fp8Format) -> Quantized:
-        made = activation_columns(codes, exponent, largest, kind, gated, group_size, fmt.name)
+        made = activation_columns(codes, exponent, largest, kind, gated, group_size, saved_format, fmt.name)
         return Quantized(None, *made)
 
     return with_maxima(with_origin(y, Origin((codes, exponent), columns)), maxima)

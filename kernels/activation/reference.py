@@ -59,7 +59,7 @@ def _parts(x: torch.Tensor, gated: bool) -> tuple[torch.Tensor, ...]:
 
 def _dequantize(q: Grouped, gated: bool, group_size: int) -> list[torch.Tensor]:
     parts = zip(_parts(q.codes, gated), _parts(q.exponent, gated), strict=True)
-    return [dequantize_groups_reference(Grouped(*part), group_size) for part in parts]
+    return [dequantize_groups_reference(Grouped(*part, q.format), group_size) for part in parts]
 
 
 def activation_forward_reference(x, kind: str, gated: bool, group_size: int, keep: str | None):
@@ -73,7 +73,8 @@ def activation_forward_reference(x, kind: str, gated: bool, group_size: int, kee
     if not keep:
         return y, row_maxima(y), None
     kept = [quantize_groups_reference(part, group_size, keep) for part in parts]
-    return y, row_maxima(y), Grouped(*(torch.cat(tensors, dim=1) for tensors in zip(*kept, strict=True)))
+    codes, exponent = (torch.cat(tensors, 1) for tensors in zip(*(q.tensors for q in kept), strict=True))
+    return y, row_maxima(y), Grouped(codes, exponent, kept[0].format)
 
 
 def activation_backward_reference(grad_y, q: Grouped, kind: str, gated: bool, group_size: int):

@@ -34,8 +34,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from coat_kernels.autograd.origin import forget_notes, note, noted
 from coat_kernels.autograd.router_choices import Choices
 from coat_kernels.groups.op import dequantize_groups, quantize_groups
-from coat_kernels.groups.reference import Grouped
+from coat_kernels.groups.reference import GROUP_FORMATS, Grouped
 
+FORMAT = "e4m3"
 # consecutive elements that share one scale
 GROUP_SIZE = 128
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -59,7 +60,7 @@ class Packed:
     """A dense tensor as FP8 E4M3 codes and exponents, in groups of `GROUP_SIZE` elements, consecutive in
     memory.
 
-    codes: FP8 [rows, columns], padded with zeros to whole groups
+    codes: uint8 [rows, columns], padded with zeros to whole groups
     exponent: uint8 [rows, columns / GROUP_SIZE]
     """
 
@@ -79,7 +80,7 @@ class Packed:
             flat = torch.nn.functional.pad(flat, (0, padding))
         # rows of whole groups; the row length is a power of two that divides the number of elements
         rows = flat.view(-1, math.gcd(flat.numel(), ROW))
-        self.codes, self.exponent = quantize_groups(rows, GROUP_SIZE, "e4m3")
+        self.codes, self.exponent = quantize_groups(rows, GROUP_SIZE, FORMAT)[:2]
         _alive.add(self)
 
     def with_codes(self, codes: torch.Tensor, exponent: torch.Tensor) -> Self:
@@ -101,7 +102,8 @@ class Packed:
 
     def unpack(self) -> torch.Tensor:
         """The decoded tensor, with the shape, strides and dtype of the packed one."""
-        x = dequantize_groups(Grouped(self.codes, self.exponent), GROUP_SIZE, self.dtype)
+        q = Grouped(self.codes, self.exponent, GROUP_FORMATS[FORMAT])
+        x = dequantize_groups(q, GROUP_SIZE, self.dtype)
         return x.as_strided(self.shape, self.stride)
 
 

@@ -1,4 +1,5 @@
-"""An optional observer of the FP8 codes of linear layers; None unless a step is watched."""
+"""An optional observer of the FP8 codes of linear layers and of the groups that autograd saves; None unless a
+step is watched."""
 
 from typing import Protocol
 
@@ -6,7 +7,7 @@ import torch
 
 
 class Observer(Protocol):
-    """Both methods are called between the launches of a forward or backward pass. They must not synchronize
+    """The methods are called between the launches of a forward or backward pass. They must not synchronize
     with the device."""
 
     def codes(self, role: str, prediction: object, codes: torch.Tensor) -> None:
@@ -16,6 +17,9 @@ class Observer(Protocol):
     def predicted(self, prediction: object, used: torch.Tensor, true: torch.Tensor) -> None:
         """An operand was first quantized with the scale `used`; the correct scale is `true`, FP32 [1]
         each."""
+
+    def saves(self, q: object) -> None:
+        """The tensors of `q`, a `Grouped`, are handed to autograd, which may save them."""
 
 
 current: Observer | None = None

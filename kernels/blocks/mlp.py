@@ -9,7 +9,7 @@ from coat_kernels.autograd.origin import Origin
 from coat_kernels.blocks.options import ActivationOptions, NormOptions
 from coat_kernels.blocks.qkv import _norm_backward
 from coat_kernels.device import require_fp8
-from coat_kernels.groups.reference import Grouped
+from coat_kernels.groups.reference import GROUP_FORMATS, Grouped
 from coat_kernels.linear.op import (
     LinearOptions,
     gathered_columns,
@@ -137,7 +137,8 @@ class _MlpBlock(torch.autograd.Function):
             ctx.columns_of_o, kept_o = origin.columns, (*origin.tensors, largest_o)
         ctx.save_for_backward(
             w_proj, b_proj, norm_weight, norm_bias, w_fc1, b_fc1, w_fc2, b_fc2,
-            largest_proj, largest_y, largest_fc1, largest_p, largest_fc2, *kept_x, rstd, *kept_u, *kept_o,
+            largest_proj, largest_y, largest_fc1, largest_p, largest_fc2,
+            *kept_x.tensors, rstd, *kept_u.tensors, *kept_o,
         )  # fmt: skip
         return x.view(residual.shape) + out.view(residual.shape)
 
@@ -155,16 +156,15 @@ class _MlpBlock(torch.autograd.Function):
         weights = [fc2.cache.columns(w_fc2, largest_fc2, fc2.formats.forward)]
         operands = [quantized_grad(grad, fc2, sums=b_fc2 is not None and fc2.parallel is None)]
         grad_b_fc2 = _bias_grad(b_fc2, operands[0].sums, grad)
-        columns = activation_columns.eager(*kept_u, largest_p, *arithmetic, fc2.formats.forward.name)
+        columns = activation_columns.eager(
+            *kept_u, largest_p, *arithmetic, activation.saved_format, fc2.formats.forward.name
+        )
         columns = gathered_columns(*columns, tokens, fc2)
         grad_p, grad_w_fc2 = multiply_backward(operands.pop(), w_fc2, weights.pop(), columns, dtype, fc2)
         del columns
 
-        operands = [
-            activation_backward_operands(
-                grad_p(), Grouped(*kept_u), arithmetic, fc1.grad_scale, b_fc1 is not None
-            )
-        ]
+        q = Grouped(*kept_u, GROUP_FORMATS[activation.saved_format])
+        operands = [activation_backward_operands(grad_p(), q, arithmetic, fc1.grad_scale, b_fc1 is not None)]
         del grad_p
         # not quantized with fc2's weight: memory peaks before this line
         weights = _by_columns((w_proj, w_fc1), (largest_proj, largest_fc1), (proj, fc1))
@@ -176,6 +176,7 @@ class _MlpBlock(torch.autograd.Function):
             largest_y,
             norm.zero_centered,
             norm.group_size,
+            norm.saved_format,
             fc1.formats.forward.name,
         )
         columns = gathered_columns(*columns, tokens, fc1)

@@ -9,7 +9,7 @@ from coat_kernels.autograd.derivatives import once_differentiable
 from coat_kernels.autograd.origin import with_maxima
 from coat_kernels.blocks.options import NormOptions
 from coat_kernels.device import require_fp8
-from coat_kernels.groups.reference import Grouped
+from coat_kernels.groups.reference import GROUP_FORMATS, Grouped
 from coat_kernels.linear.op import LinearOptions, gathered_columns, multiply, multiply_backward
 from coat_kernels.norm.op import norm_columns, norm_gradients, norm_operands
 from coat_kernels.rope.op import rotate_qkv_backward_operands, rotate_qkv_forward
@@ -22,8 +22,9 @@ def _norm_backward(grad_y, grad_residual, kept, weight, bias, norm: NormOptions,
     residual = grad_residual.reshape(grad_y.shape).contiguous()
     codes, exponent, rstd = kept
     options = norm.layer_norm, norm.zero_centered, norm.group_size
+    q = Grouped(codes, exponent, GROUP_FORMATS[norm.saved_format])
     grad_x, maxima, grad_weight, grad_bias = norm_gradients(
-        grad_y, residual, Grouped(codes, exponent), rstd, weight, bias, options, needs_x
+        grad_y, residual, q, rstd, weight, bias, options, needs_x
     )
     if needs_x:
         grad_x = with_maxima(grad_x.view(grad_residual.shape), maxima)
@@ -39,7 +40,7 @@ def _qkv_forward(x, norm_weight, norm_bias, weight, bias, cos, sin, trains, norm
     w, largest_w = linear.cache.forward(weight, linear.formats.forward, trains)
     mixed = multiply(y.rows, y.scale, w, bias, x.dtype, linear)
     qkv = rotate_qkv_forward.eager(mixed.view(-1, x.shape[1], mixed.shape[1]), cos, sin, *heads)
-    return qkv, (norm_weight, norm_bias, weight, bias, cos, sin, *kept, rstd, largest_y, largest_w)
+    return qkv, (norm_weight, norm_bias, weight, bias, cos, sin, *kept.tensors, rstd, largest_y, largest_w)
 
 
 def _normed_again(saved, norm: NormOptions, linear: LinearOptions) -> tuple[torch.Tensor, torch.Tensor]:
@@ -47,7 +48,7 @@ def _normed_again(saved, norm: NormOptions, linear: LinearOptions) -> tuple[torc
     norm_weight, norm_bias, *_, codes, exponent, rstd, largest_y, _ = saved
     return norm_columns.eager(
         codes, exponent, rstd, norm_weight, norm_bias, largest_y, norm.zero_centered, norm.group_size,
-        linear.formats.forward.name,
+        norm.saved_format, linear.formats.forward.name,
     )  # fmt: skip
 
 

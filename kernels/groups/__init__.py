@@ -1,16 +1,17 @@
-"""Eight bits per element in groups of 1 x G, each with a power-of-two scale: the saved format of activations.
+"""Formats of saved activations: eight bits per element in groups of 1 x G, each with a power-of-two scale.
 
-reference.py specifies the format, kernels.py stores it on a GPU and provides tiles to other kernels, op.py
-calls one of the two.
+format.py defines a format; each format is one file (e4m3.py, sqrt8.py) and an entry in `GROUP_FORMATS` of
+reference.py. kernels.py stores groups on a GPU and provides tiles to other kernels, op.py calls the kernels
+or the references.
 """
 
+from coat_kernels.groups.format import GroupFormat
 from coat_kernels.groups.kernels import dequantize_groups_triton, quantize_groups_triton
 from coat_kernels.groups.op import dequantize_groups, quantize_groups
 from coat_kernels.groups.reference import (
     DEFAULT_FORMAT,
     GROUP_FORMATS,
     Grouped,
-    GroupFormat,
     dequantize_groups_reference,
     empty_grouped,
     quantize_groups_reference,

@@ -28,7 +28,7 @@ def partner_of(o_d, d):
 @triton.jit
 def head_norm_forward_kernel(p_x, p_weight, p_cos, p_sin, p_y, p_codes, p_exponent, p_rstd,
                              rows, rows_of_position, d, groups, eps,
-                             ZERO_CENTERED: tl.constexpr, TURNS: tl.constexpr, ROOTS: tl.constexpr,
+                             ZERO_CENTERED: tl.constexpr, TURNS: tl.constexpr, TO_CODES: tl.constexpr,
                              EVEN: tl.constexpr, ROWS: tl.constexpr, H: tl.constexpr,
                              G: tl.constexpr):  # fmt: skip
     """Writes y and the tensors saved for backward."""
@@ -51,7 +51,7 @@ def head_norm_forward_kernel(p_x, p_weight, p_cos, p_sin, p_y, p_codes, p_expone
         b_y = b_y * b_cos + b_partner * b_sin
     store_tile(p_y, o_x, cast(b_y, p_y.dtype.element_ty), m_x, not EVEN)
     tl.store(p_rstd + o_row, b_rstd, mask=o_row < rows)
-    store_group_tile(b_x, p_codes, p_exponent, o_row, 0, rows, d, d, groups, ROOTS, G, EVEN)
+    store_group_tile(b_x, p_codes, p_exponent, o_row, 0, rows, d, d, groups, TO_CODES, G, EVEN)
 
 
 @PreparedKernel
@@ -59,7 +59,7 @@ def head_norm_forward_kernel(p_x, p_weight, p_cos, p_sin, p_y, p_codes, p_expone
 def head_norm_backward_kernel(p_grad_y, p_codes, p_exponent, p_rstd, p_weight, p_cos, p_sin,
                               p_grad_x, p_grad_weight, rows, batch, heads, d, groups,
                               stride_s, stride_b, stride_n,
-                              ZERO_CENTERED: tl.constexpr, TURNS: tl.constexpr, ROOTS: tl.constexpr,
+                              ZERO_CENTERED: tl.constexpr, TURNS: tl.constexpr, FROM_CODES: tl.constexpr,
                               EVEN: tl.constexpr, ROWS: tl.constexpr, H: tl.constexpr,
                               G: tl.constexpr):  # fmt: skip
     pid = tl.program_id(0).to(tl.int64)
@@ -83,7 +83,7 @@ def head_norm_backward_kernel(p_grad_y, p_codes, p_exponent, p_rstd, p_weight, p
             b_partner *= b_sin
             b_grad = b_grad * b_cos + tl.where((o_d < d // 2)[None, :], b_partner, -b_partner)
         b_rstd = tl.load(p_rstd + o_row, mask=o_row < rows, other=0.0)[:, None]
-        b_x = load_group_tile(p_codes, p_exponent, o_row, 0, rows, d, d, groups, H, ROOTS, G, EVEN)
+        b_x = load_group_tile(p_codes, p_exponent, o_row, 0, rows, d, d, groups, H, FROM_CODES, G, EVEN)
         b_normed = b_x * b_rstd
         b_scaled = b_grad * b_gamma
         b_grad_x = b_rstd * (b_scaled - b_normed * (tl.sum(b_scaled * b_normed, axis=1) / d)[:, None])
@@ -108,7 +108,7 @@ def head_norm_forward_triton(
         cos,
         sin,
         y,
-        q.codes.view(torch.uint8),
+        q.codes,
         q.exponent,
         rstd,
         rows.shape[0],
@@ -118,7 +118,7 @@ def head_norm_forward_triton(
         eps,
         ZERO_CENTERED=zero_centered,
         TURNS=cos.shape[1] > 0,
-        ROOTS=q.holds_roots,
+        TO_CODES=q.format.to_codes_tile,
         EVEN=even,
         **tile,
     )
@@ -141,7 +141,7 @@ def head_norm_backward_triton(
     parts = torch.empty(1, programs, d, dtype=torch.float32, device=grad_y.device)
     head_norm_backward_kernel[(programs,)](
         grad_y,
-        q.codes.view(torch.uint8),
+        q.codes,
         q.exponent,
         rstd,
         weight,
@@ -157,7 +157,7 @@ def head_norm_backward_triton(
         *grad_y.stride()[:3],
         ZERO_CENTERED=zero_centered,
         TURNS=cos.shape[1] > 0,
-        ROOTS=q.holds_roots,
+        FROM_CODES=q.format.from_codes_tile,
         EVEN=even,
         **tile,
     )

@@ -19,17 +19,18 @@ class _HeadNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, cos, sin, eps, zero_centered, group_size, keep):
         y, q, rstd = _forward(x, weight, cos, sin, eps, zero_centered, group_size, keep)
-        ctx.options = zero_centered, group_size
-        ctx.save_for_backward(*q, rstd, weight, cos, sin)
+        ctx.options, ctx.format = (zero_centered, group_size), q.format
+        ctx.save_for_backward(*q.tensors, rstd, weight, cos, sin)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_y):
         codes, exponent, rstd, weight, cos, sin = ctx.saved_tensors
+        q = Grouped(codes, exponent, ctx.format)
         takes_kernel = uses_kernels(grad_y) and grad_y.numel()
         run = head_norm_backward_triton if takes_kernel else head_norm_backward_reference
-        grad_x, grad_weight = run(grad_y, Grouped(codes, exponent), rstd, weight, cos, sin, *ctx.options)
+        grad_x, grad_weight = run(grad_y, q, rstd, weight, cos, sin, *ctx.options)
         return grad_x, grad_weight.to(weight.dtype), *(None,) * 6
 
 

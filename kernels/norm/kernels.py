@@ -43,7 +43,7 @@ def norm_forward_kernel(p_x, p_residual, p_branch, p_branch_bias, p_weight, p_bi
                         p_exponent, p_rstd, p_maxima, p_predicted, p_used, p_found, found, p_largest,
                         p_true, rows, h, groups, eps, tiles,
                         LAYER_NORM: tl.constexpr, ZERO_CENTERED: tl.constexpr, E5M2: tl.constexpr,
-                        ROOTS: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, H: tl.constexpr,
+                        TO_CODES: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, H: tl.constexpr,
                         G: tl.constexpr):  # fmt: skip
     """Writes y, or its row-major FP8 codes; also x, if it is a sum, and the saved tensors and maxima if
     requested."""
@@ -76,14 +76,14 @@ def norm_forward_kernel(p_x, p_residual, p_branch, p_branch_bias, p_weight, p_bi
             tl.store(p_maxima + tile, stored_max(b_y if EVEN else tl.where(m_x, b_y, 0.0), DTYPE))
         if p_codes is not None:
             tl.store(p_rstd + o_row, b_rstd, mask=o_row < rows)
-            store_group_tile(b_x, p_codes, p_exponent, o_row, 0, rows, h, h, groups, ROOTS, G, EVEN)
+            store_group_tile(b_x, p_codes, p_exponent, o_row, 0, rows, h, h, groups, TO_CODES, G, EVEN)
 
 
 @PreparedKernel
 @triton.jit
 def norm_backward_kernel(p_grad_y, p_grad_residual, p_codes, p_exponent, p_rstd, p_weight,
                          p_grad_x, p_maxima, p_grad_weight, p_grad_bias, rows, h, groups,
-                         LAYER_NORM: tl.constexpr, ZERO_CENTERED: tl.constexpr, ROOTS: tl.constexpr,
+                         LAYER_NORM: tl.constexpr, ZERO_CENTERED: tl.constexpr, FROM_CODES: tl.constexpr,
                          EVEN: tl.constexpr, ROWS: tl.constexpr, H: tl.constexpr, G: tl.constexpr,
                          STAGES: tl.constexpr):  # fmt: skip
     pid = tl.program_id(0).to(tl.int64)
@@ -98,7 +98,7 @@ def norm_backward_kernel(p_grad_y, p_grad_residual, p_codes, p_exponent, p_rstd,
         m_x = tile_mask(o_row, o_h, rows, h)
         o_x = o_row[:, None] * h + o_h[None, :]
         b_rstd = tl.load(p_rstd + o_row, mask=o_row < rows, other=0.0)[:, None]
-        b_x = load_group_tile(p_codes, p_exponent, o_row, 0, rows, h, h, groups, H, ROOTS, G, EVEN)
+        b_x = load_group_tile(p_codes, p_exponent, o_row, 0, rows, h, h, groups, H, FROM_CODES, G, EVEN)
         b_grad = widen(load_tile(p_grad_y, o_x, m_x, not EVEN))
         b_normed = b_x * b_rstd
         if p_grad_x is not None:
@@ -149,7 +149,7 @@ def norm_sums_kernel(p_parts, p_first, p_second, programs, h, PROGRAMS: tl.const
 @triton.jit
 def norm_columns_kernel(p_codes, p_exponent, p_rstd, p_weight, p_bias, p_largest, p_columns, p_scale,
                         rows, h, groups, padded_rows,
-                        ZERO_CENTERED: tl.constexpr, E5M2: tl.constexpr, ROOTS: tl.constexpr,
+                        ZERO_CENTERED: tl.constexpr, E5M2: tl.constexpr, FROM_CODES: tl.constexpr,
                         EVEN: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
                         G: tl.constexpr):  # fmt: skip
     scale = tensor_scale(tl.load(p_largest), E5M2)
@@ -164,7 +164,7 @@ def norm_columns_kernel(p_codes, p_exponent, p_rstd, p_weight, p_bias, p_largest
     b_words = tl.zeros([M // 4, N], dtype=tl.int32)
     for i in tl.static_range(4):
         o_row = o_word.to(tl.int64) * 4 + i
-        b_x = load_group_tile(p_codes, p_exponent, o_row, column, rows, h, h, groups, N, ROOTS, G, EVEN)
+        b_x = load_group_tile(p_codes, p_exponent, o_row, column, rows, h, h, groups, N, FROM_CODES, G, EVEN)
         b_y = b_x * load_tile(p_rstd, o_row, o_row < rows, not EVEN)[:, None] * b_gamma
         if p_bias is not None:
             b_y += b_bias
@@ -245,7 +245,7 @@ def launch_forward(
         bias,
         y,
         out.rows.view(torch.uint8) if out else None,
-        q.codes.view(torch.uint8) if first else None,
+        q.codes if first else None,
         q.exponent if first else None,
         rstd if first else None,
         maxima,
@@ -258,7 +258,7 @@ def launch_forward(
         LAYER_NORM=layer_norm,
         ZERO_CENTERED=zero_centered,
         E5M2=out is not None and out.is_e5m2,
-        ROOTS=first and q.holds_roots,
+        TO_CODES=q.format.to_codes_tile,
         EVEN=even,
         **tile,
     )
@@ -303,7 +303,7 @@ def norm_backward_triton(
     norm_backward_kernel[(programs,)](
         grad_y,
         grad_residual,
-        q.codes.view(torch.uint8),
+        q.codes,
         q.exponent,
         rstd,
         weight,
@@ -317,7 +317,7 @@ def norm_backward_triton(
         LAYER_NORM=layer_norm,
         ZERO_CENTERED=zero_centered,
         STAGES=backward_stages(loaded, grad_y.device),
-        ROOTS=q.holds_roots,
+        FROM_CODES=q.format.from_codes_tile,
         EVEN=even,
         **tile,
     )
@@ -356,7 +356,7 @@ def norm_columns_triton(
     width = max(COLUMNS_N, group_size)
     down, across = tiling(columns.shape[1], h, COLUMNS_M, width)
     norm_columns_kernel[across, down](
-        q.codes.view(torch.uint8),
+        q.codes,
         q.exponent,
         rstd,
         weight,
@@ -370,7 +370,7 @@ def norm_columns_triton(
         columns.shape[1],
         ZERO_CENTERED=zero_centered,
         E5M2=fmt.is_e5m2,
-        ROOTS=q.holds_roots,
+        FROM_CODES=q.format.from_codes_tile,
         EVEN=h % width == 0 and rows % COLUMNS_M == 0,
         M=COLUMNS_M,
         N=width,

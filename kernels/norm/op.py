@@ -13,7 +13,7 @@ from coat_kernels.autograd.derivatives import once_differentiable, refuse_forwar
 from coat_kernels.autograd.origin import Origin, with_maxima, with_origin
 from coat_kernels.device import uses_kernels
 from coat_kernels.fp8 import Fp8Format, fp8_format
-from coat_kernels.groups.reference import DEFAULT_FORMAT, Grouped, empty_grouped
+from coat_kernels.groups.reference import DEFAULT_FORMAT, GROUP_FORMATS, Grouped, empty_grouped
 from coat_kernels.norm.kernels import (
     backward_programs,
     empty_kept,
@@ -41,7 +41,7 @@ def _forward_fake(x, weight, bias, eps, layer_norm, zero_centered, group_size, k
         forward_programs(rows, int(h), group_size) if uses_kernels(x) else rows, dtype=torch.float32
     )
     q = empty_grouped(rows, h, group_size, keep, x.device)
-    return torch.empty_like(x), maxima, *q, x.new_empty(rows, dtype=torch.float32)
+    return torch.empty_like(x), maxima, *q.tensors, x.new_empty(rows, dtype=torch.float32)
 
 
 @compilable(_forward_fake)
@@ -62,7 +62,7 @@ def norm_forward(
     """
     forward = norm_forward_triton if uses_kernels(x) else norm_forward_reference
     y, maxima, q, rstd = forward(x, weight, bias, eps, layer_norm, zero_centered, group_size, keep)
-    return y, maxima, *q, rstd
+    return y, maxima, *q.tensors, rstd
 
 
 def _backward_fake(
@@ -75,6 +75,7 @@ def _backward_fake(
     layer_norm,
     zero_centered,
     group_size,
+    keep,
     needs_x,
     needs_weight,
     needs_bias,
@@ -100,12 +101,13 @@ def norm_backward(
     layer_norm: bool,
     zero_centered: bool,
     group_size: int,
+    keep: str,
     needs_x: bool,
     needs_weight: bool,
     needs_bias: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns (grad_x, maxima, grad_weight, grad_bias), empty where not needed; gradients are contiguous."""
-    kept = grad_y, grad_residual, Grouped(codes, exponent), rstd, weight
+    kept = grad_y, grad_residual, Grouped(codes, exponent, GROUP_FORMATS[keep]), rstd, weight
     options = layer_norm, zero_centered, group_size
     needs = needs_x, needs_x, needs_weight, needs_bias
     if uses_kernels(grad_y):
@@ -131,7 +133,7 @@ def norm_gradients(
     return grad_x if needs_x else None, maxima, grad_weight.to(weight.dtype), grad_bias
 
 
-def _columns_fake(codes, exponent, rstd, weight, bias, largest, zero_centered, group_size, fmt):
+def _columns_fake(codes, exponent, rstd, weight, bias, largest, zero_centered, group_size, keep, fmt):
     return empty_columns(*codes.shape, fp8_format(fmt), codes.device), largest.new_empty(1)
 
 
@@ -145,11 +147,12 @@ def norm_columns(
     largest: torch.Tensor,
     zero_centered: bool,
     group_size: int,
+    keep: str,
     fmt: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(column-major codes, scale) of y, recomputed."""
     make = norm_columns_triton if uses_kernels(codes) else norm_columns_reference
-    q = Grouped(codes, exponent)
+    q = Grouped(codes, exponent, GROUP_FORMATS[keep])
     made = make(q, rstd, weight, bias, largest, zero_centered, group_size, fp8_format(fmt))
     return made.columns, made.scale
 
@@ -163,7 +166,7 @@ class _Norm(torch.autograd.Function):
         # detach(): autograd forbids in-place operations on a view that a function returns
         y = y.view(x.shape).detach()
         ctx.mark_non_differentiable(*kept, maxima)
-        ctx.options = layer_norm, zero_centered, group_size
+        ctx.options = layer_norm, zero_centered, group_size, keep
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.save_for_backward(weight, *kept)
         ctx.set_materialize_grads(False)
@@ -262,7 +265,7 @@ def _norm(x, weight, bias, eps, layer_norm, zero_centered, group_size, keep, res
                     f"{t.dtype} {list(t.shape)}, is at version {t._version}; expected version {version}."
                 )
         kept = codes, exponent, rstd, *parameters
-        return Quantized(None, *norm_columns(*kept, largest, zero_centered, group_size, fmt.name))
+        return Quantized(None, *norm_columns(*kept, largest, zero_centered, group_size, keep, fmt.name))
 
     y = with_maxima(with_origin(y, Origin((codes, exponent, rstd), columns, watched)), maxima)
     return (y, handed_on) if residual else y

@@ -5,7 +5,7 @@ import torch
 from coat_kernels import activation as act
 from coat_kernels import norm, rope
 from coat_kernels.fp8 import E4M3, E5M2
-from coat_kernels.groups import Grouped
+from coat_kernels.groups import GROUP_FORMATS, Grouped
 from coat_kernels.tensorwise import PredictedScale, Quantized
 
 KEEP = "sqrt8"
@@ -60,10 +60,10 @@ class ActivationGradient(Activation):
     fmt, sums = E5M2, True
 
     def _kept(self) -> Grouped:
-        return Grouped(*act.activation_forward(self.x, *self.options, KEEP)[2:])
+        return Grouped(*act.activation_forward(self.x, *self.options, KEEP)[2:], GROUP_FORMATS[KEEP])
 
     def plain(self) -> torch.Tensor:
-        return act.activation_backward(self.grad, *self._kept(), *self.options)[0]
+        return act.activation_backward(self.grad, *self._kept()[:2], *self.options, KEEP)[0]
 
     def operands(self, scale: PredictedScale) -> Quantized:
         return act.activation_backward_operands(self.grad, self._kept(), self.options, scale, True)

@@ -13,6 +13,8 @@ from megatron.core.activations import squared_relu
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
 from coat_ds.config import ActivationsConfig
+from coat_kernels.autograd import watching
+from coat_kernels.groups import GROUP_FORMATS
 from coat_kernels.prepared import PreparedKernel
 from megatron_ext.layer_specs import coat_layer_spec, sdpa_layer_spec
 from megatron_ext.layers import blocks
@@ -446,16 +448,31 @@ def test_calls_and_launches_stay_within_their_bounds(monkeypatch):
         assert found[name][0] <= most_calls and found[name][1] <= launches, found
 
 
-def kinds_kept(device, modules=False, **activations) -> collections.Counter:
-    """The number of tensors of each dtype that a layer saves for backward, with its blocks or with its
+class Formats(list):
+    """An observer: the names of the formats in which tensors are saved for backward."""
+
+    def codes(self, *_):
+        pass
+
+    predicted = codes
+
+    def saves(self, q):
+        self.append(q.format.name)
+
+
+def formats_kept(device, modules=False, **activations) -> collections.Counter:
+    """The number of tensors of each format that a layer saves for backward, with its blocks or with its
     modules."""
-    kept, model = [], build({}, activations, layers=1)
+    kept, model = Formats(), build({}, activations, layers=1)
     if modules:
         take_modules(model)
     layer = model.decoder.layers[0]
     x = torch.randn(S, B, H, device=device, dtype=torch.bfloat16, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.dtype) or t, lambda t: t):
+    watching.observe(kept)
+    try:
         layer(x, attention_mask=None)
+    finally:
+        watching.observe(None)
     return collections.Counter(kept)
 
 
@@ -463,15 +480,15 @@ def kinds_kept(device, modules=False, **activations) -> collections.Counter:
 def test_attention_is_saved_in_its_own_format(device):
     """The other tensors of the layer are saved in `saved_format`."""
     # queries, keys, values and the output, which the projection also saves as its origin
-    assert kinds_kept(device, attention_format="sqrt8", saved_format="e4m3")[torch.int8] == 5
+    assert formats_kept(device, attention_format="sqrt8", saved_format="e4m3")["sqrt8"] == 5
 
 
 @pytest.mark.usefixtures("megatron")
 @pytest.mark.parametrize("modules", [False, True], ids=["blocks", "modules"])
-@pytest.mark.parametrize("saved, kind", [("sqrt8", torch.int8), ("e4m3", torch.float8_e4m3fn)])
-def test_recomputed_attention_is_saved_as_other_tensors(saved, kind, modules, device):
+@pytest.mark.parametrize("saved", GROUP_FORMATS)
+def test_recomputed_attention_is_saved_as_other_tensors(saved, modules, device):
     exact, recomputed = (
-        kinds_kept(device, modules, attention_format=form, saved_format=saved)[kind]
+        formats_kept(device, modules, attention_format=form, saved_format=saved)[saved]
         for form in ("bf16", "recompute")
     )
     # the output only; with modules as above

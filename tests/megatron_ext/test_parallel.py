@@ -1,6 +1,7 @@
 """The COAT layer over tensor-parallel ranks: the same numbers as on one rank, and FP8 on the wire."""
 
 import contextlib
+from unittest import mock
 
 import pytest
 import torch
@@ -8,8 +9,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from coat_kernels.graphs import LEAVES, graphed_work
+from coat_kernels.groups import GROUP_FORMATS
 from megatron_ext.layers.blocks import dense_parts, is_small
-from tests.util import rel_rms, run_distributed
+from tests.util import EXACT, rel_rms, run_distributed
 
 S, B, VOCAB, LAYERS = 32, 2, 64, 2
 # a rank's part of FFN consists of whole groups, as on one rank
@@ -28,17 +30,14 @@ VARIANTS = {"llama": LLAMA, "gpt": GPT, "one group": {"num_query_groups": 1}}
 def without_rounding():
     """Makes FP8 codes and saved groups FP32 numbers: only the arithmetic of the layers remains."""
     from coat_kernels import fp8
-    from coat_kernels.groups import reference as groups
 
-    formats = [(fmt, fmt.dtype) for fmt in (fp8.E4M3, fp8.E5M2, *groups.GROUP_FORMATS.values())]
-    rounded = groups.round_to_fp8
+    formats = [(fmt, fmt.dtype) for fmt in (fp8.E4M3, fp8.E5M2)]
     for fmt, _ in formats:
         object.__setattr__(fmt, "dtype", torch.float32)
-    groups.round_to_fp8 = lambda x, fmt: x
     try:
-        yield
+        with mock.patch.dict(GROUP_FORMATS, dict.fromkeys(GROUP_FORMATS, EXACT)):
+            yield
     finally:
-        groups.round_to_fp8 = rounded
         for fmt, dtype in formats:
             object.__setattr__(fmt, "dtype", dtype)
 

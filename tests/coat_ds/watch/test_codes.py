@@ -8,7 +8,7 @@ from coat_ds.saved_bytes import is_weight_of
 from coat_ds.watch import codes
 from coat_ds.watch.codes import Blocks, CodeCounter, SavedCodes, figures
 from coat_kernels.autograd import watching
-from coat_kernels.groups import quantize_groups
+from coat_kernels.groups import GROUP_FORMATS, Grouped, quantize_groups
 from coat_kernels.tensorwise import PredictedScale
 from tests.coat_ds.watch.parts import with_graphs
 from tests.util import hooks_of_watch
@@ -74,7 +74,7 @@ def test_nobody_is_told_when_nothing_is_watched():
     model(torch.ones(16, 64, dtype=torch.bfloat16)).sum().backward()
 
 
-@pytest.mark.parametrize("fmt, largest", [("sqrt8", 127), ("e4m3", None)])
+@pytest.mark.parametrize("fmt, largest", [("sqrt8", 127**2), ("e4m3", 448)])
 def test_saved_codes_in_groups(fmt, largest):
     counter = CodeCounter(linear())
     x = torch.full((4, 64), 2.0**-40)
@@ -83,12 +83,14 @@ def test_saved_codes_in_groups(fmt, largest):
     x[0] = 0
     q = quantize_groups(x, 16, fmt)
     saved = SavedCodes(counter, lambda address: False)
+    watching.observe(counter)
     with saved.counting():
-        kept = Keeps.apply(torch.ones(2, requires_grad=True), *q)
+        kept = Keeps.apply(torch.ones(2, requires_grad=True), *q.tensors)
+    watching.observe(None)
     found = figures_of(counter, "other")
     assert found["saved_flushed"] == 15 / 16
-    top = q.codes[1:].float().abs().max()
-    assert found["saved_saturated"] == (1 / 16 if top == (largest or 448) else 0)
+    top = q.format.from_codes(q.codes[1:]).abs().max()
+    assert found["saved_saturated"] == (1 / 16 if top == largest else 0)
     assert saved.nbytes == q.codes.nbytes + q.exponent.nbytes
     del kept
 
@@ -107,7 +109,8 @@ class Keeps(torch.autograd.Function):
 def test_the_largest_roots_are_of_either_sign():
     counter = CodeCounter(linear())
     values = torch.tensor([[127, -127, -128, 126, -126, 1, -1, 0]], dtype=torch.int8)
-    counter.saved("other", values, torch.tensor([[9]], dtype=torch.uint8))
+    exponent = torch.tensor([[9]], dtype=torch.uint8)
+    counter.saved("other", Grouped(values.view(torch.uint8), exponent, GROUP_FORMATS["sqrt8"]))
     assert figures_of(counter, "other") == {"saved_flushed": 1 / 8, "saved_saturated": 3 / 8}
 
 
