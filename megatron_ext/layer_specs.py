@@ -8,6 +8,7 @@ Each is one module-level ModuleSpec, the only form that every supported Megatron
 derives the parts from `config` by rewriting Megatron's own local spec. So both follow Megatron's arguments
 and versions, and one spec builds dense layers and layers with experts. The final norm stays Megatron's,
 patched where it would fail (`torch_norm.py`). Under context parallelism core attention is Transformer
+Engine's, which saves BF16.
 """
 
 from dataclasses import replace

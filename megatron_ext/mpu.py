@@ -71,9 +71,10 @@ def get_model_parallel_rank() -> int:
 
 
 def sum_shared_gradients(model: torch.nn.Module) -> list[str]:
-    """Sums gradients over the tensor-parallel ranks where each rank processes only its part of the data:
-    those of parameters that Megatron marks `sequence_parallel`, and of norms of queries and keys, except the
-    parameters that are marked `average_gradients_across_tp_domain`.
+    """Sums gradients over the tensor-parallel ranks where each rank processes only its part of the data.
+
+    These are gradients of parameters that Megatron marks `sequence_parallel`, and of norms of queries and
+    keys. Parameters that are marked `average_gradients_across_tp_domain` are excepted.
 
     Call it once, before `deepspeed.initialize`. DeepSpeed never sums them: norm weights would drift apart
     without an error. Megatron's own training loop sums them by itself. Returns the names of the parameters;

@@ -28,14 +28,15 @@ ATTRIBUTE = "coat_conversion"
 class Conversion:
     """Which modules were converted and which were not.
 
-    converted: names of modules by kind, one of `KINDS`; an expert layer counts as a linear and as a
-        feed-forward layer. left: by name of a module that was not converted, the reason.
+    converted: by kind, the names of the converted modules; an expert layer counts as a linear and as a
+        feed-forward layer.
+    left: by name of a module that was not converted, the reason.
+    found: by kind, the number of modules, converted or not.
     """
 
     activations: ActivationsConfig
     converted: dict[str, list[str]] = field(default_factory=lambda: {kind: [] for kind in KINDS})
     left: dict[str, str] = field(default_factory=dict)
-    # the number of modules of each kind, converted or not
     found: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
 
     def take(self, kind: str, name: str) -> None:

@@ -55,8 +55,8 @@ def convert(
         filter: filter(name, module) returns whether a module may be converted.
 
     Raises ValueError for a compiled model, for parameters in FP16 and for lazy linear layers before their
-    first forward, CoatConfigError for invalid options, and RuntimeError if the model was converted with
-    other options, or only a part of it was converted.
+    first forward. Raises CoatConfigError for invalid options. Raises RuntimeError if the model was converted
+    with other options, or only a part of it was converted.
     """
     before = conversion_of(model)
     convert_silently(model, activations, filter)

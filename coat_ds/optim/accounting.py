@@ -32,6 +32,7 @@ def state_bytes(optimizer) -> dict[str, Any]:
     """The bytes of an optimizer's states on this rank.
 
     optimizer: a torch optimizer, the wrapper that DeepSpeed puts around one, or a DeepSpeed engine.
+
     Returns `bytes`, without step counts, `parameters` (elements that have a state; ZeRO's padding included),
     `bytes_per_parameter`, and `by_codec`: bytes by codec name, where plain tensors are named by dtype.
     """

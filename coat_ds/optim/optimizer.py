@@ -65,11 +65,11 @@ class CoatAdamW(torch.optim.Optimizer):
         the steps, independent of how tensors are sharded.
     group_size: elements that share one scale and one exponent: 64, 128 or 256.
     min_numel: tensors with fewer elements keep FP32 moments; 0 compresses everything.
-    bf16_params: how BF16 parameters are updated. "exact": `state[p]["remainder"]`, int16, extends each
-        parameter to an FP32 master with the same bits as in an FP32 run. "stochastic": rounds up with a
-        probability equal to the dropped fraction of a BF16 step. The noise is a hash of the element, its
-        gradient, the step and the seed, so replicas of a weight stay equal on all ranks. "nearest": as
-        `torch.optim.AdamW` does; updates below half a BF16 step are lost.
+    bf16_params: how BF16 parameters are updated. With "exact" `state[p]["remainder"]`, int16, extends each
+        parameter to an FP32 master with the same bits as in an FP32 run. With "stochastic" a weight is
+        rounded up with a probability equal to the dropped fraction of a BF16 step. The noise is a hash of
+        the element, its gradient, the step and the seed, so replicas of a weight stay equal on all ranks.
+        With "nearest" updates below half a BF16 step are lost, as in `torch.optim.AdamW`.
         Weights may be edited between steps. "exact" then continues from the edited value plus the remainder,
         at most half a BF16 step. It keeps the remainder because masks and clamps write all weights and change
         few. Zeros and non-finite values are taken exactly. After replacing all weights, call
@@ -92,12 +92,12 @@ class CoatAdamW(torch.optim.Optimizer):
     Moments are then DTensors laid out like the parameter, also in `state_dict`, in FP32;
     `torch.distributed.checkpoint` reads and writes them at any number of ranks. `min_numel` and `keep_fp32`
     apply to the whole parameter. Groups are counted from the start of each shard. The codes are the same at
-    any number of ranks if each shard consists of whole groups, for example if dimension 0 is sharded and its
+    any number of ranks if each shard consists of whole groups. An example: dimension 0 is sharded, and its
     rows have a multiple of `group_size` elements. Otherwise a load that cuts a group at another place
     re-encodes it, and its moments then differ by the format's rounding.
 
-    `state[p]` holds `step` (an FP32 tensor on the CPU, as `torch.optim.AdamW`'s; on the parameter's device
-    where a gradient scaler or `capturable` needs it there) and the `Moment`s `exp_avg` and `exp_avg_sq`. The
+    `state[p]` holds the `Moment`s `exp_avg` and `exp_avg_sq`, and `step`, an FP32 tensor on the CPU, as
+    `torch.optim.AdamW`'s. A gradient scaler or `capturable` needs `step` on the parameter's device. The
     next step encodes a plain tensor that was put in a moment's place. `torch.amp.GradScaler`'s flag of
     non-finite gradients skips the step on the device.
 

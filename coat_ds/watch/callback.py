@@ -14,12 +14,13 @@ from coat_ds.watch.watch import Watch
 
 
 class Callback(TrainerCallback):
-    """Logs each reading by `trainer.log`, so to wherever the Trainer reports.
+    """Passes each reading to `trainer.log`, and so to every logger of the Trainer.
 
         trainer.add_callback(coat_ds.watch.Callback(trainer))
 
-    Under DeepSpeed with the block, `coat.watch` says how; otherwise `config` does. What is numbered by steps
-    is the log's: a reading is of one step earlier, which it names as coat/step.
+    config: the block `coat.watch`. Under DeepSpeed drop it: the JSON has the block.
+
+    The log numbers a reading by the step that logs it. The reading is of one step earlier: coat/step.
 
     Raises ValueError, when training begins, if the model's optimizer is no CoatAdamW, or DeepSpeed's
     engine is not watched.

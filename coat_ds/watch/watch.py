@@ -44,26 +44,26 @@ class _Pending(NamedTuple):
 
 
 class Watch:
-    """Takes a reading every `config.every` steps, and gives it to `outs`, functions of a `Reading`.
+    """Takes a reading every `config.every` steps, and calls each of `outs` with the `Reading`.
 
     A reading begins with the first training forward of a step and ends with `end_step`, which the training
     loop calls after each step.
 
-    model: whose layers are watched; converted, built for COAT, or stock.
+    model: the model with the watched layers; converted, built for COAT, or stock.
     optimizer: the CoatAdamW, of named parameters or of parameters of `model`; or several; None without one.
     config: the block `coat.watch`, as an object or a mapping.
-    outs: the same on all ranks; `rank` calls them.
-    forwards: what is called in place of `model`, where that only names parts that run by themselves.
-    places: gives what the optimizer's tensors hold, where they are not the model's parameters.
-    masters: gives FP32 masters that are neither weights nor states.
-    process_group: of ranks that hold the same model, or parts of it: sums are over all of them. None: this
-        process alone, unless `torch.distributed` runs, then all.
-    union: gives the names on all ranks from those on this one, where ranks hold different parts.
-    rank: calls `outs`, and its bytes are those of a reading.
-    steps_done: gives the number of steps that were taken before; by default they are counted here.
-    samples_done: gives the number of sequences that were seen; by default 0.
-    keep: keep(name, whether) has moments kept in FP32, or no more, where `places` is given.
-    say: takes a line for the log, and its level; by default each rank logs it.
+    outs: functions that receive readings; the same on all ranks, and called on `rank`.
+    forwards: the modules that are called, if the caller does not call `model` itself.
+    places: returns what the optimizer's tensors hold, if they are not the model's parameters.
+    masters: returns FP32 masters that are neither weights nor states.
+    process_group: ranks that hold the same model or parts of it; sums are over all of them. None: all ranks,
+        or this process if `torch.distributed` does not run.
+    union: returns the names on all ranks, given the names on this one, if ranks hold different parts.
+    rank: the rank that calls `outs`, and whose bytes a reading has.
+    steps_done: returns the number of earlier steps; by default steps are counted here.
+    samples_done: returns the number of sequences seen; by default 0.
+    keep: keep(name, whether) switches FP32 moments of a tensor on or off, if `places` is given.
+    say: say(line, level) logs a line; by default each rank logs it.
 
     Raises TypeError for another optimizer, and CoatConfigError, on all ranks, for a folder that cannot be
     written. If that happens later, as on a full disk, or one of `outs` raises, a warning is logged and
@@ -234,7 +234,7 @@ class Watch:
         self._steps = steps
 
     def end_step(self) -> None:
-        """After each step of the optimizer, on every rank: ends a reading, or takes in the one before."""
+        """Ends a reading, or passes the previous one on. Call it after each optimizer step on every rank."""
         self._steps += 1
         self.take_in()
         if self._counter is None:
@@ -320,7 +320,7 @@ class Watch:
             )
 
     def close(self) -> None:
-        """Takes in what is on its way and ends watching. The layers are what they were; moments stay."""
+        """Passes the last reading on and ends watching. Layers are as before; moments keep their formats."""
         if self._blocks is not None and self._blocks.is_open:
             self._blocks.close()
         self.take_in()
