@@ -95,7 +95,7 @@ def published_round_trip(x: torch.Tensor) -> torch.Tensor:
 
 
 def ratio_bound(exact: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """Largest error with which each element of a first moment may be stored as "ratio8" beside `second`, as
+    """Largest error with which each element of a first moment may be stored as "ratio8" with `second`, as
     that is stored.
 
     Half the distance of the two largest codes, (1 - (126 / 127)^(3/2)) / 2, of the group's largest ratio, of
@@ -126,7 +126,7 @@ def assert_ratio_faithful(stored: torch.Tensor, exact: torch.Tensor, second: tor
 
 
 def assert_second_faithful(stored: torch.Tensor, exact: torch.Tensor) -> None:
-    """As `assert_faithful`, of a second moment as "log8", to nearest: it is off by half a step, of which 253
+    """As `assert_faithful`, for a second moment as "log8", to nearest: it is off by half a step. 253 steps
     span the group, each a whole number of 256ths of an octave."""
     good = exact.isfinite() & (exact >= 0)
     assert stored[~good].isnan().all(), "a value that no second moment has is hidden"

@@ -13,7 +13,7 @@ SHAPES = [(33, 70), (130,), (1,), (), (0,), (257,), (8, 4, 5)]
 def parameters(dtype=torch.float32, device="cpu"):
     generator = torch.Generator().manual_seed(0)
     made = [torch.randn(s, generator=generator).to(device, dtype) for s in SHAPES]
-    # a transposed weight: contiguous for nobody
+    # a transposed weight, which is not contiguous
     made.append(torch.randn(40, 50, generator=generator).to(device, dtype).t())
     return [torch.nn.Parameter(p) for p in made]
 

@@ -44,7 +44,7 @@ class Mpu:
 
 
 def representable(generator):
-    """What E4M3 holds exactly: 3 bits behind the point, 4 binades."""
+    """What E4M3 holds exactly: 3 fraction bits, 4 binades."""
     mantissa = torch.randint(8, 16, (ROWS, WIDTH), generator=generator).float()
     return torch.ldexp(mantissa, torch.randint(-6, -2, (ROWS, WIDTH), generator=generator))
 
@@ -278,7 +278,7 @@ class Net(torch.nn.Module):
 
 
 def train(stage, compress, lines):
-    """Of four passes, two to a step: losses, bytes in FP8 after each, after all, and lines logged."""
+    """For four passes, two to a step: losses, bytes in FP8 after each, after all, and lines logged."""
     lines.clear()
     config = {
         "train_batch_size": 2 * ROWS,
@@ -456,7 +456,7 @@ def test_engines(two, stage):
     for number, rank in enumerate(two):
         losses, kept, _, _ = rank[stage, False]
         compressed_losses, compressed_kept, after, lines = rank[stage, True]
-        # the forward pass does not change; the first update is the same but for gradients' errors
+        # the forward pass does not change; the first update is the same except for gradients' errors
         assert compressed_losses[:2] == losses[:2]
         assert compressed_losses == pytest.approx(losses, rel=1e-2) and compressed_losses != losses
         numel = ROWS // 2 * WIDTH
@@ -480,7 +480,7 @@ def test_nothing_to_compress_is_said_once_and_not_before(two):
 def test_pipeline(two):
     for rank in two:
         (losses, none), (compressed_losses, kept) = rank["pipeline"]
-        # the inputs of three blocks, and of the watch when it is computed again
+        # the inputs of three blocks, and of the watch when it is recomputed
         assert none == 0 and kept == 4 * ROWS // 2 * WIDTH * 129 // 128
         assert compressed_losses[0] == losses[0] and compressed_losses == pytest.approx(losses, rel=1e-2)
 

@@ -218,7 +218,7 @@ def host_functions(folder, stage):
     from deepspeed import utils
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-    # ZeRO-3 cannot set a tensor of which one rank would hold less than the others
+    # ZeRO-3 cannot set a tensor if one rank would hold less of it than the others
     engine = start(cell(stage, "fp32", model=Wide))
     train_step(engine)
     engine.save_checkpoint(folder, tag=f"host{stage}")
@@ -331,7 +331,7 @@ def is_faithful_in_parts(stored, exact):
 
 
 def assert_groups_faithful(stored, exact, cuts):
-    """Each group was rounded once, but for those, at most `cuts`, of which both parts were."""
+    """Each group was rounded once, except at most `cuts` groups, both parts of which were."""
     pairs = list(zip(stored.reshape(-1).split(G), exact.reshape(-1).split(G), strict=True))
     cut = [(a, b) for a, b in pairs if not is_faithful(a, b)]
     assert len(cut) <= cuts and all(is_faithful_in_parts(a, b) for a, b in cut)
@@ -340,7 +340,7 @@ def assert_groups_faithful(stored, exact, cuts):
 def rounded_again(loaded, saved, second):
     """How many groups of a loaded moment are not the saved ones to the bit; each of them is faithful.
 
-    second: what was loaded beside it, if it is a first moment that is relative to that.
+    second: what was loaded with it, if it is a first moment that is relative to that.
     """
     pairs = zip(*(x.reshape(-1).split(G) for x in (loaded, saved, second)), strict=True)
     others = [(a, b, v) for a, b, v in pairs if not torch.equal(a, b)]
@@ -490,7 +490,7 @@ def test_checkpoints_go_from_adamw_to_coat_and_back(phases, stage):
                         assert_groups_faithful(b, a, cuts=len(phase) - 1)
                 drop = expected[0] - expected[1]
                 assert losses == pytest.approx(expected, abs=FP8_BOUND * drop + TOLERANCE["fp32"])
-            # rank 0 alone says so
+            # only rank 0 logs it
             said = rank["interchange", stage][1]
             assert len(said) == (0 if rank is not phase[0] else 4)
             for change, count in zip(said[::2], said[1::2], strict=True):

@@ -194,7 +194,7 @@ def test_a_json_is_of_the_system_that_was_chosen(base):
         assert (found.layers, found.optimizer) == (wanted.layers, wanted.optimizer)
         read = DeepSpeedConfig(made)
         assert read.bfloat16_config.bf16_master_weights_and_grads == wanted.bf16_masters
-        # no optimizer that nobody asked for
+        # no optimizer that the user did not configure
         assert read.optimizer_params == base.get("optimizer", {}).get("params")
 
 
@@ -213,7 +213,7 @@ def test_sizes_of_memory_have_their_units(capsys):
 
 
 def test_what_does_not_fit_is_told_what_helps(capsys):
-    """First what costs no GPU: of what was fixed by options, and not where it helps nobody."""
+    """First what costs no GPU: options that were fixed, and none that does not help."""
     llama = ("plan", *SHAPE, "--fit", "12GB", "--gpus", "8")
     told = said(capsys, *llama, "--stage", "2", code=2)
     assert "COAT, offload at stage 2 takes" in told and "Give ZeRO's stage 3, more GPUs, a" in told
@@ -383,7 +383,7 @@ healthy = pytest.mark.skipif(
 
 @pytest.fixture
 def no_builds(monkeypatch, tmp_path):
-    """What somebody builds on this machine meanwhile is none of these tests' business."""
+    """Other builds on this machine have no effect on these tests."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
 
 

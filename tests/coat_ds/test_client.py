@@ -1,4 +1,4 @@
-"""Adam and AdamW of others, made CoatAdamW in place; Hugging Face's Trainer for real."""
+"""Adam and AdamW of other libraries, turned into CoatAdamW in place; Hugging Face's real Trainer."""
 
 import gc
 import os
@@ -97,7 +97,7 @@ def test_formats_come_from_the_block_and_groups_win():
 def test_an_empty_state_is_no_step():
     net = model()
     optimizer = torch.optim.AdamW(net.parameters())
-    # whoever looks makes an empty state
+    # a look makes an empty state
     assert not optimizer.state[net[0].weight]
     assert type(convert_(optimizer, OptimizerConfig(), keep_fp32=KEEP)) is CoatAdamW
 
@@ -106,7 +106,7 @@ def test_groups_that_are_added_later_have_the_defaults():
     net, given = model(), {"lr": 3e-4, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.3}
     stock = torch.optim.AdamW(net[0].parameters(), **given, fused=True)
     optimizer = convert_(stock, OptimizerConfig(), keep_fp32=KEEP)
-    # but for how AdamW is implemented
+    # except how AdamW is implemented
     optimizer.add_param_group({"params": net[2].parameters()})
     assert given.items() <= optimizer.param_groups[1].items()
 

@@ -1,6 +1,6 @@
 """What is relied on in the hosts beyond their documented interfaces, each by name, against the real packages.
 
-A host that changes one of them fails here, with its name, and not in somebody's run. `make test-hosts` runs
+A framework that changes one of them fails here, with its name, and not in a user's run. `test-hosts` runs
 these with the other supported DeepSpeed.
 """
 
@@ -31,7 +31,7 @@ NAMES = {
     ),
     "zero's optimizers": ("deepspeed.runtime.zero.utils", "ZERO_SUPPORTED_OPTIMIZERS", None),
     "log": ("deepspeed.utils", "log_dist", ["message", "ranks", "level"]),
-    # what an engine is asked for, or has exchanged
+    # what is called on an engine, or was replaced in it
     "load": ("deepspeed.runtime.engine", "DeepSpeedEngine.load_checkpoint", ["load_dir", "tag"]),
     "save": ("deepspeed.runtime.engine", "DeepSpeedEngine.save_checkpoint", ["save_dir", "tag"]),
     "stage 0's flat wrapper": ("deepspeed.runtime.fp16.fused_optimizer", "FP16_Optimizer", None),

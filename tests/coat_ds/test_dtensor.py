@@ -126,7 +126,7 @@ def scale(net):
 
 
 def check_runs():
-    """Of each mesh, width and format: losses and moments of one process, and of all ranks."""
+    """For each mesh, width and format: losses and moments of one process, and of all ranks."""
     out = {}
     for width in (128, 96):
         for compressed, formats in ((True, {}), (False, FP32)):
@@ -242,7 +242,7 @@ def check_full():
 
 
 def check_formats():
-    """What is said of formats when states in the paper's formats go into today's, and into the same ones."""
+    """What is logged about formats when states in the paper's formats load into today's, and into theirs."""
     said, options = [], {"exp_avg_sq_format": "fp8_expanded", "betas": (0.9, 0.95)}
     net = sharded(build())
     optimizer = coat(net, **options)
@@ -366,7 +366,7 @@ def test_an_infinity_on_one_rank_skips_the_step_on_all(four):
 
 def test_states_are_laid_out_like_the_parameter(four):
     codecs = four[0]["state"]["codecs"]
-    # by the size of the whole tensor, of which every rank has less than min_numel
+    # by the size of the whole tensor; every rank has less than min_numel of it
     assert {name for name, codec in codecs.items() if codec != "fp32"} == {"1.down.weight"}
     for out in (rank["state"] for rank in four):
         assert out["laid out alike"] and out["codecs"] == codecs
@@ -439,7 +439,7 @@ def test_shards_on_a_gpu_and_offloaded_ones(tmp_path):
 
 
 def prepared_by_accelerate():
-    """States of an optimizer that Accelerate's FSDP2 was given beside the model. Norms are large enough to be
+    """States of an optimizer that Accelerate's FSDP2 prepared with the model. Norms are large enough to be
     compressed."""
     from accelerate import Accelerator
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
@@ -461,7 +461,7 @@ def prepared_by_accelerate():
 
 
 def test_other_formats_are_named(four):
-    """`torch.distributed.checkpoint` drops what stands beside the values, and keeps options of groups."""
+    """`torch.distributed.checkpoint` drops what is not a value, and keeps options of groups."""
     for rank in four:
         ((line, _),) = rank["formats"]
         assert "exp_avg from fp8_expanded to ratio8 and exp_avg_sq from fp8_expanded to log8 in " in line
@@ -521,7 +521,7 @@ def test_rows_of_shards_are_rounded_stochastically_as_in_one_process(ranks):
 
 
 def stepped_under_fsdp1():
-    """What is said of BF16 parameters with remainders, and what became of others' moments when loaded."""
+    """What is logged about BF16 parameters with remainders, and other moments after a load."""
     start()
     out = []
     for whole_parameters in (True, False):

@@ -305,7 +305,7 @@ def test_what_is_built(one, two, stage):
 
 
 def test_host_reads_true_moments(one, two):
-    """What DeepSpeed finds after one step are stock AdamW's moments, but for one rounding to FP8."""
+    """What DeepSpeed finds after one step are stock AdamW's moments, except for one rounding to FP8."""
     for rank in (one, *two):
         for ours, theirs in zip(rank["coat_first"], rank["stock_first"], strict=True):
             assert type(ours) is torch.Tensor and ours.dtype == torch.float32
@@ -325,7 +325,7 @@ def test_host_reads_true_moments(one, two):
 def test_host_writes_are_encoded(one, two):
     for rank in (one, *two):
         early, before, after, wanted = rank["writes"]
-        # there before the first step, of which stock AdamW makes them
+        # there before the first step, in which stock AdamW makes them
         assert len(early) == len(before) and not any(t.any() for t in early)
         assert_ratio_faithful(after[0], wanted, after[1])
         for a, b in zip(before[1:], after[1:], strict=True):
@@ -424,6 +424,6 @@ def test_parameter_groups_are_the_users():
         [{"params": [large], "min_numel": 0, "name": "x"}, {"params": [frozen]}], OptimizerConfig()
     )
     assert (own["min_numel"], own["name"]) == (0, "x")
-    # names in front of them stay, as of `named_parameters`
+    # given names are kept, as of `named_parameters`
     (named,) = parameter_groups([("large", large), ("frozen", frozen)], OptimizerConfig())
     assert named["params"] == [("large", large)]

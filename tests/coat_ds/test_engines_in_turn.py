@@ -71,8 +71,8 @@ def told_by_the_script():
 
 
 def told_by_the_script_later():
-    """As that, where an engine had converted the model before: behind its end, and beside another engine that
-    leaves layers as they are."""
+    """As that, where an engine had converted the model before: after its end, and with another engine that
+    does not convert layers."""
     net = model()
     engine_of(net).destroy()
     coat_ds.convert(net)
@@ -172,7 +172,7 @@ def units():
 
 
 def exchanged():
-    """What the end of an engine warns of where somebody has put a forward of their own in place of ours, and
+    """What the end of an engine warns of where other code has replaced our forward, and
     what is left when that was undone."""
     from tests.coat_ds.ways import listening
 
@@ -190,7 +190,7 @@ def exchanged():
 
 
 def hooks_again():
-    """What is inside of a unit behind hooks that are put back, as TRL does behind each generation, and
+    """What a unit has inside its hooks when they are put back, as TRL does after each generation, and
     whether DeepSpeed's object that does so stays patched when the engine is gone."""
     layer = Unit(*model())
     engine = engine_of(torch.nn.Sequential(layer), 3)

@@ -1,4 +1,4 @@
-"""The norm of gradients read together, beside DeepSpeed's own of the same gradients, one by one."""
+"""The norm of gradients read together, compared with DeepSpeed's own of the same gradients, one by one."""
 
 import collections
 import functools
@@ -58,7 +58,7 @@ def watch(wrapper, seen):
         asked = ours, functools.partial(theirs, wrapper)
         largest = (float(ask(gradients, params, math.inf)) for ask in asked)
         seen["largest"].append(tuple(largest))
-        # outside of a step, where nobody has checked them
+        # outside of a step, where they are not checked
         kept = gradients[0].clone()
         gradients[0].zero_()
         seen["changed"].append(tuple(float(ask(gradients, params, *rest)) for ask in asked))

@@ -1,4 +1,4 @@
-"""Mistakes beside the block: messages name the key, what was found and the way out."""
+"""Mistakes outside the block: messages name the key, what was found and the fix."""
 
 import dataclasses
 import inspect
@@ -81,7 +81,7 @@ def test_what_is_no_mistake():
         {"amp": {"enabled": False}},
         {"torch_autocast": {"enabled": False, "dtype": "float16"}},
         {"zero_optimization": {"offload_optimizer": {"device": "none", "ratio": 0.5}}},
-        # DeepSpeed does not read the section of the old name beside today's, nor the key above stage 0
+        # DeepSpeed ignores the section of the old name next to today's, and the key above stage 0
         {"bf16": {"enabled": True}, "bfloat16": {"bf16_master_weights_and_grads": True}},
         {"zero_optimization": {"stage": 1}, "optimizer": {**ADAMW, "legacy_fusion": True}},
     ):

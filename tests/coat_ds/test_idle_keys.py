@@ -78,7 +78,7 @@ def work():
         "own": lambda: engine_of(1, own(), block={"optimizer": OTHER}),
         "own, equal": lambda: engine_of(1, own(**OTHER), block={"optimizer": OTHER}),
         "own, half of it": lambda: engine_of(1, half(group_size=64), block={"optimizer": {"group_size": 64}}),
-        # nobody knows which tensors it names
+        # the tensors that it names are not known
         "own, a function": lambda: engine_of(
             1, own(keep_fp32=lambda name, p: False), block={"optimizer": {"keep_fp32": ["*0*"]}}
         ),

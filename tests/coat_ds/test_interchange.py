@@ -80,7 +80,7 @@ def states(engine):
     steps = [int(state["step"]) for state in optimizer.state.values() if state]
     if stage:
         if isinstance(optimizer, CoatAdamW) is False:
-            # DeepSpeed links the states of others after the first step only
+            # DeepSpeed links the states of other optimizers only after the first step
             engine.optimizer._hp_optimizer_states_linked = False
             getattr(engine.optimizer, "_lazy_init_hp_params_optimizer_state", lambda: None)()
         return [t for found in full_states(engine) for t in found], steps
@@ -170,7 +170,7 @@ def from_codes(folder, peer, stage):
 
 
 def codes_of_stage_0():
-    """Of what kind the moments are that stage 0 saves in the compressed layout."""
+    """The kind of the moments that stage 0 saves in the compressed layout."""
     config = ds_config(cell(0, "bf16"))
     config["coat"]["optimizer"] |= {"checkpoint_layout": "compressed"}
     engine, *_ = deepspeed.initialize(model=Tied(), config=config)
@@ -239,7 +239,7 @@ def test_bf16_masters_that_the_host_zeroes_move_on(where, request):
 def test_adamw_goes_on_from_the_compressed_layout(where, request):
     # both are decoded codes: by kernels on a GPU, whose exp2 is off by 2^-22, and by the CPU's reference,
     # where it is by 1.2 * 2^-24. In second moments that counts twice, since roots are squared; two roundings
-    # follow on either. Roots beside first moments are 2^x, where x is half the log2 of a scale and a part
+    # follow on either. Roots for first moments are 2^x, where x is half the log2 of a scale and a part
     # that is exact. Down to -64 log2 is off by 2^-18 on either, x by half of that, and the sum by 2^-20. All
     # that times log(2) is 2^-17.94; what exp2 and products add is below 2^-21
     rtol = (0, 0, 0) if where == "cpu" else (0, 2**-17, 2**-20)
@@ -263,7 +263,7 @@ def test_stage_0_says_what_a_checkpoint_of_zero_lacks(where, request):
 
 def formats(folder, stage):
     """What an engine's states are stored in, before and after it has loaded those of an engine of another
-    format from a universal checkpoint, what is said, and the bytes behind each flat tensor that its moments
+    format from a universal checkpoint, what is logged, and the bytes after each flat tensor that its moments
     are put together like."""
     from deepspeed.runtime import base_optimizer
 

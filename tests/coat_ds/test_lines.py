@@ -57,7 +57,7 @@ def lines(caplog):
 
 
 def loaded(lines, state_dict, **options):
-    """What is said while a new optimizer loads a state dict, which it goes on from."""
+    """What is logged while a new optimizer loads a state dict, and continues from it."""
     params = parameters()
     optimizer = CoatAdamW(params, min_numel=100, **options)
     lines()
@@ -123,7 +123,7 @@ def test_a_file_of_todays_formats_loads(lines, layout):
     saved = states["stock"]["state"][0]
     for name, moment in zip(MOMENTS, optimizer.moments(p), strict=True):
         # another CPU than the file's decodes the same codes to other bits: on each exp2 is off by up to 1.2
-        # roundings (2^-24), 4.8 of a root that is squared; three products behind it may be rounded otherwise
+        # roundings (2^-24), 4.8 of a root that is squared; three products after it may be rounded otherwise
         torch.testing.assert_close(moment, saved[name], rtol=2**-21, atol=0, msg=name)
 
 
@@ -131,7 +131,7 @@ def test_a_file_of_todays_formats_loads(lines, layout):
     "each, said", [([0, 0, 0], []), ([99, 0, STEPS - 1], []), ([0, STEPS, STEPS], [2]), ([99, 0, STEPS], [3])]
 )
 def test_memory_that_the_allocator_gives_back_in_each_step_is_named_once(each, said):
-    """`each`: how often it does in that many steps, of which the first ones warm up."""
+    """`each`: how often it does in that many steps; the first ones warm up."""
     totals = iter(itertools.accumulate(each))
     given_back = GivenBack(lambda device: next(totals))
     for number, times in enumerate(each, 1):
@@ -142,7 +142,7 @@ def test_memory_that_the_allocator_gives_back_in_each_step_is_named_once(each, s
 
 @pytest.mark.gpu
 def test_an_allocator_without_room_is_seen(device, caplog):
-    """In each step there is enough behind a tensor that is freed, but not in one piece."""
+    """In each step there is enough memory after a tensor that is freed, but not in one piece."""
     if "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""):
         pytest.skip("one segment grows, where otherwise a block is given back")
     params = [torch.nn.Parameter(torch.randn(64, 64, device=device))]

@@ -21,7 +21,7 @@ def refusing(*_):
 
 def load(folder, stage, layout):
     """Whether a moment's old codes were alive when the loaded one was made, of all moments; and states before
-    and behind a load, and behind one that is refused."""
+    before and after a load, and after one that is refused."""
     engine = start(cell(stage, model=Given), layout=layout, second=NEW)
     optimizer, restored = engine.basic_optimizer, loading.restored
     engine.backward(engine(0))

@@ -1,4 +1,4 @@
-"""Nothing as large as a whole moment in FP32 is made beside it: on a GPU it is larger than what is left."""
+"""Nothing as large as a whole FP32 moment is allocated with it: on a GPU that exceeds the free memory."""
 
 import copy
 import functools

@@ -1,4 +1,4 @@
-"""How much of a GPU checkpoints take beside what training holds."""
+"""The GPU memory that checkpoints take in addition to what training holds."""
 
 import argparse
 import copy

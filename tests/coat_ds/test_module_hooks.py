@@ -1,4 +1,4 @@
-"""What ZeRO-3's hooks do to a model with a coat block, beside what they do to it without our part in them."""
+"""What ZeRO-3's hooks do to a model with a coat block, compared with what they do to it without our part."""
 
 from unittest import mock
 
@@ -190,6 +190,6 @@ def test_modules_without_weights_are_passed_by(runs):
         assert set(visits) == weighty
     for visits in runs["leaf"]["visits"][1:]:
         assert {"whole.blocks.0", "whole.blocks.1"} <= set(visits)
-    # released behind those when a forward is recomputed
+    # released after them when a forward is recomputed
     for name in ("stock", "frozen"):
         assert weightless <= set(runs[name]["visits"][-1])

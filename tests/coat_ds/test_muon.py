@@ -1,4 +1,4 @@
-"""DeepSpeed's Muon beside COAT's layers, where the block leaves the optimizer to DeepSpeed."""
+"""DeepSpeed's Muon with COAT's layers, where the block leaves the optimizer to DeepSpeed."""
 
 import warnings
 from importlib.metadata import version

@@ -155,7 +155,7 @@ WIDE = (False, torch.float32)
         (2, "bf16", {}),
         (2, "fp16", {}),
         (3, "bf16", {}),
-        # beside backward, in FP32, and the first matrix larger than a bucket
+        # during backward, in FP32, and the first matrix larger than a bucket
         (1, "bf16", {"zero": {"overlap_comm": True, "reduce_bucket_size": 5000}}),
         (2, "bf16", {"zero": {"overlap_comm": True, "reduce_bucket_size": 5000}}),
         (2, "bf16", {"communication_data_type": "fp32"}),

@@ -208,7 +208,7 @@ def test_a_plain_tensor_in_the_state_is_encoded_by_the_next_step():
     both = (optimizer, params), (expected, others)
     found, encoded = ([m for p in mine for m in of.moments(p)] for of, mine in both)
     for a, b, moment in zip(found, encoded, given, strict=True):
-        # as any write is encoded, but for a last group of two elements, which codes may hold as they are
+        # encoded as any write, except a last group of two elements, which codes may hold exactly
         exact = (a - moment).abs() <= SAME_VALUE * moment.abs()
         whole = moment.numel() // 128 * 128
         assert ((a == b) | exact).all() and torch.equal(a.flatten()[:whole], b.flatten()[:whole])
@@ -232,7 +232,7 @@ def test_moments_before_the_first_step_and_of_strangers():
     for p in params:
         for moment in optimizer.moments(p):
             assert moment.shape == p.shape and moment.dtype == torch.float32 and not moment.any()
-    # what somebody has put there, of another type
+    # a value of another type that the caller put there
     optimizer.state[params[0]]["exp_avg"] = torch.ones_like(params[0]).half()
     assert optimizer.moments(params[0])[0].dtype == torch.float32
     with pytest.raises(ValueError, match="none of this optimizer's parameters"):

@@ -46,7 +46,7 @@ EDITS = {
 @pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
 def test_edited_bf16_weights_go_on_from_what_they_show(device, edit):
     """A step of no size leaves each as it was written; then all move as FP32 masters, which start with them
-    or at most half a BF16 step beside them, do: half of zeros' remainders would make NaN of them."""
+    or at most half a BF16 step from them, do: half of zeros' remainders would make NaN of them."""
     torch.manual_seed(3)
     (weight,) = [torch.nn.Parameter(p.detach().bfloat16()) for p in start(device, 5000)]
     bf16 = CoatAdamW([weight], **OPTIONS)

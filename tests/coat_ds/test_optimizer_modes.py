@@ -37,7 +37,7 @@ def test_clip_coefficient_is_applied_in_the_step(device):
     coefficient = torch.tensor(0.25, device=device)
     for scale, step in (
         (4.0, lambda: second.step(grad_scale=coefficient)),
-        # beside the scaler's own factor
+        # in addition to the scaler's own factor
         (32.0, lambda: scaler.step(second, grad_scale=coefficient)),
     ):
         set_grads(params, 0)
@@ -321,7 +321,7 @@ def test_which_tensors_keep_fp32_moments(device):
 def test_moments_that_exist_go_to_fp32_and_back(device):
     (p,) = params = start(device, 5000)
     optimizer = CoatAdamW(params, **OPTIONS)
-    # noted while there are none, also beside somebody's notes
+    # noted while there are none, also with another note of the caller
     optimizer.state[p]["note"] = 7
     optimizer.keep(p)
     optimizer.keep(p, False)

@@ -45,7 +45,7 @@ def spread_over_ranks():
 
 
 def test_options_of_the_whole_optimizer_may_stand_in_groups_too():
-    """torch's ZeroRedundancyOptimizer hands them over so, beside the constructor's."""
+    """torch's ZeroRedundancyOptimizer passes them so, with the constructor's."""
     alone, _ = trained(**OF_ALL)
     for params in run_distributed(spread_over_ranks, 2):
         assert_equal(params, alone)

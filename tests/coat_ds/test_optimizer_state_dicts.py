@@ -171,7 +171,7 @@ def test_options_that_others_do_not_have_stay(kind):
 
 
 def test_empty_states_are_none():
-    """Who asks for the state of a parameter before the first step makes one."""
+    """A read of the state of a parameter before the first step makes one."""
     params = parameters()
     optimizer, again = CoatAdamW(params), CoatAdamW(parameters())
     assert not optimizer.state[params[0]]
@@ -216,7 +216,7 @@ def test_steps_that_would_be_others_are_refused(key, value):
     assert rates == [g["lr"] for g in optimizer.param_groups]
 
 
-# what their groups hold beside AdamW's keys: timm's LAMB, DeepSpeed's, AdamP, Yogi
+# keys of their groups that AdamW lacks: timm's LAMB, DeepSpeed's, AdamP, Yogi
 @pytest.mark.parametrize(
     "keys",
     [

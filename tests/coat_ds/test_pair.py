@@ -1,4 +1,4 @@
-"""Two moments of which the first is stored relative to the second: each is a tensor of its own to a host."""
+"""Two moments, the first stored relative to the second: to a framework each is a tensor of its own."""
 
 import copy
 import io
@@ -41,7 +41,7 @@ def some_pair(seed=0):
 
 
 def limit(m, second):
-    """Largest error of a first moment that is encoded once beside `second`: half the distance of the two
+    """Largest error of a first moment that is encoded once relative to `second`: half the distance of the two
     largest codes, 1 - (126 / 127)^(3/2), of the group's largest ratio, whose scale is off by 2^-13."""
     group = second.group_size
     roots = Stored(LOG, second.piece.storage).roots(group)
@@ -50,7 +50,7 @@ def limit(m, second):
     return (largest * roots * (0.5 * (1 - (126 / 127) ** 1.5) + 2**-12)).view(m.shape)
 
 
-# writes that are several: each encodes the groups anew, and between two of them a group may be half zeros,
+# several writes: each re-encodes the groups, and between two of them a group may be half zeros,
 # with ratios that are large
 TIMES = {"rows": 7 * 8}
 
@@ -186,7 +186,7 @@ def test_a_copy_of_zeros_is_of_zeros():
     first, _ = pair_of(*some_pair())
     assert not torch.zeros_like(first).decode().any()
     taken = torch.zeros_like(first).copy_(torch.ones(SHAPE))
-    # relative to nothing, the largest is 1 but for its scale
+    # relative to nothing, the largest is 1 except for its scale
     torch.testing.assert_close(taken.decode(), torch.ones(SHAPE), rtol=2**-12, atol=0)
 
 
@@ -332,7 +332,7 @@ def test_loaded_moments_know_one_another_before_the_next_step(layout):
     first, second = (optimizer.state[p][name] for name in MOMENTS)
     before = first.decode()
     second.mul_(4)
-    # encoded again, it keeps its values but for a rounding
+    # re-encoded, it keeps its values except for a rounding
     torch.testing.assert_close(first.decode(), before, rtol=0.1, atol=1e-6)
 
 
@@ -420,7 +420,7 @@ def test_states_are_made_and_arranged_part_by_part(numel, monkeypatch):
         optimizer.set_fragments(p, _fragments(borders[1]), 0)
     assert made.over(256 + 2 * 128) == {torch.uint8: 2, torch.int8: 2}
     for name, old, new in zip(MOMENTS, before, optimizer.moments(p), strict=True):
-        # groups that another border cuts are encoded once more: by half the distance of two codes at most
+        # groups that another border cuts are re-encoded: off by half the distance of two codes at most
         error = ((new - old).abs().max() / old.abs().max()).item()
         assert error < {"exp_avg": 0.5 * (1 - (126 / 127) ** 1.5) + 2**-12, "exp_avg_sq": 0.05}[name]
         assert len(optimizer.state[p][name].pieces) == 2

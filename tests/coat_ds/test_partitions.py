@@ -62,7 +62,7 @@ SHARED = {
 
 
 def shared():
-    """Of each way in which ranks share tensors: where parts begin, and whether they hold their values."""
+    """For each way in which ranks share tensors: where parts begin, and whether they hold their values."""
     deepspeed.init_distributed("gloo")
     found = {}
     for name, how in SHARED.items():

@@ -1,4 +1,4 @@
-"""`coat plan`: what it predicts beside what stands on paper, and layouts it reads."""
+"""`coat plan`: what it predicts, compared with sums by hand, and layouts it reads."""
 
 import dataclasses
 import json
@@ -170,7 +170,7 @@ def test_gathers_follow_deepspeeds_limits():
     small_stay = replay(modules, none._replace(persistence=50))
     assert small_stay[1].runs.weights == 0 and small_stay[3].runs.weights == 90
     ahead = replay(modules, none._replace(prefetch=60))
-    # two came together, of which the second is not yet asked for; a third is on its way
+    # two came together, and the second is not yet needed; a third is on its way
     assert ahead[1] == ((50 + 20, 50 + 20, 30), (50 + 20, 50 + 20 + 90, 30))
     # a search asks again and again, and is not kept waiting
     assert replay([list(module) for module in modules], none._replace(prefetch=60)) is ahead
@@ -230,7 +230,7 @@ def test_batches_are_those_that_deepspeed_makes_of_a_json(said, monkeypatch):
     found = layout.from_deepspeed(said, gpus=4)
     assert found.micro_batch == read.train_micro_batch_size_per_gpu
     assert found.accumulation == read.gradient_accumulation_steps
-    # what is given beside the JSON goes before it
+    # what is given with the JSON replaces it
     given = layout.from_deepspeed(said, gpus=4, micro_batch=3, accumulation=5)
     assert (given.micro_batch, given.accumulation) == (3, 5)
 
@@ -286,7 +286,7 @@ def test_a_block_says_what_is_planned():
     for stage, keeps in ((1, False), (2, True), (3, True)):
         spread = Layout(stage=stage, fp32_gradients=True)
         assert configured(config, spread).bf16_masters == advice.goes_with(smallest, spread) == keeps
-    # layers stay as they are
+    # layers are unchanged
     found = configured({"coat": {"enabled": True}, "fp16": {"enabled": True}}, Layout())
     assert (found.layers, found.optimizer) == ("bf16", "coat")
 

@@ -72,7 +72,7 @@ def whose_gradients_leave():
 def test_more_is_recorded_where_gradients_leave_their_parameters():
     """As an engine finds it, and a plan."""
     found = run_distributed(whose_gradients_leave, 1)[0]
-    # older ones gather them in a flat tensor behind backward
+    # older ones gather them in a flat tensor after backward
     leaves = Version(version("deepspeed")) >= Version("0.19.8")
     assert found[::2] == [{leave and leaves} for *_, leave in WAYS]
     assert found[1::2] == [{False}] * len(WAYS)

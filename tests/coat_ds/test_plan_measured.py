@@ -1,4 +1,4 @@
-"""`coat plan` beside what was measured."""
+"""`coat plan` compared with measurements."""
 
 import contextlib
 import csv
@@ -31,7 +31,7 @@ BOUND = 0.03
 
 # What the code of a row's commit did otherwise: fields of layout and system for COAT under ZeRO-3. Before
 # da81a66 no more was gathered ahead than DeepSpeed's default, before 1edb649 layers were no units, and at
-# da9ec18 linear layers behind ZeRO-3's hooks did not see what had made their inputs.
+# da9ec18 linear layers with ZeRO-3's hooks did not see what had made their inputs.
 THEN = {
     "da9ec18": ({}, {"layer_units": False, "keeps_inputs": True}),
     "9851d86": ({}, {"layer_units": False}),
@@ -185,7 +185,7 @@ def test_runs_to_convergence_are_within_one_per_cent(file):
 
 
 def test_peaks_under_the_trainer_are_within_one_per_cent():
-    """Of one GPU: of several the first one's is measured, and the last one is fuller."""
+    """On one GPU: of several GPUs the first one is measured, and the last one is fuller."""
     llama = Sizes(
         layers=8,
         hidden=4096,
@@ -213,7 +213,7 @@ NUMEL = 4 * 64 * 64
 
 
 def accumulated(stage: int, keys: dict) -> list[int]:
-    """Bytes that DeepSpeed holds between steps, and more behind each of a step's first two micro-batches."""
+    """Bytes that DeepSpeed holds between steps, and more after each of a step's first two micro-batches."""
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed("gloo")
@@ -303,7 +303,7 @@ def test_gradients_in_fp32_stay_on_the_gpu_where_the_optimizer_is_offloaded():
 
 @as_planned
 def test_zero3s_second_copy_is_what_deepspeed_holds():
-    """Behind a step's first micro-batch: the step itself drops it."""
+    """After a step's first micro-batch: the step itself drops it."""
     zero = {"stage": 3, "reduce_bucket_size": 5000, "stage3_param_persistence_threshold": 100}
     once, twice = (
         json.dumps({"zero_optimization": zero | more}) for more in ({}, {"zero_hpz_partition_size": 2})
@@ -319,7 +319,7 @@ def test_zero3s_second_copy_is_what_deepspeed_holds():
 
 
 def test_peaks_of_gradients_in_fp32_and_of_the_second_copy():
-    """Of the fullest rank, over the workspaces of GEMMs, which were there before."""
+    """Peaks of the fullest rank, over the workspaces of GEMMs, which were there before."""
     rows = [row for row in read_rows(RESULTS / "zero_gradients.csv") if "peak_mb" in row]
     for case in zero_gradients.CASES:
         key = case.stage, case.micro_batches, json.dumps(case.keys)

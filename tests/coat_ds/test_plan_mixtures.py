@@ -1,6 +1,6 @@
 """`coat plan --megatron`: mixtures of experts as they are read and spread, against what stands on paper.
 
-`tests/megatron_ext/test_plan.py` has Megatron's own models beside them.
+`tests/megatron_ext/test_plan.py` compares with Megatron's own models.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""`coat plan`: models as they are read, beside the real ones, and what cannot be planned."""
+"""`coat plan`: models as they are read, compared with the real ones, and what cannot be planned."""
 
 import functools
 import json
@@ -128,7 +128,7 @@ def test_saved_bytes_are_what_autograd_saves(name, activations):
     else:
         system = coat("COAT", {"activations": activations})
     predicted = saved_per_token(found, Layout(), system)
-    # a layer's scales and joined biases are a few bytes beside
+    # a layer's scales and joined biases are a few more bytes
     bound = 0.005 * predicted
     if activations is not None and found.experts is not None and not found.experts.grouped:
         # each expert's FP8 input is padded to 16 tokens
@@ -156,7 +156,7 @@ def small_model(name: str, layers: int):
 
 
 def saved_by_autograd(model) -> int:
-    """Bytes of all storages, once each, but for weights."""
+    """Bytes of all storages, once each, except weights."""
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     # alive, so that no address is used twice
     kept = {}

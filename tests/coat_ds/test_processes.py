@@ -52,7 +52,7 @@ def attention(device: torch.device, h: int, heads: int, backend: SDPBackend) -> 
 
 
 def trained(device: torch.device, sizes: dict, ours: bool) -> tuple[str, str, str]:
-    """The first loss, its gradients, and the loss behind a step."""
+    """The first loss, its gradients, and the loss after a step."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(**sizes, num_hidden_layers=2, use_cache=False)
@@ -87,7 +87,7 @@ def bits(name: str, seed: int = 0) -> dict[str, str]:
         loss, gradients, following = trained(device, sizes, ours)
         found |= {f"{system}, loss": loss, f"{system}, gradients": gradients}
         found[f"{system}, next loss"] = following
-    # behind a model
+    # after a model
     return found | {"random numbers": random, "random numbers, later": digest(torch.randn(4))}
 
 

@@ -90,7 +90,7 @@ def test_other_values_are_encoded():
 
 @pytest.mark.parametrize("name", ["fp8_expanded", "fp8", "log8"])
 def test_groups_are_found_one_by_one(name):
-    """Beside others that cannot be, and in as many parts as it takes."""
+    """Next to groups that cannot be, and in any number of parts."""
     torch.manual_seed(42)
     codec = CODECS[name]
     stored = codec.encode(torch.randn(N).abs(), 128)

@@ -23,7 +23,7 @@ def on_two():
     optimizer.copy_weight(trained, copy)
     trained.grad = p
     optimizer.step()
-    # C++ writes behind autograd's back
+    # C++ writes without autograd
     compiled = torch.nn.Parameter(p.clone())
     compiled.grad = p
     before = compiled._version, local(compiled)._version
@@ -37,7 +37,7 @@ def on_two():
     resharded = CoatAdamW([later])
     resharded.state[later] = whole.state.pop(alone)
     resharded.init_states()
-    # a parameter whose shards somebody has made whole since
+    # a parameter whose shards were made whole since
     turned = torch.nn.Parameter(p.redistribute(placements=[Replicate()]))
     turned.grad = turned.detach()
     stale = CoatAdamW([turned])

@@ -63,7 +63,7 @@ WRITES = {
     "rows-of-each-other": lambda m: m[1].copy_(m[2]),
     "swap": lambda m: m.copy_(m.flip(0)),
 }
-# what cannot be written through says so
+# writes through these raise
 REFUSED = {
     "transpose-in-place": lambda m: m.t_(),
     "resize": lambda m: m.resize_(3, 3),
@@ -223,7 +223,7 @@ def test_copy_between_moments_is_exact():
     other = Moment.zeros(SHAPE, FP8, 64, "cpu")
     other.copy_(source)
     assert torch.equal(other.decode(), Moment.encoded(source.decode(), FP8, 64).decode())
-    # as many elements, but none of the same shape
+    # the same number of elements, but not the same shape
     with pytest.raises(RuntimeError):
         Moment.zeros(SHAPE[::-1], FP8, 128, "cpu").copy_(source)
 

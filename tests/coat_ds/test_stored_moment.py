@@ -110,7 +110,7 @@ def piece(index: int, value) -> list:
 
 
 def relative_piece() -> tuple:
-    """What is written of a first moment beside the second one that it is relative to."""
+    """What is written of a first moment with the second one that it is relative to."""
     p = torch.nn.Parameter(torch.ones(2, 128))
     p.grad = torch.ones(2, 128)
     optimizer = CoatAdamW([p], min_numel=0, checkpoint_layout="compressed")

@@ -258,7 +258,7 @@ def by_hand():
     coat_ds.uninstall()
     out["undone"] = build(), vars(DeepSpeedEngine)["__init__"] is original
 
-    # somebody else on top of ours: ours is still found, and not torn out from below
+    # another patch on top of ours: ours is still found, and not removed from below
     coat_ds.install()
     import functools
 

@@ -1,4 +1,4 @@
-"""Layers beneath adapters that something else multiplies for, as Axolotl's kernels do: the log says so."""
+"""Layers beneath adapters that other code computes, as Axolotl's kernels do: a warning is logged."""
 
 import logging
 import types

@@ -63,7 +63,7 @@ def test_reference_models(two):
         assert found["losses"][0] == pytest.approx(math.log(2), abs=1e-6)
         assert found["losses"][-1] < 0.6
         assert WHOLE in found["coat"] and found["reference"].startswith("COAT: 14 of 15 linear layers")
-        # frozen layers of a model of which nothing is trained, too
+        # frozen layers of a model without any trained layer, too
         assert found["reference"].endswith("ZeRO-3 gathers 2 of 2 layers whole")
 
 
@@ -141,7 +141,7 @@ def test_weights_partitioned_from_the_start(two):
         found = rank["zero.Init"]
         assert WHOLE in found["coat"] and "ZeRO-3 gathers 2 of 2 layers whole" in found["coat"]
         assert found["losses"][-1] < found["losses"][0] - 0.05
-        # of all ranks' parts, which nobody holds
+        # of all ranks' parts; no rank holds all
         assert len(found["tables"]) == (number == 0)
         assert all("[64, 64] model.layers.*.self_attn.q_proj.weight" in table for table in found["tables"])
 

@@ -22,7 +22,7 @@ BATCH, STEPS, LR = 8, 5, 2e-3
 # square. To first order what the loss falls by is a sum over elements, in which the errors average out: four
 # deviations of 100 elements' mean, of 20,000, are 0.0145. The first two losses follow from FP32 moments.
 FP8_BOUND = 2**-6
-# The border between two ranks cuts a group in two, of which each has a scale of its own: its 128 elements are
+# The border between two ranks cuts a group in two, each with a scale of its own: its 128 elements are
 # rounded otherwise, which moves what the loss falls by as above, by the errors of 128 of 20,000 elements
 CUT_GROUP = 4 * 2**-4 / 3**0.5 * 128**0.5 / 20_000
 # A sum over ranks rounds 16-bit gradients otherwise, by 2^-9. Ratios whose codes are 1.5 / 127 of themselves
@@ -256,7 +256,7 @@ def transposed(layer, x):
 
 
 def run_pipeline(coat):
-    """Losses of a pipeline of as many stages as there are processes, its tied weight, and what is said of
+    """Losses of a pipeline with one stage per process, its tied weight, and what is logged about
     patterns."""
     from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 

@@ -1,4 +1,4 @@
-"""Cells of `test_zero.py` on two GPUs with NCCL: losses beside stock AdamW's, and bytes of states."""
+"""Cells of `test_zero.py` on two GPUs with NCCL: losses compared with stock AdamW's, and bytes of states."""
 
 import warnings
 

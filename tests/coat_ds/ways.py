@@ -298,7 +298,7 @@ def by_stages(lines):
 
 
 def partitioned(lines):
-    """A model whose weights are partitioned while it is built, so that nobody can read them when it is
+    """A model whose weights are partitioned while it is built, so that they cannot be read when it is
     converted, and the table of its states."""
     config = {"train_batch_size": BATCH, "bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}
     with deepspeed.zero.Init(config_dict_or_path=config):

@@ -186,7 +186,7 @@ def test_forwards_under_way_at_a_time(device):
 @pytest.mark.parametrize("order", ["1F1B", "two shapes", "two stacks"])
 def test_nothing_that_waits_for_its_backward_is_overwritten(order, device):
     """Layers in a row with several forwards in progress: as in a pipeline, with sequences of two lengths at
-    once, and with two models in turn, the second of which is built later. Steps change the weights."""
+    once, and with two models in turn; the second is built later. Steps change the weights."""
     stacks = []
     for graphs in (True, False):
         layers = [layer for _ in range(2) for layer in build(graphs, layers=2).decoder.layers]

@@ -211,7 +211,7 @@ def _train_as_if_fused(folder):
 
 
 def _kept_by_size():
-    """For each tensor of which this rank holds a part: elements of the part and of the whole, and the formats
+    """For each tensor with a part on this rank: elements of the part and of the whole, and the formats
     of its first moment. The smallest compressed tensor is as large as linear_proj's weight."""
     from megatron_ext.optimizer import seam as optimizer
 

@@ -32,7 +32,7 @@ def check_gradients(found, one, exact):
     2^-3: in the mean square e becomes e 2^-3, and three roundings make 2^-14 into what rounding itself is off
     by. So two runs are as far apart as two whose roundings have nothing in common: sqrt(2) times one's
     distance to the gradient without rounding, which is computed on the CPU. A CPU run with noise of 2^-13
-    behind each product gave 0.68 of that distance at most.
+    after each GEMM gave 0.68 of that distance at most.
     """
     assert found.keys() == one.keys() == exact.keys()
     for name, grad in one.items():

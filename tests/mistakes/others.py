@@ -71,7 +71,7 @@ MISTAKES = {
             ("convert: group_size: found 32", "converted with 16", "coat_ds.unconvert(model) first"),
         ),
         Mistake(
-            "a model of which a part was converted",
+            "a partly converted model",
             converted(PAIR[0], PAIR),
             ("other linear layers were not (1, such as '1')", "coat_ds.unconvert(model) first", "`filter`"),
         ),
@@ -159,7 +159,7 @@ MISTAKES = {
             ("COAT_CONFIG=", "coat.activation: unknown key", "Did you mean 'activations'"),
         ),
         Mistake(
-            "FP8 switched off beside FP8 layers",
+            "FP8 switched off in a model with FP8 layers",
             megatron({"coat": BLOCK | {"activations": False}}),
             ("COAT_CONFIG", "coat.activations.enabled: found false", "take sdpa_layer_spec"),
         ),

@@ -96,7 +96,7 @@ def recorded(name="llama", **how):
 
 
 def assert_halves_are_equal(found):
-    """Of two models, the first one's results first."""
+    """The results of two models, first the first model's."""
     half = len(found) // 2
     for replayed, launched in zip(found[:half], found[half:], strict=True):
         assert all(map(torch.equal, replayed, launched))

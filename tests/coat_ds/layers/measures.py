@@ -63,7 +63,7 @@ def bytes_left_behind(model, batch) -> int:
 
 
 def fp8_bound(products: int) -> float:
-    """Of the relative error of a gradient behind at most `products` FP8 linear layers.
+    """Bound of the relative error of a gradient after at most `products` FP8 linear layers.
 
     A forward product rounds both operands to E4M3: errors of both, in quadrature, relative to its output. A
     backward product rounds a gradient to E5M2 and the other operand to E4M3. Errors of different products are

@@ -41,7 +41,7 @@ def plain(norm=nn.RMSNorm, act=nn.SiLU, **sizes):
 
 
 def rewritten(self, x):
-    """The forward of a linear layer, in somebody else's words."""
+    """The forward of a linear layer, written differently."""
     y = x @ self.weight.t()
     return y if self.bias is None else y + self.bias
 
@@ -51,8 +51,8 @@ def tokens(rows=32, seed=1):
 
 
 def in_two_parts(bias: bool) -> tuple[Net, torch.Tensor, torch.Tensor]:
-    """A net with the gradients of its parameters, its output for `tokens()`, and the gradient of those, where
-    the output's is one: as if the parts were FP8 layers of one process, joined, or summed in BF16."""
+    """A net with the gradients of its parameters, its output for `tokens()`, and the tokens' gradient for an
+    output gradient of ones: as if the parts were FP8 layers of one process, joined, or summed in BF16."""
     net, x = Net(bias=bias), tokens().requires_grad_()
     ups, downs = net.up.weight.chunk(2), net.down.weight.chunk(2, 1)
     biases = net.up.bias.chunk(2) if bias else (None, None)

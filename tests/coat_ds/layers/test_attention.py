@@ -88,7 +88,7 @@ def test_heads_are_copied_only_out_of_larger_storages(module, rotated):
     with torch.no_grad():
         q, k, v = heads(projected())
         given = q * 1, k * 1, v
-    # of which nothing is kept
+    # nothing of them is kept
     assert all(x is y for x, y in zip(attention._own_storages(*given), given, strict=True))
 
 
@@ -112,7 +112,7 @@ def test_masked_attention_is_dropped_out_as_the_stock_one(module):
 
 @pytest.mark.parametrize("wide", "qkv")
 def test_heads_in_fp32_are_saved_as_those_in_bf16_under_autocast(module, wide):
-    """Behind a rotation, or a norm."""
+    """After a rotation, or after a norm."""
     mask, saved = torch.ones(S, S).tril().bool()[None, None], []
     groups = {"q": N, "k": N // 2, "v": N // 2}
     for dtype in (torch.bfloat16, torch.float32):

@@ -133,7 +133,7 @@ def test_the_json_is_enough():
 
 def of_others():
     """Two models, each stock and watched: one whose embedding is its head, and one of three heads for keys
-    and values, of which the second rank has one, too small to gain by FP8."""
+    and values; the second rank has one of them, too small to gain by FP8."""
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo")
     coat_ds.install()

@@ -1,4 +1,4 @@
-"""What convert changes of a model, what it leaves, and how it gets along with whoever else changes models."""
+"""What convert changes in a model, what it leaves, and how it works with other code that changes models."""
 
 import copy
 import functools
@@ -144,7 +144,7 @@ def test_other_weights_at_the_same_place():
     """Fused blocks ask the caches whose weights they hold."""
     activations, batch = {"weight_cache": "fp8"}, LLAMA.batch()
     model, stock = coat_ds.convert(LLAMA.build(), activations), LLAMA.build()
-    # a parameter that is made anew begins to count its changes
+    # a parameter that is re-created begins to count its changes
     for factor in (1, 2):
         for one in (model, stock):
             for linear in (m for m in one.model.layers.modules() if isinstance(m, nn.Linear)):
@@ -231,7 +231,7 @@ def test_twice_is_once_and_other_options_are_an_error():
 
 
 def test_linear_layers_of_other_weights_are_counted():
-    """Weight norm makes the weight in each forward; FP8 checkpoints of transformers have scales beside it;
+    """Weight norm computes the weight in each forward; FP8 checkpoints of transformers have separate scales;
     compressed-tensors has codes in its place."""
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)), nn.Embedding(64, 64))
     weight_norm(model[0])
@@ -247,13 +247,13 @@ def test_linear_layers_of_other_weights_are_counted():
 
 
 def test_activations_that_work_in_place_stay():
-    """Who reads their input behind them reads what they wrote."""
+    """Code that reads their input afterwards reads what they wrote."""
     stock = nn.Sequential(nn.Linear(64, 72), nn.SiLU(inplace=True), nn.ReLU(inplace=True), nn.ReLU())
     model = coat_ds.convert(copy.deepcopy(stock))
     assert list(coat_ds.conversion_of(model).left.values())[1:] == ["it works in place"] * 2
     assert coat_ds.conversion_of(model).converted["feed_forward"] == ["3"]
     x = torch.randn(8, 64)
-    # of a size that stays as it is
+    # of a size that is not converted
     y, expected = (layers[0](x) for layers in (model, stock))
     model[2](y), stock[2](expected)
     assert y.equal(expected)
@@ -433,7 +433,7 @@ def test_fp32_models_return_the_dtypes_of_the_stock_model(name, autocast):
     products = len(coat_ds.conversion_of(model).converted["linear"])
     for _ in range(2):
         found, gradients = dtypes_of_outputs()
-        # activations of gated layers are part of those
+        # activations of gated layers are part of the gated layers
         assert {n: d for n, d in dtypes.items() if n in found} == found
         assert relative(gradients, expected) < fp8_bound(products)
 
@@ -456,7 +456,7 @@ def test_fp32_models_under_autocast_always_round_alike(name, device):
 
 
 def test_a_model_that_shares_the_config_of_a_converted_one_is_stock(caplog):
-    """A warning says so, as of a reference model that TRL loads; not where `filter` left attention."""
+    """A warning is logged, as for a reference model that TRL loads; not where `filter` left attention."""
     import transformers
 
     config = transformers.LlamaConfig(**LLAMA.fields)

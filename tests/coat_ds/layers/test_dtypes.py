@@ -52,7 +52,7 @@ def test_a_norm_of_fp32_in_bf16_rounds_once():
 )
 @pytest.mark.parametrize("build", [plain, lambda: torch.nn.Linear(64, 64)], ids=["model", "layer"])
 def test_inputs_in_fp16_are_refused(build, given, autocast):
-    """Also where autocast would make BF16 of them, or FP16 of others."""
+    """Also where autocast would cast them to BF16, or other inputs to FP16."""
     model, x = coat_ds.convert(build()), torch.randn(2, 32, 64).to(given)
     with (
         torch.autocast("cpu", autocast, enabled=autocast is not None),

@@ -75,7 +75,7 @@ def test_bytes_saved_by_a_layer(name):
 @pytest.mark.parametrize("padding", [0, 9])
 @pytest.mark.parametrize("attention_format", ["bf16", "sqrt8"])
 def test_modules_one_by_one_keep_no_input_of_a_product(attention_format, padding, monkeypatch):
-    """Whoever made it keeps what it is made of: norms, attention and activations, none of them in FP8."""
+    """Their producers keep what they are computed from: norms, attention, activations; none keeps FP8."""
     family, batch = FAMILIES["qwen3"], FAMILIES["qwen3"].batch()
     batch["attention_mask"] = torch.ones_like(batch["input_ids"])
     batch["attention_mask"][1, 64 - padding :] = 0
@@ -108,7 +108,7 @@ def test_what_is_offloaded_is_not_held(name):
 
 
 def test_bytes_saved_by_many_experts():
-    """Of eight tensors that the experts of a token keep in BF16, two are left, in 8 bits."""
+    """Two of eight tensors that the experts of a token keep in BF16 are left, in 8 bits."""
     family = FAMILIES["qwen3_moe_grouped"]
     assert per_layer(family, {}) <= 0.35 * per_layer(family, None)
 
@@ -416,7 +416,7 @@ def test_text_layers_with_positions_of_pictures(monkeypatch):
 
 
 def test_angles_of_a_part_of_each_head(monkeypatch):
-    """Attention turns as many channels as there are angles, which the layer's probe does not know."""
+    """Attention rotates one channel per angle, a number that the layer's probe does not have."""
     modeling = pytest.importorskip("transformers.models.llama.modeling_llama")
     turned = modeling.apply_rotary_pos_emb
 

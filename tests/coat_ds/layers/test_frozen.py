@@ -152,7 +152,7 @@ def test_adapters_in_bf16_keep_no_copies_of_their_inputs():
     linears = [m.base_layer for m in model.modules() if hasattr(m, "base_layer")]
     copies = 4 * batch["input_ids"].numel() * sum(linear.in_features for linear in linears)
     for coat in (False, True):
-        # of which the inputs themselves, kept in BF16, are up to half
+        # up to half of them are the inputs themselves, kept in BF16
         assert copies / 2 < sizes[coat, True] - sizes[coat, False] < copies
     assert sizes[True, True] < sizes[False, True] and sizes[True, False] < 0.7 * sizes[False, False]
 

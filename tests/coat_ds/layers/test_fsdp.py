@@ -57,7 +57,7 @@ def losses_of_ranks(device):
 
 
 def gradients_where_each_module_is_a_unit():
-    """Of a converted model in one process, and of both ranks."""
+    """Gradients of a converted model in one process, and on both ranks."""
     dist.init_process_group("gloo")
     found, mesh = [], init_device_mesh("cpu", (2,))
     for sharded in (False, True):
@@ -77,7 +77,7 @@ def test_norms_that_are_gathered_by_themselves():
     """Their weights are freed before linear layers read their outputs."""
     for alone, together in run_distributed(gradients_where_each_module_is_a_unit, 2):
         for expected, gradient in zip(alone, together, strict=True):
-            # linear layers behind FSDP's hooks save their inputs by themselves, in FP8
+            # linear layers with FSDP's hooks save their inputs by themselves, in FP8
             assert rel_rms(gradient, expected) < 2**-4
 
 

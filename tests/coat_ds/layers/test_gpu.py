@@ -77,7 +77,7 @@ def test_tokens_that_see_nothing(name, attention_format):
     _, expected = run(family.build().float().cuda(), batch)
     model = coat_ds.convert(family.build().cuda(), {"attention_format": attention_format})
     bound = fp8_bound(len(coat_ds.conversion_of(model).converted["linear"]))
-    # the third time layers are replayed
+    # the third time layers run as CUDA graphs
     for _ in range(3):
         assert relative(run(model, batch)[1], expected) < bound
 

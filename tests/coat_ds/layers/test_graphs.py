@@ -52,7 +52,7 @@ def test_replays_under_autocast():
 
 @on_gpu
 def test_lengths_that_change():
-    """Graphs of one length are held at a time, their memory is given back, and each change makes the next
+    """Graphs of one length are held at a time, their memory is freed, and each change makes the next
     graphs wait longer."""
     models = [converted(graphs, layers=4) for graphs in (True, False)]
     lengths = [64] * 4 + [48] * 2 + [64] * 4 + [48] * 6 + [32, 64, 48] * 2
@@ -160,7 +160,7 @@ def test_masks_that_come_and_go():
 
 @on_gpu
 def test_weights_that_move_between_forward_and_backward():
-    """As under FSDP, which frees them and gathers them anew: the recorded backward knows where they were."""
+    """As under FSDP, which frees and re-gathers them: the recorded backward has their addresses."""
     found = []
     for model in recorded():
         for number in range(3):
@@ -211,7 +211,7 @@ def test_a_forward_without_a_backward():
 
 @on_gpu
 def test_a_recorded_forward_without_a_backward():
-    """Its backward is recorded behind another forward, whose angles are newer."""
+    """Its backward is recorded after another forward, whose angles are newer."""
     models = [converted(graphs) for graphs in (True, False)]
     for _ in range(WARM_UP):
         models[0](**batch(7)).loss.backward()
@@ -224,7 +224,7 @@ def test_a_recorded_forward_without_a_backward():
 
 @on_gpu
 def test_forwards_without_backwards_warm_nothing_up():
-    """As somebody's first look at losses: what backward compiles cannot be compiled while it is recorded."""
+    """As a first look at losses: what backward compiles cannot be compiled while it is recorded."""
     models = [converted(graphs) for graphs in (True, False)]
     for number in range(WARM_UP + 2):
         models[0](**batch(number))

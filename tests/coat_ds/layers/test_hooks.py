@@ -1,4 +1,4 @@
-"""Modules beside each other: hooks of users on them, readers that are no products, and empty batches."""
+"""Modules next to each other: hooks of users on them, readers that are no GEMMs, and empty batches."""
 
 import copy
 

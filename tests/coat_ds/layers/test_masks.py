@@ -48,7 +48,7 @@ def test_layers_share_tables_of_angles(attention_format):
 
 @FORMATS
 def test_rows_that_see_nothing_are_torchs(attention_format):
-    """As the first tokens of sequences that are padded on the left, of which the last has a label."""
+    """As the first tokens of sequences that are padded on the left, where the last token has a label."""
     batch = padded(LLAMA.batch(), left=9)
     batch["labels"][1, :9] = -100
     _, expected = run(LLAMA.build(torch.float32), batch)
@@ -69,7 +69,7 @@ def test_a_mask_of_an_evaluation_trains(name, attention_format):
 
 @FORMATS
 def test_a_mask_that_is_filled_again_before_backward(attention_format):
-    """What a boolean one was counts, of which there is a copy; another is an error, as without COAT."""
+    """A boolean mask is copied, and its first values count; another kind is an error, as without COAT."""
     batch, mask = LLAMA.batch(), boolean()
     model = coat_ds.convert(LLAMA.build(), {"attention_format": attention_format})
     expected = run(model, batch | {"attention_mask": mask})
@@ -99,7 +99,7 @@ def test_no_mask_stays_behind_backward(attention_format):
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_fp32_models_under_autocast_save_what_bf16_models_do(name):
-    """Their queries and keys are FP32 behind the rotation."""
+    """Their queries and keys are FP32 after the rotation."""
     family = FAMILIES[name]
     batch, saved = family.batch(), {}
     for attention_format in ("bf16", "sqrt8"):

@@ -1,4 +1,4 @@
-"""Layers that could run as fused blocks, and what somebody did so that they must not."""
+"""Layers that could run as fused blocks, and changes by users after which they must not."""
 
 import pytest
 import torch

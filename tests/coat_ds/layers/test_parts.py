@@ -1,4 +1,4 @@
-"""Models of which a part was converted, and parts of converted models."""
+"""Partly converted models, and parts of converted models."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def test_an_adapter_that_is_merged_leaves_a_part_that_can_be_given_back():
     with torch.no_grad():
         expected, fp8 = stock(**batch).loss, merged(**batch).loss
         assert fp8 != expected
-        # converted again it is told of as a whole
+        # converted again, the whole model is reported
         assert len(coat_ds.conversion_of(coat_ds.convert(merged)).converted["linear"]) == 14
         assert merged(**batch).loss == fp8
         again = coat_ds.convert(peft.get_peft_model(LLAMA.build(), config)).merge_and_unload()
@@ -74,7 +74,7 @@ def test_a_part_is_given_back_and_then_the_model():
     coat_ds.unconvert(model.model.layers[0])
     with pytest.raises(RuntimeError, match=r"7, such as 'model\.layers\.0\.self_attn\.q_proj'.*unconvert"):
         coat_ds.convert(model)
-    # one that was put in since is nobody's forward either
+    # a module that was put in since has no converted forward either
     model.model.layers[1].mlp.up_proj = LLAMA.build().model.layers[1].mlp.up_proj
     coat_ds.unconvert(model)
     assert not any(map(replaced, model.modules())) and coat_ds.conversion_of(model) is None

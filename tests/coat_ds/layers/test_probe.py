@@ -112,7 +112,7 @@ def norms():
         (Shifted(32), None),
         (nn.LayerNorm(32, elementwise_affine=False), None),
         (nn.GroupNorm(4, 32), None),
-        # over channels and what is behind them, which of two dimensions is the last one
+        # over channels and the dimensions after them; channels are the last of two dimensions
         (nn.GroupNorm(1, 32), None),
         (nn.BatchNorm1d(32), None),
     ]
@@ -206,7 +206,7 @@ def test_gated_feed_forwards_of_any_names(sizes, act, kind):
     ]
     for forward in others:
         assert probe.gated_form(Gated(*sizes, forward, act)) is None
-    # some that lead to another width, of which one number is broadcast, and one that takes a second input
+    # some that return another width, one that broadcasts one number, and one that takes a second input
     for name, other in (
         ("w2", nn.Linear(sizes[1], 2 * sizes[0])),
         ("w1", nn.Linear(sizes[0], 1)),
@@ -272,7 +272,7 @@ def test_dropout_is_seen_in_models_that_do_not_train_yet(rate):
     coat_ds.convert(model)
     assert torch.get_rng_state().equal(state)
     assert len(coat_ds.conversion_of(model).converted["layer"]) == (not rate)
-    # who trains drops in every forward
+    # in training every forward drops
     ids, trained = torch.arange(64)[None], model.bfloat16().train().model.layers[0].mlp
     x = torch.randn(1, 4, 64).bfloat16()
     assert trained(x).equal(trained(x)) == (not rate) and model(ids).logits.isfinite().all()
@@ -336,7 +336,7 @@ def attends_in_both_directions(layer):
     "change", [scales_its_output, gates_its_attention, reads_no_mask, attends_in_both_directions]
 )
 def test_layers_that_do_something_else_are_no_blocks(change, monkeypatch):
-    """Of which a copy without parameters of its own may show nothing."""
+    """A copy without parameters of its own may not show this."""
     batch, models = FAMILIES["llama"].batch(), [FAMILIES["llama"].build() for _ in "ab"]
     batch["attention_mask"] = torch.ones_like(batch["input_ids"])
     batch["attention_mask"][1, -9:] = 0

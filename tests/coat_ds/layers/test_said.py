@@ -1,4 +1,4 @@
-"""What is of no effect on a converted model, or takes FP8 off it later, is said."""
+"""What has no effect on a converted model, or disables its FP8 later, is logged."""
 
 import logging
 import types

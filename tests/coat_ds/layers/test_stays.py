@@ -1,4 +1,4 @@
-"""Heads and parts that choose something discrete stay as they are."""
+"""Heads, and parts that choose something discrete, are not converted."""
 
 import pytest
 import torch

@@ -46,7 +46,7 @@ def whole(gradients):
 
 
 def kept_bytes(model, batch):
-    """Of what autograd keeps of a forward on this rank, without parameters."""
+    """Bytes that autograd keeps of a forward on this rank, without parameters."""
     own = {id(p._local_tensor if isinstance(p, DTensor) else p) for p in model.parameters()}
     kept = {}
 
@@ -90,7 +90,7 @@ def check(ranks, exact):
         # attention's gradients need not be the same bits twice on GPUs
         bound = 0 if exact else 2**-8
         assert relative(found["split first"][1], gradients) <= bound
-        # norms, and products behind them, keep one code for what BF16 keeps three or four times
+        # norms, and GEMMs after them, keep one code for what BF16 keeps three or four times
         assert kept < 0.6 * stock
 
 

@@ -135,7 +135,7 @@ def llama():
 
 
 def test_a_llama_names_all_of_its_products(observed):
-    """By fused blocks. No product is told under the name of another, and none is missed."""
+    """By fused blocks. No GEMM is counted under the name of another, and none is missed."""
     model = llama()
     ids = torch.arange(32).view(1, 32)
     model(ids, labels=ids).loss.backward()

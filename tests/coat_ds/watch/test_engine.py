@@ -205,7 +205,7 @@ def universal_run(folder):
 
 
 def accumulated_run():
-    """Of which steps there are readings where two micro-batches make one, before the engine ends and after
+    """The steps with readings where two micro-batches make one, before the engine ends and after
     that."""
     engine, seen = engine_of(llama(), 1, {"every": 1}, gradient_accumulation_steps=2), []
     engine.coat.watch.add(lambda reading: seen.append(reading.step))
@@ -216,11 +216,11 @@ def accumulated_run():
 
 
 def layers_alone_run():
-    """Readings beside an optimizer of DeepSpeed's: their steps, and bytes by role of the last."""
+    """Readings with an optimizer of DeepSpeed's: their steps, and bytes by role of the last."""
     section = {"type": "AdamW", "params": {"lr": 3e-3, "torch_adam": True}}
     block = {"enabled": True, "optimizer": {"enabled": False}, "watch": {"every": 1}}
     engine, seen = engine_of(llama(), 1, None, optimizer=section, coat=block), []
-    # nobody wants to know before
+    # without a reader before
     idle = not engine.coat.watch.is_active
     engine.coat.watch.add(seen.append)
     train(engine, 2)
@@ -308,7 +308,7 @@ def test_layers_are_watched_beside_an_optimizer_of_deepspeeds(folder):
     idle, steps, memory = results(folder)["layers alone"]
     assert idle and steps == [1, 2]
     assert memory["weights"] > 0 and memory["saved"] > 0
-    # nobody knows what is DeepSpeed's
+    # DeepSpeed's states are not known
     assert memory["states"] == memory["masters"] == 0
 
 

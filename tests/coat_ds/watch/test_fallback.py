@@ -28,7 +28,7 @@ def test_a_limit_is_passed_in_readings_in_a_row():
     )
     fallback.restore({"layers": [], "states": []})
     assert kept[1:] == [("0.weight", False)]
-    # counted anew
+    # the count restarts
     for step in (8, 9):
         assert len(kept) == 2
         fallback.judge(step, {"0.weight": {"update_error": 0.2}}, {})
@@ -79,7 +79,7 @@ def test_a_layer_that_falls_back_computes_in_bf16_until_watching_ends():
 
 
 def test_graphs_of_other_layers_stay():
-    """Of layer 1, where layer 10 falls back."""
+    """Graphs of layer 1, where layer 10 falls back."""
     made = coat_ds.convert(torch.nn.ModuleList(model() for _ in range(11)).bfloat16())
     with_graphs(made)
     fallback = Fallback(made, WatchConfig(act="act", readings=1), lambda *_: None, lambda *_: None)

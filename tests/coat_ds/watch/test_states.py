@@ -1,4 +1,4 @@
-"""What is said of stored moments, against the same step of FP32 moments and against values put in by hand."""
+"""Figures of stored moments, against the same step of FP32 moments and against values put in by hand."""
 
 import pytest
 import torch
@@ -140,7 +140,7 @@ TENSORS = [
     ((4096,), {"group_size": 64}, 3),
     ((20, 128), {"betas": (0.9, 0.95)}, 3),
     ((20, 128), {"exp_avg_format": "bf16", "exp_avg_sq_format": "bf16"}, 3),
-    # beside the first one, but in another step
+    # in the batch of the first one, but in another step
     ((20, 128), {}, 90),
     ((31, 128), {}, 7),
     # of one group, and of none
@@ -209,7 +209,7 @@ def test_a_gpu_says_what_the_reference_says(device):
 
 
 def test_parts_of_a_flat_partition_say_what_they_say_as_tensors():
-    """ZeRO's partitions: groups start with each parameter, some of which keep FP32 moments."""
+    """ZeRO's partitions: groups start with each parameter, and some parameters keep FP32 moments."""
     sizes, kept = [1000, 300, 128 * 40, 640, 77], [True, False, False, False, False]
     grads = [torch.randn(n, generator=torch.Generator().manual_seed(n)) * 10.0 ** -(n % 4) for n in sizes]
     starts = [sum(sizes[:i]) for i in range(len(sizes))]

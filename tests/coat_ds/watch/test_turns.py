@@ -9,7 +9,7 @@ from tests.coat_ds.watch.parts import model, with_graphs
 
 
 def sums_of_steps(watch, steps, closes=True):
-    """By layer, of those that are watched. The CPU's layers tell of themselves though they count as
+    """Sums by layer, of watched layers. The CPU's layers report themselves though they count as
     replayed."""
     sums = []
     for i in range(steps):
@@ -49,7 +49,7 @@ def test_layers_above_a_limit_are_watched_out_of_turn(blocks):
     watch = Watch(blocks, None, {"every": 1, "act": "warn", "flushed": 1e-9})
     sums = sums_of_steps(watch, 3)
     replayed = [sorted(name for name, row in found.items() if row[codes.REPLAYED]) for found in sums]
-    # the first reading is taken in behind the second
+    # the first reading is read after the second
     assert replayed == [["0", "0.0", "0.1"], ["1", "1.0", "1.1"], []]
 
 

@@ -1,4 +1,4 @@
-"""Where readings go, what `coat watch` says of them, and what is said of a wrong block."""
+"""Where readings go, what `coat watch` prints of them, and errors of a wrong block."""
 
 import json
 import resource
@@ -89,7 +89,7 @@ def refused(folder):
 
 def refused_of_two(folder):
     dist.init_process_group("gloo")
-    # a folder of its own that can be written, where nobody writes
+    # a folder of its own that can be written, though nothing is
     return refused(folder if dist.get_rank() == 0 else str(Path(folder).parents[1] / "run"))
 
 
