@@ -38,7 +38,7 @@ try:
         SDPACoreAttention,
         core_attention_of,
     )
-    from megatron_ext.layers.blocks import forward_by_blocks
+    from megatron_ext.layers.decoder_layer import fused_forward
     from megatron_ext.layers.latent import (
         CoatMLASelfAttention,
         check_latent_attention,
@@ -184,7 +184,7 @@ class CoatTransformerLayer(TransformerLayer):
             end_graphs_first()
 
     def forward(self, *args, **kwargs):
-        y = forward_by_blocks(self, args, kwargs)
+        y = fused_forward(self, args, kwargs)
         if y is not None:
             return y, None
         return super().forward(*args, **kwargs)

@@ -22,7 +22,7 @@ from unittest import mock
 import torch
 
 import coat_ds
-from coat_ds.layers import fused_layer as decoder_layer
+from coat_ds.layers.modules import decoder_layer
 from coat_ds.layers.modules.replaced import replaced
 from coat_kernels.agreement import ROUNDING
 from coat_kernels.graphs import WARM_UP, memory, proof

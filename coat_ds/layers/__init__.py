@@ -4,8 +4,8 @@ This package may import `coat_kernels` and the config; importing it imports no f
 
     convert.py       `convert`, `unconvert`: which module gets which forward
     detection/       which modules can be converted, found by what they compute
-    modules/         the forwards of linear layers, norms, feed-forwards, attention and experts
-    fused_layer.py   the forward of a whole decoder layer, by the fused blocks of `coat_kernels.blocks`
+    modules/         the forwards of linear layers, norms, feed-forwards, attention, experts, decoder layers
+    fused_layer.py   the fused decoder layer of every framework, which the adapters call
     parallel/        weights that are split over ranks
     conversion.py    what was converted and what was not; inventory.py counts the layers of any model
 

@@ -9,13 +9,12 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from coat_ds.config import ActivationsConfig, difference
-from coat_ds.layers import fused_layer as decoder_layer
 from coat_ds.layers.conversion import ATTRIBUTE, Conversion, conversion_of
 from coat_ds.layers.detection import decoder_parts, probe
 from coat_ds.layers.detection.stays import DISPATCHED, what_stays
 from coat_ds.layers.inventory import layers_of
 from coat_ds.layers.log import say_anew, say_once
-from coat_ds.layers.modules import attention, experts
+from coat_ds.layers.modules import attention, decoder_layer, experts
 from coat_ds.layers.modules.feed_forward import Fp8Activation, Fp8GatedFeedForward
 from coat_ds.layers.modules.linear import Fp8Linear
 from coat_ds.layers.modules.norm import Fp8Norm

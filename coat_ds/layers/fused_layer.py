@@ -1,390 +1,182 @@
-"""Runs a pre-norm decoder layer, such as Llama's, by the fused blocks of `coat_kernels.blocks`: one GEMM for
-queries, keys and values, one for gate and up, and residual additions inside the norm kernels.
+"""The fused decoder layer of every framework: x = x + attention(norm(x)); x + feed_forward(norm(x)), by the
+blocks of `coat_kernels.blocks`: one GEMM for queries, keys and values, one for gate and up, and residual
+additions inside the norm kernels.
 
-The blocks bypass the forwards of the modules inside. `why_not_fused` allows them only if no hook, adapter or
-replaced forward would be skipped; otherwise the layer's own forward calls its converted modules.
-`uses_graphs` decides whether the blocks run as CUDA graphs.
+An adapter finds the reason why a layer must call its modules, if there is one (`why_not_fused`). Otherwise it
+gathers the layer's weights and its `LayerOptions`, and calls `fused_layer`, eagerly or as a CUDA graph
+(`uses_graphs`). The adapter of transformers' models is modules/decoder_layer.py, Megatron's is
+megatron_ext/layers/decoder_layer.py.
 """
 
-import inspect
-import itertools
+import functools
 import logging
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple
 
 import torch
-from torch import nn
-from torch.nn.modules.module import _has_any_global_hook
 
-from coat_ds.config import ActivationsConfig
-from coat_ds.layers.detection.decoder_parts import PROJECTIONS, Parts, dropout_names, head_norms_of
 from coat_ds.layers.log import say_once
-from coat_ds.layers.modules.attention import STATE, any_attention, is_transformers_own
-from coat_ds.layers.modules.feed_forward import Fp8GatedFeedForward
-from coat_ds.layers.modules.linear import is_fused
-from coat_ds.layers.modules.merged_linear import MergedLinear, is_hooked, joined, parameters_of
-from coat_ds.layers.modules.norm import Fp8Norm
-from coat_ds.layers.modules.replaced import (
-    Replaced,
-    autocast_dtype,
-    can_be_read,
-    is_dispatched,
-    is_evaluated,
-    replaced,
-)
-from coat_kernels.attention import additive_mask, causal_attention, origin_in_groups
-from coat_kernels.autograd.origin import note, noted, origin_of
-from coat_kernels.blocks import attention_block, mlp_block, qkv_block
-from coat_kernels.graphs import Graphs, gradient_leaves, graphed_work
+from coat_kernels.attention import origin_in_groups
+from coat_kernels.autograd.origin import origin_of
+from coat_kernels.blocks import ActivationOptions, NormOptions, attention_block, mlp_block, qkv_block
+from coat_kernels.graphs import gradient_leaves, graphed_work
 from coat_kernels.groups import quantize_groups
 from coat_kernels.head_norm import head_norm
 from coat_kernels.linear import LinearOptions
 
-# arguments that a layer may get and that the blocks do not need: the angles contain the positions, Trainer's
-# number of tokens is for the loss, and router logits come from layers with experts
-ARGUMENTS = (
-    "position_embeddings",
-    "attention_mask",
-    "position_ids",
-    "cache_position",
-    "use_cache",
-    "num_items_in_batch",
-    "output_router_logits",
-    # some models pass these to all layers, and no layer reads them
-    "logits_to_keep",
-    "labels",
-    "return_dict",
-)
-# the name since transformers 5.24, and before
-CACHES = ("cache", "past_key_values")
-# Liger's forward of a model passes these as False
-FLAGS = ("output_attentions", "output_hidden_states")
-# the attribute in which transformers stores a layer's checkpointing function
-CHECKPOINT = "_gradient_checkpointing_func"
 
+class LayerOptions(NamedTuple):
+    """The options of a decoder layer: everything except its tensors and its attention."""
 
-class Fp8DecoderLayer(Replaced):
-    """The forward of a decoder layer whose `parts` are already converted."""
-
-    kind = "layer"
-
-    def __init__(self, module: nn.Module, activations: ActivationsConfig, parts: Parts):
-        super().__init__(module, activations)
-        self.parts, self.recomputes = parts, activations.attention_format == "recompute"
-        # dropout rates may be set later, and each class has its own names for them
-        self.rates = [(m, n) for m in (module, parts.attention, parts.mlp) for n in dropout_names(m)]
-        self.qkv = MergedLinear(activations, cancels=True)
-        self.cuda_graphs = activations.cuda_graphs
-        # batches may change their shape at any time: hold graphs of one shape at a time
-        self.graphs = Graphs(one_shape=True)
-
-    def compute(self, hidden_states: torch.Tensor, *args, **kwargs):
-        if (why := why_not_fused(self, hidden_states, args, kwargs)) is not None:
-            if can_be_read(hidden_states):
-                if self.module.training and torch.is_grad_enabled():
-                    # a reason with a second sentence names a fix for the user
-                    level = logging.WARNING if ". " in why else logging.INFO
-                    say_once(f"layers that could run as fused blocks run module by module: {why}.", level)
-                elif (
-                    hidden_states.shape[1:2] == (1,)
-                    and not torch.is_grad_enabled()
-                    and _fills_a_cache(kwargs)
-                ):
-                    say_once(
-                        "tokens are generated one by one in FP8, which quantizes the weights for each and is "
-                        'slower than BF16. To generate in BF16, set coat.activations.evaluation to "stock" '
-                        "and call model.eval().",
-                        logging.INFO,
-                    )
-            return self.stock(hidden_states, *args, **kwargs)
-        # bound here and not passed as arguments: reentrant checkpoints copy tensor arguments, without notes
-        blocks = partial(self.by_blocks, *kwargs["position_embeddings"], kwargs.get("attention_mask"))
-        if checkpoints_in_forward(self.module):
-            return getattr(self.module, CHECKPOINT)(blocks, hidden_states)
-        return blocks(hidden_states)
-
-    def shown(self) -> str:
-        return "coat=fused blocks"
+    input_norm: NormOptions
+    qkv: LinearOptions
+    proj: LinearOptions
+    mlp_norm: NormOptions
+    fc1: LinearOptions
+    activation: ActivationOptions
+    fc2: LinearOptions
+    head_norms: tuple[NormOptions, ...]
+    """Norms of each head of queries and of keys, before the rotation; or empty."""
+    groups: int
+    """Number of key-value groups on this rank."""
+    d: int
+    """Channels of a head."""
+    recomputed: tuple[int, str] | None
+    """Backward recomputes attention, whose output is saved in this group size and format; None saves what
+    attention saves."""
+    batch_first: bool = False
+    """The layer takes [b, s, h] and angles [b * s, d], instead of [s, b, h] and [s, d]."""
+    apart: bool = False
+    """All queries come first in the rows of the qkv weight, then all keys, then all values."""
 
     @property
-    def projections(self) -> list[nn.Module]:
-        return [self.parts.attention._modules[name] for name in PROJECTIONS]
+    def linears(self) -> tuple[LinearOptions, ...]:
+        return self.qkv, self.proj, self.fc1, self.fc2
 
-    @property
-    def head_norms(self) -> list[nn.Module]:
-        return head_norms_of(self.parts.attention)
+    def uses(self, weights: Sequence[torch.Tensor], *attention: Hashable) -> tuple:
+        """What a CUDA graph of the layer depends on, except its tensors. `weights`: one of each GEMM.
+        `attention`: what attention depends on."""
+        found = [self.input_norm, self.mlp_norm, *self.head_norms, self.activation, self.recomputed]
+        for linear, weight in zip(self.linears, weights, strict=True):
+            found += linear.uses(weight)
+        return *found, *attention
 
-    @property
-    def products(self) -> tuple[tuple[nn.Module, ...], ...]:
-        """The linear layers, grouped by GEMM: qkv, o, gate and up, down."""
-        *qkv, o = self.projections
-        feed_forward = replaced(self.parts.mlp)
-        return tuple(qkv), (o,), feed_forward.first, (feed_forward.down,)
-
-    def by_blocks(
-        self, cos: torch.Tensor, sin: torch.Tensor, mask: torch.Tensor | None, x: torch.Tensor
-    ) -> torch.Tensor:
-        """cos and sin [1 or b, s, d], a mask for torch's attention or None, x [b, s, h] -> [b, s, h]."""
-        qkv, (o,), _, (down,) = products = self.products
-        feed_forward = replaced(self.parts.mlp)
-        options = (
-            self.qkv.options(qkv),
-            replaced(o).options(),
-            feed_forward.first_options(),
-            replaced(down).options(),
-        )
-        norms = self.parts.input_norm, self.parts.mlp_norm
-        parameters = [p for norm in norms for p in (norm.weight, norm._parameters.get("bias"))]
-        for linears in products:
-            parameters += (p for kind in parameters_of(linears) for p in kind)
-        parameters += (norm.weight for norm in self.head_norms)
-        # the blocks take [tokens, 1, h], so that each token needs its own row of angles
-        constants = [_by_token(t, x.shape[0]) for t in (cos, sin)]
-        if mask is not None:
-            constants.append(additive_mask(mask, x.dtype))
-        compute = partial(self._compute, options, mask is not None)
-        if not uses_graphs(self, x):
-            return compute(x, *constants, *parameters)
-        uses, evaluates = partial(self._uses, options), not self.module.training
-        return self.graphs.call(compute, x, parameters, uses, constants=constants, evaluates=evaluates)
-
-    def _uses(self, options: tuple[LinearOptions, ...]) -> tuple:
-        """What a graph depends on in addition to tensors. If it changes, the graph is recorded again."""
-        attention, kept = self.parts.attention, self.parts.attention.__dict__[STATE]
-        found = [kept, self.recomputes, attention.scaling, replaced(self.parts.mlp).options]
-        for norm in (self.parts.input_norm, self.parts.mlp_norm, *self.head_norms):
-            found.append(replaced(norm).options)
-        for linears, how in zip(self.products, options, strict=True):
-            found += how.uses(linears[0].weight)
-        return tuple(found)
-
-    def _compute(
-        self,
-        options: tuple[LinearOptions, ...],
-        masked: bool,
-        x: torch.Tensor,
-        *tensors: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """The layer's output. `tensors`: the tables of angles, the mask if `masked`, and the parameters, in
-        the order of `by_blocks`."""
-        (norm, attention, mlp_norm, mlp), (b, s, h) = self.parts, x.shape
-        kept, d, given = attention.__dict__[STATE], attention.head_dim, iter(tensors)
-        tables, mask = _next(given, 2), _next(given, int(masked))
-        norm_weights, mlp_norm_weights = _next(given, 2), _next(given, 2)
-        products = [
-            joined(_next(given, len(linears)), _next(given, len(linears))) for linears in self.products
-        ]
-        groups = self.projections[1].weight.shape[0] // d
-        inputs = x.reshape(b * s, 1, h), *norm_weights, *products[0]
-        how = {"norm": replaced(norm).options, "linear": options[0], "groups": groups, "d": d, "apart": True}
-
-        # passed as arguments of `attend`: tensors in its closure would outlive backward
-        beside, head_norms = mask, self.head_norms
-        if head_norms:
-            # these norms run between the projection and the rotation
-            beside = *tables, *given, *mask
-            tables = [t[:, :0] for t in tables]
-
-        def attend(q, k, v, *beside, **saved):
-            if head_norms:
-                (cos, sin, *weights), beside = beside[:4], beside[4:]
-                q, k = (
-                    _normed(norm, t, weight, cos, sin)
-                    for norm, t, weight in zip(head_norms, (q, k), weights, strict=True)
-                )
-            heads, scale = [t.view(b, s, -1, d) for t in (q, k, v)], attention.scaling
-            if not beside:
-                return causal_attention(*heads, scale=scale, batch_first=True, **saved)
-            heads = (t.transpose(1, 2) for t in heads)
-            return any_attention(attention, *heads, *beside, {"scaling": scale}, **saved)
-
-        if self.recomputes:
-            y, residual = attention_block(*inputs, *tables, **how, attend=attend, beside=beside)
-            groups = quantize_groups(y.detach().flatten(0, 1), kept.group_size, kept.saved_format)
-            origin = origin_in_groups(groups, kept.group_size, y.dtype)
-        else:
-            *heads, residual = qkv_block(*inputs, *tables, **how)
-            y = attend(*heads, *beside, group_size=kept.group_size, saved_format=kept.saved_format)
-            origin = origin_of(y)
-        y = mlp_block(
-            y.reshape(b * s, 1, -1),
-            residual,
-            *products[1],
-            *mlp_norm_weights,
-            *products[2],
-            *products[3],
-            origin=origin,
-            proj=options[1],
-            norm=replaced(mlp_norm).options,
-            fc1=options[2],
-            activation=replaced(mlp).options,
-            fc2=options[3],
-        )
-        return y.view(b, s, h)
+    def written(self) -> list[torch.Tensor]:
+        """The tensors that backward adds weight gradients to, such as Megatron's main_grad."""
+        return [linear.weight_grad_into() for linear in self.linears if linear.weight_grad_into is not None]
 
 
-def _next(given: Iterator, count: int) -> tuple:
-    return tuple(itertools.islice(given, count))
+def fused_layer(
+    options: LayerOptions,
+    attend: Callable[..., torch.Tensor],
+    constants: tuple,
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *weights: torch.Tensor | None,
+) -> torch.Tensor:
+    """The output of a decoder layer, of the shape of its input `x`.
 
-
-def _normed(norm: nn.Module, x: torch.Tensor, weight: torch.Tensor, cos, sin) -> torch.Tensor:
-    """Heads x [tokens, 1, heads, d], normed by `norm` with this weight, then rotated by the angles."""
-    o = replaced(norm).options
-    kept = {"group_size": o.group_size, "saved_format": o.saved_format}
-    return head_norm(x, weight, cos, sin, o.eps, zero_centered=o.zero_centered, **kept)
-
-
-def _fills_a_cache(kwargs: dict) -> bool:
-    return any(kwargs.get(name) is not None for name in CACHES)
-
-
-def drop_unwanted_cache(model: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-    """A forward pre-hook of a text model with fused layers: a training forward makes no KV cache unless the
-    caller passes one, or `use_cache`."""
-    given = len(args) > 3 or any(kwargs.get(name) is not None for name in ("use_cache", *CACHES))
-    if given or not (model.training and torch.is_grad_enabled()):
-        return None
-    return args, {**kwargs, "use_cache": False}
-
-
-def makes_cache(model: nn.Module) -> bool:
-    """Whether `model` is a model of transformers whose forward takes `use_cache`."""
-    return hasattr(model, "base_model_prefix") and "use_cache" in inspect.signature(model.forward).parameters
-
-
-def checkpoints_in_forward(layer: nn.Module) -> bool:
-    """Whether the layer's own forward, which the blocks replace, would checkpoint itself. Older versions of
-    transformers checkpoint in `__call__`, so that the checkpoint is already open here."""
-    is_on = layer.training and torch.is_grad_enabled() and getattr(layer, "gradient_checkpointing", False)
-    return is_on and type(layer).__call__ is nn.Module.__call__ and hasattr(layer, CHECKPOINT)
-
-
-def _by_token(angles: torch.Tensor, batch: int) -> torch.Tensor:
-    """Cosines or sines [1 or b, s, d] as FP32 [b * s, d], computed once for all layers of a forward."""
-    name = f"of {batch} sequences"
-    found = noted(angles, name)
-    if found is None:
-        found = angles.detach().float().expand(batch, -1, -1).reshape(-1, angles.shape[-1])
-        note(angles, name, found)
-    return found
-
-
-def why_not_fused(layer: Fp8DecoderLayer, x: torch.Tensor, args: tuple, kwargs: dict) -> str | None:
-    """Why a forward of `layer` calls its modules one by one; None if it takes the fused blocks. If the user
-    can remove the reason, a second sentence says how.
-
-    Frozen parameters are no reason in a layer that is only evaluated: a reference model has to compute as its
-    policy does. In training the answer must not depend on grad mode, since reentrant checkpoints run the
-    forward without gradients. This function runs for each layer in each forward.
+    Args:
+        attend: attend(q, k, v, *constants) is attention of heads [s, b, n, d], or [b, s, n, d] if
+            `batch_first`: [s, b, n * d] or [b, s, n * d], with its origin. If it is recomputed, it must
+            return the same result each time.
+        cos, sin: as in `rotate_qkv`.
+        weights: the weight and the bias, or None, of the input norm, qkv, proj, the second norm, fc1 and fc2;
+            then the weights of the head norms.
     """
-    parts, attention = layer.parts, layer.parts.attention
-    if torch.compiler.is_compiling():
-        return "under torch.compile"
-    if is_dispatched(parts.mlp):
-        return "accelerate has spread the model over devices, as dispatch_model does"
-    head_norms, feed_forward = layer.head_norms, replaced(parts.mlp)
-    if type(feed_forward) is not Fp8GatedFeedForward:
-        return _taken_over(parts.mlp)
-    for norm in (parts.input_norm, parts.mlp_norm, *head_norms):
-        if type(norm.__dict__.get("forward")) is not Fp8Norm:
-            return _taken_over(norm)
-    if not x.numel() or not layer.takes(x):
-        return f"their input is {x.dtype} of {x.numel()} elements"
-    if autocast_dtype(x) not in (None, x.dtype):
-        return f"their input is {x.dtype} under autocast to {autocast_dtype(x)}"
-    for name, value in kwargs.items():
-        if _is_foreign(name, value):
-            if name in CACHES:
-                return (
-                    "the model was called with use_cache=True or a cache while it trains. Drop that argument"
-                )
-            return f"they are given {name}"
-    if not _is_mask(kwargs.get("attention_mask"), x):
-        return f"their attention_mask is no constant tensor [b, n, s, s] of torch.bool or {x.dtype}"
-    angles = kwargs.get("position_embeddings")
-    if args or not isinstance(angles, tuple) or angles[0].shape[-1] != attention.head_dim:
-        return "they are given no position_embeddings of whole heads, by name"
-    own = STATE in attention.__dict__ and "forward" not in attention.__dict__ and is_transformers_own()
-    if not own or not getattr(attention, "is_causal", True):
-        return "their attention is not the one that was converted"
-    if layer.module.training and any(getattr(m, name, 0) for m, name in layer.rates):
-        return "they have dropout"
-    if _has_any_global_hook() or feed_forward.calls_between():
-        return "they have hooks, or dropout in the feed-forward"
-    inside, in_mlp, form = attention._modules, parts.mlp._modules, feed_forward.form
-    q, k, v, o = [inside[name] for name in PROJECTIONS]
-    gate, down = in_mlp[form.gate], in_mlp[form.down]
-    up = gate if form.up is None else in_mlp[form.up]
-    linears = (q, k, v, o, gate, up, down)
-    children = layer.module._modules.values()
-    # plain loops, which take less time than generators
-    for part in parts:
-        if part not in children:
-            return f"{type(part).__name__} was replaced"
-    for linear in linears:
-        if not is_fused(linear.__dict__.get("forward")):
-            return "a linear layer has an adapter or was replaced"
-    evaluated = is_evaluated(layer.module)
-    for module in (*parts, *head_norms, *linears):
-        if (why := _why_foreign(module, x.dtype, evaluated)) is not None:
-            return why
-    biases = [linear._parameters["bias"] is None for linear in (q, k, v, gate, up)]
-    if not (biases[0] == biases[1] == biases[2] and biases[3] == biases[4]):
-        return "some of the linear layers that are multiplied together have biases"
-    return None
+    by_token, attention, beside, d = x, attend, constants, options.d
+    if options.batch_first:
+        by_token = x.reshape(-1, 1, x.shape[-1])
+    if options.batch_first or options.head_norms:
+        attention = functools.partial(_attention, options, attend, x.shape)
+    if options.head_norms:
+        # these norms run between the projection and the rotation
+        beside = cos, sin, *weights[12:], *constants
+        cos, sin = cos[:, :0], sin[:, :0]
 
-
-def _taken_over(module: nn.Module) -> str:
-    name = type(module).__name__
-    return (
-        f"the forward of {name} was replaced after coat_ds.convert. Convert after Liger's kernels or others"
+    inputs = by_token, *weights[:4], cos, sin
+    how = {"norm": options.input_norm, "linear": options.qkv, "groups": options.groups, "d": d}
+    how["apart"] = options.apart
+    if options.recomputed is None:
+        q, k, v, residual = qkv_block(*inputs, **how)
+        o = attention(q, k, v, *beside)
+        origin = origin_of(o)
+    else:
+        o, residual = attention_block(*inputs, **how, attend=attention, beside=beside)
+        group_size, saved_format = options.recomputed
+        kept = quantize_groups(o.detach().flatten(0, 1), group_size, saved_format)
+        origin = origin_in_groups(kept, group_size, o.dtype)
+    y = mlp_block(
+        o,
+        residual,
+        *weights[4:12],
+        origin=origin,
+        proj=options.proj,
+        norm=options.mlp_norm,
+        fc1=options.fc1,
+        activation=options.activation,
+        fc2=options.fc2,
     )
+    return y.view(x.shape) if options.batch_first else y
 
 
-def uses_graphs(layer: Fp8DecoderLayer, x: torch.Tensor) -> bool:
-    """Whether a layer that runs as fused blocks also runs as CUDA graphs, by the key `cuda_graphs`. Never if
-    weights move, as under ZeRO-3. None: only if the GPU would wait for the CPU, which holds up to a limit
-    of GPU work, since the CPU time of a layer does not depend on the layer's size."""
-    wanted = layer.cuda_graphs
-    if wanted is False:
-        return False
-    weights = [linear.weight for linears in layer.products for linear in linears]
-    if not x.is_cuda or hasattr(weights[0], "ds_id"):
-        if wanted is True:
-            where = "under ZeRO-3, where weights move" if x.is_cuda else "on a CPU"
-            say_once(f"coat.activations.cuda_graphs: found True, of no effect {where}. Drop the key.")
-        return False
+def _attention(
+    options: LayerOptions, attend: Callable[..., torch.Tensor], shape: torch.Size, q, k, v, *beside
+) -> torch.Tensor:
+    """`attend` after the head norms, if there are any. `beside`: the angles and weights of these norms, and
+    the constants of `attend`; all are arguments, since tensors in a partial would outlive backward."""
+    if options.head_norms:
+        (cos, sin, *weights), beside = beside[:4], beside[4:]
+        q, k = (
+            _normed(norm, t, weight, cos, sin)
+            for norm, t, weight in zip(options.head_norms, (q, k), weights, strict=True)
+        )
+    if options.batch_first:
+        q, k, v = (t.view(*shape[:2], -1, options.d) for t in (q, k, v))
+    return attend(q, k, v, *beside)
+
+
+def _normed(norm: NormOptions, x, weight, cos, sin) -> torch.Tensor:
+    """Heads x [..., heads, d], normed with this weight, then rotated by the angles."""
+    how = {"group_size": norm.group_size, "saved_format": norm.saved_format}
+    return head_norm(x, weight, cos, sin, norm.eps, zero_centered=norm.zero_centered, **how)
+
+
+def say_why_not_fused(why: str) -> None:
+    """Logs the reason once. A reason with a second sentence names a fix for the user."""
+    level = logging.WARNING if ". " in why else logging.INFO
+    say_once(f"layers without fused blocks run module by module: {why}.", level)
+
+
+def uses_graphs(
+    wanted: bool | None,
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    ranks: int = 1,
+    shares: int = 1,
+    why_not: str | None = None,
+) -> bool:
+    """Whether a fused layer with the input `x` runs as CUDA graphs, by the key `cuda_graphs`. Never if
+    weights move, as under ZeRO-3, or if the adapter has a reason (`why_not`). None: only if it `is_small`.
+    """
+    if not x.is_cuda:
+        why_not = "on a CPU"
+    elif hasattr(weights[0], "ds_id"):
+        why_not = "under ZeRO-3, where weights move"
+    if why_not is None:
+        return wanted is True or (wanted is None and is_small(x, weights, ranks, shares))
     if wanted is True:
-        return True
-    most = graphed_work(gradients_leave=gradient_leaves(weights[0]))
-    return x.shape[0] * x.shape[1] * sum(w.numel() for w in weights) <= most
+        say_once(f"coat.activations.cuda_graphs: found True, of no effect {why_not}. Drop the key.")
+    return False
 
 
-def _is_foreign(name: str, value: object) -> bool:
-    """Whether an argument requests something that the blocks do not support."""
-    return value is not None and name not in ARGUMENTS and not (value is False and name in FLAGS)
+def is_small(x: torch.Tensor, weights: Sequence[torch.Tensor], ranks: int = 1, shares: int = 1) -> bool:
+    """Whether the GPU would wait for the CPU to launch the kernels of a layer with these `weights`: the CPU
+    time of a layer does not depend on the layer's size.
 
-
-def _is_mask(mask: object, x: torch.Tensor) -> bool:
-    """Whether `mask` is None, or a constant that torch's attention takes with heads of dtype `x.dtype`."""
-    return mask is None or (
-        type(mask) is torch.Tensor
-        and mask.dim() == 4
-        and mask.dtype in (torch.bool, x.dtype)
-        and not mask.requires_grad
-    )
-
-
-def _why_foreign(module: nn.Module, dtype: torch.dtype, evaluated: bool) -> str | None:
-    """Why the blocks may not bypass `module`: a hook, or a parameter that is not plain, of another dtype, or
-    frozen although the layer trains. None if they may."""
-    if is_hooked(module):
-        return "they have hooks"
-    for p in module._parameters.values():
-        if p is None:
-            continue
-        if type(p) is not nn.Parameter or p.dtype != dtype:
-            return "they have weights of another dtype than their input, or sharded ones"
-        if not (p.requires_grad or evaluated):
-            return "they have frozen weights"
-    return None
+    ranks: number of ranks that hold parts of the weights. shares: number of ranks that hold parts of the
+    tokens, which the GEMMs gather.
+    """
+    most = graphed_work(ranks, gradient_leaves(weights[0]))
+    return x.shape[0] * x.shape[1] * shares * sum(w.numel() for w in weights) <= most

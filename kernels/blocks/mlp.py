@@ -232,7 +232,8 @@ def mlp_block(
     """The layer from attention's output on: x = residual + proj(o); returns x + fc2(a(fc1(norm(x)))).
 
     Args:
-        o: [s, b, n], attention's output; of the whole sequence under sequence parallelism.
+        o: [s, b, n] or any [..., n] of as many tokens, attention's output; of the whole sequence under
+            sequence parallelism.
         residual: [s, b, h], in the dtype of o.
         w_proj, w_fc1, w_fc2: [h, n], [f or 2 f, h], [h, f]: this rank's parts. Biases have the length of the
             first dimension, or are None. If several ranks hold parts, the biases of proj and fc2 are added

@@ -1,5 +1,5 @@
 """The modules of a Megatron layer with FP8 GEMMs and 8-bit saved activations.
 
-It may import `coat_kernels`, `coat_ds.layers` and `megatron_ext.options`. Start at blocks.py, which chooses
-the path of a layer.
+It may import `coat_kernels`, `coat_ds.layers` and `megatron_ext.options`. Start at decoder_layer.py,
+which chooses the path of a layer.
 """

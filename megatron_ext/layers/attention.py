@@ -207,7 +207,7 @@ class CoatCoreAttention(TakesActivations, SDPACoreAttention):
     """`SDPACoreAttention` that saves its tensors in 8 bits if the block's `attention_format` is a format.
 
     With "recompute" q, k and v are recomputed in backward, and only the output is saved, in 8 bits. Only the
-    fused blocks (`blocks.py`) can recompute them; where the modules run one by one, all four are saved in 8
+    fused layer can recompute them; where the modules run one by one, all four are saved in 8
     bits.
     """
 

@@ -19,7 +19,7 @@ from coat_ds.config import ActivationsConfig, CoatConfigError
 from coat_ds.layers.conversion import grouped
 from coat_ds.layers.inventory import Part
 from coat_kernels.experts import KernelGate, OwnGate, permuted_experts
-from megatron_ext.layers.blocks import wait_for_parameters
+from megatron_ext.layers.decoder_layer import wait_for_parameters
 from megatron_ext.layers.linear import check_arguments, unfused
 from megatron_ext.layers.mlp import check_activation, kernel_kind
 from megatron_ext.layers.settings import TakesActivations

@@ -92,11 +92,7 @@ class CoatHeadNorm(CoatNorm):
         (see `coat_kernels.head_norm`)."""
         if cos is None:
             return rms_norm(x, self.weight, self.eps, **self._how())
-        return self.turned(x, self.weight, cos, sin)
-
-    def turned(self, x, weight, cos, sin) -> torch.Tensor:
-        """`forward` with `weight`, which a fused block has received as an argument."""
-        return head_norm(x, weight, cos, sin, self.eps, **self._how())
+        return head_norm(x, self.weight, cos, sin, self.eps, **self._how())
 
     def _how(self) -> dict:
         return {

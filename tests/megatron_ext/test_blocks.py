@@ -13,11 +13,12 @@ from megatron.core.activations import squared_relu
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
 from coat_ds.config import ActivationsConfig
+from coat_ds.layers import fused_layer
 from coat_kernels.autograd import watching
 from coat_kernels.groups import GROUP_FORMATS
 from coat_kernels.prepared import PreparedKernel
 from megatron_ext.layer_specs import coat_layer_spec, sdpa_layer_spec
-from megatron_ext.layers import blocks
+from megatron_ext.layers import decoder_layer
 from megatron_ext.layers.attention import _say_that_nothing_is_recomputed
 from megatron_ext.ledger import saved_bytes
 from megatron_ext.model import ModelShape, build_gpt, initialize_model_parallel
@@ -123,7 +124,10 @@ def test_blocks_evaluate_with_the_bits_of_the_modules(name, device):
     found = []
     for evaluation in ("fp8", "stock"):
         model = build(config, activations | {"evaluation": evaluation}).eval()
-        with mock.patch.object(blocks, "_compute", wraps=blocks._compute) as compute, torch.no_grad():
+        with (
+            mock.patch.object(fused_layer, "fused_layer", wraps=fused_layer.fused_layer) as compute,
+            torch.no_grad(),
+        ):
             y = model(*batch(device))
             # evaluation as a stock model runs the modules
             assert compute.call_count == (2 if evaluation == "fp8" else 0)
@@ -143,7 +147,7 @@ def test_blocks_evaluate_with_the_bits_of_the_modules(name, device):
 def test_the_weights_say_the_dtype(device):
     """In a user's own script `params_dtype` of Megatron's config may still be FP32."""
     model = build({"params_dtype": torch.float32})
-    with mock.patch.object(blocks, "_compute", wraps=blocks._compute) as compute:
+    with mock.patch.object(fused_layer, "fused_layer", wraps=fused_layer.fused_layer) as compute:
         loss_and_grads(model, device)
     assert model.decoder.layers[0].mlp.linear_fc1.weight.dtype == torch.bfloat16 and compute.call_count == 2
 
@@ -234,7 +238,8 @@ INSIDE = {"self_attention": "linear_qkv linear_proj q_layernorm k_layernorm", "m
 
 @pytest.mark.usefixtures("megatron")
 @pytest.mark.parametrize(
-    "name", [*blocks._KINDS, *(f"{part}.{name}" for part, names in INSIDE.items() for name in names.split())]
+    "name",
+    [*decoder_layer._KINDS, *(f"{part}.{name}" for part, names in INSIDE.items() for name in names.split())],
 )
 def test_a_part_of_another_class_is_called(name, device):
     layer, seen = build({"qk_layernorm": True}, layers=1).decoder.layers[0], []
@@ -304,9 +309,9 @@ def test_forwards_that_take_the_modules(device):
     ):
         assert "MlpBlock" not in node(build(other, layers=1).decoder.layers[0], device), other
     # modules do the offloading of saved tensors
-    assert blocks.dense_parts(layer) is not None
+    assert isinstance(decoder_layer.dense_parts(layer), decoder_layer.Parts)
     layer.config.fine_grained_activation_offloading = True
-    assert blocks.dense_parts(layer) is None
+    assert isinstance(decoder_layer.dense_parts(layer), str)
     normed = build({"qk_layernorm": True}, layers=1).decoder.layers[0]
     assert "MlpBlock" in node(normed, device)
     normed.self_attention.k_layernorm.register_forward_hook(lambda *_: None)

@@ -12,7 +12,7 @@ from coat_ds.watch.fallback import Fallback
 from coat_kernels.graphs import MOST_MOVES, MOST_SHAPES, WARM_UP, end_graphs, graphed_work
 from coat_kernels.weights import invalidate_weight_caches
 from megatron_ext.layer_specs import coat_layer_spec
-from megatron_ext.layers.blocks import dense_parts, uses_graphs
+from megatron_ext.layers.decoder_layer import dense_parts, uses_graphs
 from megatron_ext.model import ModelShape, build_gpt
 from tests.megatron_ext.test_blocks import GPT, batch
 

@@ -8,9 +8,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from coat_ds.layers.fused_layer import is_small
 from coat_kernels.graphs import LEAVES, graphed_work
 from coat_kernels.groups import GROUP_FORMATS
-from megatron_ext.layers.blocks import dense_parts, is_small
+from megatron_ext.layers.decoder_layer import dense_parts, ranks_of
 from tests.util import EXACT, rel_rms, run_distributed
 
 S, B, VOCAB, LAYERS = 32, 2, 64, 2
@@ -156,12 +157,12 @@ def _are_small(layer, tp, shares):
     """Whether the layer is small with the largest number of tokens that "auto" records, and with one more per
     rank: if gradients stay with their parameters, and if not."""
     parts, x, found = dense_parts(layer), torch.empty(1, 1, 1), []
+    weights = [linear.weight for linear in parts.linears]
     for leave in (False, True):
         setattr(parts.qkv.weight, LEAVES, leave)
-        most = (
-            int(graphed_work(tp, leave)) // sum(linear.weight.numel() for linear in parts.linears) // shares
-        )
-        found += [is_small(parts, x.expand(tokens, 1, H)) for tokens in (most, most + 1)]
+        most = int(graphed_work(tp, leave)) // sum(w.numel() for w in weights) // shares
+        inputs = [x.expand(tokens, 1, H) for tokens in (most, most + 1)]
+        found += [is_small(x, weights, *ranks_of(parts)) for x in inputs]
     return found
 
 

@@ -14,7 +14,7 @@ import torch
 
 import coat_ds
 from coat_ds import plan
-from coat_ds.layers.fused_layer import Fp8DecoderLayer
+from coat_ds.layers.modules.decoder_layer import Fp8DecoderLayer
 from coat_ds.plan import meta_model
 from coat_ds.plan.sizes import TOLERANCE
 from coat_kernels.fp8 import E4M3, E5M2

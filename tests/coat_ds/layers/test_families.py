@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import coat_ds
-from coat_ds.layers import fused_layer as decoder_layer
+from coat_ds.layers.modules import decoder_layer
 from tests.coat_ds.layers.measures import (
     blocks_taken,
     bytes_left_behind,

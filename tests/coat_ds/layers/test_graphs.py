@@ -8,7 +8,6 @@ import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 import coat_ds
-from coat_ds.layers.fused_layer import uses_graphs
 from coat_ds.layers.modules.replaced import replaced
 from coat_ds.watch import codes
 from coat_ds.watch.watch import Watch
@@ -348,9 +347,9 @@ def test_where_graphs_are_taken_by_themselves():
             for p in layer.module.parameters():
                 setattr(p, LEAVES, leave)
             small = int(graphed_work(gradients_leave=leave)) // numel
-            taken = [uses_graphs(layer, x.expand(1, tokens, 1)) for tokens in (small, small + 1)]
+            taken = [layer.uses_graphs(x.expand(1, tokens, 1)) for tokens in (small, small + 1)]
             assert taken == [wanted is not False, wanted is True]
-        assert not uses_graphs(layer, torch.empty(1, 1, 1))
+        assert not layer.uses_graphs(torch.empty(1, 1, 1))
 
 
 def test_a_constant_stays_while_it_is_to_be_read():

@@ -149,7 +149,7 @@ def test_layers_name_what_keeps_them_apart_whatever_they_are_given(said, how):
             layer.compile(backend="eager", fullgraph=True)
     with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
         train(model, use_cache=True)
-    assert said() == [f"COAT: layers that could run as fused blocks run module by module: {why}."]
+    assert said() == [f"COAT: layers without fused blocks run module by module: {why}."]
 
 
 def test_weights_that_kernels_cannot_read_are_named(said):

@@ -1,0 +1,332 @@
+"""The forward of a decoder layer of transformers, such as Llama's: the adapter to `fused_layer`.
+
+The fused layer bypasses the forwards of the modules inside. `why_not_fused` allows it only if no hook,
+adapter or replaced forward would be skipped; otherwise the layer's own forward calls its converted modules.
+"""
+
+import inspect
+import itertools
+import logging
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import nn
+from torch.nn.modules.module import _has_any_global_hook
+
+from coat_ds.config import ActivationsConfig
+from coat_ds.layers import fused_layer
+from coat_ds.layers.detection.decoder_parts import PROJECTIONS, Parts, dropout_names, head_norms_of
+from coat_ds.layers.fused_layer import LayerOptions
+from coat_ds.layers.log import say_once
+from coat_ds.layers.modules.attention import STATE, any_attention, is_transformers_own
+from coat_ds.layers.modules.feed_forward import Fp8GatedFeedForward
+from coat_ds.layers.modules.linear import is_fused
+from coat_ds.layers.modules.merged_linear import MergedLinear, is_hooked, joined, parameters_of
+from coat_ds.layers.modules.norm import Fp8Norm
+from coat_ds.layers.modules.replaced import (
+    Replaced,
+    autocast_dtype,
+    can_be_read,
+    is_dispatched,
+    is_evaluated,
+    replaced,
+)
+from coat_kernels.attention import additive_mask, causal_attention
+from coat_kernels.autograd.origin import note, noted
+from coat_kernels.graphs import Graphs
+
+# arguments that a layer may get and that the blocks do not need: the angles contain the positions, Trainer's
+# number of tokens is for the loss, and router logits come from layers with experts
+ARGUMENTS = (
+    "position_embeddings",
+    "attention_mask",
+    "position_ids",
+    "cache_position",
+    "use_cache",
+    "num_items_in_batch",
+    "output_router_logits",
+    # some models pass these to all layers, and no layer reads them
+    "logits_to_keep",
+    "labels",
+    "return_dict",
+)
+# the name since transformers 5.24, and before
+CACHES = ("cache", "past_key_values")
+# Liger's forward of a model passes these as False
+FLAGS = ("output_attentions", "output_hidden_states")
+# the attribute in which transformers stores a layer's checkpointing function
+CHECKPOINT = "_gradient_checkpointing_func"
+
+
+class Fp8DecoderLayer(Replaced):
+    """The forward of a decoder layer whose `parts` are already converted."""
+
+    kind = "layer"
+
+    def __init__(self, module: nn.Module, activations: ActivationsConfig, parts: Parts):
+        super().__init__(module, activations)
+        self.parts, self.recomputes = parts, activations.attention_format == "recompute"
+        # dropout rates may be set later, and each class has its own names for them
+        self.rates = [(m, n) for m in (module, parts.attention, parts.mlp) for n in dropout_names(m)]
+        self.qkv = MergedLinear(activations, cancels=True)
+        self.cuda_graphs = activations.cuda_graphs
+        # batches may change their shape at any time: hold graphs of one shape at a time
+        self.graphs = Graphs(one_shape=True)
+
+    def compute(self, hidden_states: torch.Tensor, *args, **kwargs):
+        if (why := why_not_fused(self, hidden_states, args, kwargs)) is not None:
+            if can_be_read(hidden_states):
+                if self.module.training and torch.is_grad_enabled():
+                    fused_layer.say_why_not_fused(why)
+                elif (
+                    hidden_states.shape[1:2] == (1,)
+                    and not torch.is_grad_enabled()
+                    and _fills_a_cache(kwargs)
+                ):
+                    say_once(
+                        "tokens are generated one by one in FP8, which quantizes the weights for each and is "
+                        'slower than BF16. To generate in BF16, set coat.activations.evaluation to "stock" '
+                        "and call model.eval().",
+                        logging.INFO,
+                    )
+            return self.stock(hidden_states, *args, **kwargs)
+        # bound here and not passed as arguments: reentrant checkpoints copy tensor arguments, without notes
+        blocks = partial(self.by_blocks, *kwargs["position_embeddings"], kwargs.get("attention_mask"))
+        if checkpoints_in_forward(self.module):
+            return getattr(self.module, CHECKPOINT)(blocks, hidden_states)
+        return blocks(hidden_states)
+
+    def shown(self) -> str:
+        return "coat=fused blocks"
+
+    @property
+    def projections(self) -> list[nn.Module]:
+        return [self.parts.attention._modules[name] for name in PROJECTIONS]
+
+    @property
+    def head_norms(self) -> list[nn.Module]:
+        return head_norms_of(self.parts.attention)
+
+    @property
+    def products(self) -> tuple[tuple[nn.Module, ...], ...]:
+        """The linear layers, grouped by GEMM: qkv, o, gate and up, down."""
+        *qkv, o = self.projections
+        feed_forward = replaced(self.parts.mlp)
+        return tuple(qkv), (o,), feed_forward.first, (feed_forward.down,)
+
+    def by_blocks(
+        self, cos: torch.Tensor, sin: torch.Tensor, mask: torch.Tensor | None, x: torch.Tensor
+    ) -> torch.Tensor:
+        """cos and sin [1 or b, s, d], a mask for torch's attention or None, x [b, s, h] -> [b, s, h]."""
+        input_norm, attention, mlp_norm, mlp = self.parts
+        qkv, o, first, down = products = self.products
+        kept, head_norms, feed_forward = attention.__dict__[STATE], self.head_norms, replaced(mlp)
+        of_norms = [(norm.weight, norm._parameters.get("bias")) for norm in (input_norm, mlp_norm)]
+        of_products = [[p for kind in parameters_of(linears) for p in kind] for linears in products]
+        parameters = [*of_norms[0], *of_products[0], *of_products[1]]
+        parameters += *of_norms[1], *of_products[2], *of_products[3]
+        parameters += (norm.weight for norm in head_norms)
+        # the blocks take [tokens, 1, h], so that each token needs its own row of angles
+        constants = [_by_token(t, x.shape[0]) for t in (cos, sin)]
+        if mask is not None:
+            constants.append(additive_mask(mask, x.dtype))
+        saved = {"group_size": kept.group_size, "saved_format": kept.saved_format}
+        options = LayerOptions(
+            input_norm=replaced(input_norm).options,
+            qkv=self.qkv.options(qkv),
+            proj=replaced(o[0]).options(),
+            mlp_norm=replaced(mlp_norm).options,
+            fc1=feed_forward.first_options(),
+            activation=feed_forward.options,
+            fc2=replaced(down[0]).options(),
+            head_norms=tuple([replaced(norm).options for norm in head_norms]),
+            groups=qkv[1].weight.shape[0] // attention.head_dim,
+            d=attention.head_dim,
+            recomputed=(kept.group_size, kept.saved_format) if self.recomputes else None,
+            batch_first=True,
+            apart=True,
+        )
+        attend = partial(_attend, attention, {} if self.recomputes else saved)
+        compute = partial(_compute, options, attend, (len(qkv), len(first)), mask is not None)
+        if not self.uses_graphs(x):
+            return compute(x, *constants, *parameters)
+        weights = [linears[0].weight for linears in products]
+        uses = partial(options.uses, weights, kept, attention.scaling)
+        evaluates = not self.module.training
+        return self.graphs.call(compute, x, parameters, uses, constants=constants, evaluates=evaluates)
+
+    def uses_graphs(self, x: torch.Tensor) -> bool:
+        """Whether the fused layer runs as CUDA graphs."""
+        if self.cuda_graphs is False:
+            return False
+        weights = [linear.weight for linears in self.products for linear in linears]
+        return fused_layer.uses_graphs(self.cuda_graphs, x, weights)
+
+
+def _attend(attention: nn.Module, saved: dict, q, k, v, *mask: torch.Tensor) -> torch.Tensor:
+    """Attention of heads [b, s, n, d] by the scaling of `attention`: [b, s, n * d]."""
+    if not mask:
+        return causal_attention(q, k, v, scale=attention.scaling, batch_first=True, **saved)
+    heads = (t.transpose(1, 2) for t in (q, k, v))
+    return any_attention(attention, *heads, *mask, {"scaling": attention.scaling}, **saved)
+
+
+def _compute(
+    options: LayerOptions,
+    attend: Callable[..., torch.Tensor],
+    merged: tuple[int, int],
+    masked: bool,
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *tensors: torch.Tensor | None,
+) -> torch.Tensor:
+    """The layer's output. `tensors`: the mask if `masked`, and the parameters in the order of `fused_layer`,
+    those of the first GEMM of attention and of the feed-forward in `merged` parts."""
+    given, (in_qkv, in_first) = iter(tensors), merged
+    mask, weights = _next(given, int(masked)), []
+    for count in (1, in_qkv, 1, 1, in_first, 1):
+        weights += joined(_next(given, count), _next(given, count))
+    return fused_layer.fused_layer(options, attend, mask, x, cos, sin, *weights, *given)
+
+
+def _next(given: Iterator, count: int) -> tuple:
+    return tuple(itertools.islice(given, count))
+
+
+def _fills_a_cache(kwargs: dict) -> bool:
+    return any(kwargs.get(name) is not None for name in CACHES)
+
+
+def drop_unwanted_cache(model: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+    """A forward pre-hook of a text model with fused layers: a training forward makes no KV cache unless the
+    caller passes one, or `use_cache`."""
+    given = len(args) > 3 or any(kwargs.get(name) is not None for name in ("use_cache", *CACHES))
+    if given or not (model.training and torch.is_grad_enabled()):
+        return None
+    return args, {**kwargs, "use_cache": False}
+
+
+def makes_cache(model: nn.Module) -> bool:
+    """Whether `model` is a model of transformers whose forward takes `use_cache`."""
+    return hasattr(model, "base_model_prefix") and "use_cache" in inspect.signature(model.forward).parameters
+
+
+def checkpoints_in_forward(layer: nn.Module) -> bool:
+    """Whether the layer's own forward, which the blocks replace, would checkpoint itself. Older versions of
+    transformers checkpoint in `__call__`, so that the checkpoint is already open here."""
+    is_on = layer.training and torch.is_grad_enabled() and getattr(layer, "gradient_checkpointing", False)
+    return is_on and type(layer).__call__ is nn.Module.__call__ and hasattr(layer, CHECKPOINT)
+
+
+def _by_token(angles: torch.Tensor, batch: int) -> torch.Tensor:
+    """Cosines or sines [1 or b, s, d] as FP32 [b * s, d], computed once for all layers of a forward."""
+    name = f"of {batch} sequences"
+    found = noted(angles, name)
+    if found is None:
+        found = angles.detach().float().expand(batch, -1, -1).reshape(-1, angles.shape[-1])
+        note(angles, name, found)
+    return found
+
+
+def why_not_fused(layer: Fp8DecoderLayer, x: torch.Tensor, args: tuple, kwargs: dict) -> str | None:
+    """Why a forward of `layer` calls its modules one by one; None if it takes the fused blocks. If the user
+    can remove the reason, a second sentence says how.
+
+    Frozen parameters are no reason in a layer that is only evaluated: a reference model has to compute as its
+    policy does. In training the answer must not depend on grad mode, since reentrant checkpoints run the
+    forward without gradients. This function runs for each layer in each forward.
+    """
+    parts, attention = layer.parts, layer.parts.attention
+    if torch.compiler.is_compiling():
+        return "under torch.compile"
+    if is_dispatched(parts.mlp):
+        return "accelerate has spread the model over devices, as dispatch_model does"
+    head_norms, feed_forward = layer.head_norms, replaced(parts.mlp)
+    if type(feed_forward) is not Fp8GatedFeedForward:
+        return _taken_over(parts.mlp)
+    for norm in (parts.input_norm, parts.mlp_norm, *head_norms):
+        if type(norm.__dict__.get("forward")) is not Fp8Norm:
+            return _taken_over(norm)
+    if not x.numel() or not layer.takes(x):
+        return f"their input is {x.dtype} of {x.numel()} elements"
+    if autocast_dtype(x) not in (None, x.dtype):
+        return f"their input is {x.dtype} under autocast to {autocast_dtype(x)}"
+    for name, value in kwargs.items():
+        if _is_foreign(name, value):
+            if name in CACHES:
+                return (
+                    "the model was called with use_cache=True or a cache while it trains. Drop that argument"
+                )
+            return f"they are given {name}"
+    if not _is_mask(kwargs.get("attention_mask"), x):
+        return f"their attention_mask is no constant tensor [b, n, s, s] of torch.bool or {x.dtype}"
+    angles = kwargs.get("position_embeddings")
+    if args or not isinstance(angles, tuple) or angles[0].shape[-1] != attention.head_dim:
+        return "they are given no position_embeddings of whole heads, by name"
+    own = STATE in attention.__dict__ and "forward" not in attention.__dict__ and is_transformers_own()
+    if not own or not getattr(attention, "is_causal", True):
+        return "their attention is not the one that was converted"
+    if layer.module.training and any(getattr(m, name, 0) for m, name in layer.rates):
+        return "they have dropout"
+    if _has_any_global_hook() or feed_forward.calls_between():
+        return "they have hooks, or dropout in the feed-forward"
+    inside, in_mlp, form = attention._modules, parts.mlp._modules, feed_forward.form
+    q, k, v, o = [inside[name] for name in PROJECTIONS]
+    gate, down = in_mlp[form.gate], in_mlp[form.down]
+    up = gate if form.up is None else in_mlp[form.up]
+    linears = (q, k, v, o, gate, up, down)
+    children = layer.module._modules.values()
+    # plain loops, which take less time than generators
+    for part in parts:
+        if part not in children:
+            return f"{type(part).__name__} was replaced"
+    for linear in linears:
+        if not is_fused(linear.__dict__.get("forward")):
+            return "a linear layer has an adapter or was replaced"
+    evaluated = is_evaluated(layer.module)
+    for module in (*parts, *head_norms, *linears):
+        if (why := _why_foreign(module, x.dtype, evaluated)) is not None:
+            return why
+    biases = [linear._parameters["bias"] is None for linear in (q, k, v, gate, up)]
+    if not (biases[0] == biases[1] == biases[2] and biases[3] == biases[4]):
+        return "some of the linear layers that are multiplied together have biases"
+    return None
+
+
+def _taken_over(module: nn.Module) -> str:
+    name = type(module).__name__
+    return (
+        f"the forward of {name} was replaced after coat_ds.convert. Convert after Liger's kernels or others"
+    )
+
+
+def _is_foreign(name: str, value: object) -> bool:
+    """Whether an argument requests something that the blocks do not support."""
+    return value is not None and name not in ARGUMENTS and not (value is False and name in FLAGS)
+
+
+def _is_mask(mask: object, x: torch.Tensor) -> bool:
+    """Whether `mask` is None, or a constant that torch's attention takes with heads of dtype `x.dtype`."""
+    return mask is None or (
+        type(mask) is torch.Tensor
+        and mask.dim() == 4
+        and mask.dtype in (torch.bool, x.dtype)
+        and not mask.requires_grad
+    )
+
+
+def _why_foreign(module: nn.Module, dtype: torch.dtype, evaluated: bool) -> str | None:
+    """Why the blocks may not bypass `module`: a hook, or a parameter that is not plain, of another dtype, or
+    frozen although the layer trains. None if they may."""
+    if is_hooked(module):
+        return "they have hooks"
+    for p in module._parameters.values():
+        if p is None:
+            continue
+        if type(p) is not nn.Parameter or p.dtype != dtype:
+            return "they have weights of another dtype than their input, or sharded ones"
+        if not (p.requires_grad or evaluated):
+            return "they have frozen weights"
+    return None

@@ -1,0 +1,271 @@
+"""Megatron's dense decoder layer: the adapter to `coat_ds.layers.fused_layer`.
+
+The fused layer computes the same as the modules, to the bit, in a fraction of the CPU time. It skips the
+forward of the modules inside a layer, so it runs only where nothing depends on these calls: `dense_parts`
+selects the layers, `why_not_fused` the forwards.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
+from torch.nn.modules.module import _has_any_global_hook
+
+from coat_ds.layers import fused_layer
+from coat_ds.layers.fused_layer import LayerOptions
+from coat_kernels.parallel import agreed
+from megatron_ext.layers.attention import CoatCoreAttention, NoCrossAttention
+from megatron_ext.layers.linear import CoatColumnParallelLinear, CoatRowParallelLinear
+from megatron_ext.layers.mlp import CoatMLP
+from megatron_ext.layers.norm import CoatHeadNorm, CoatNorm, coat_bias_dropout_add
+from megatron_ext.layers.self_attention import CoatSelfAttention
+
+_KINDS = {
+    "input_layernorm": CoatNorm,
+    "self_attention": CoatSelfAttention,
+    "pre_cross_attn_layernorm": IdentityOp,
+    "cross_attention": NoCrossAttention,
+    "cross_attn_bda": IdentityFuncOp,
+    "pre_mlp_layernorm": CoatNorm,
+    "mlp": CoatMLP,
+}
+
+_HOOKS = ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
+# under --overlap-param-gather a hook on each module waits for the module's own parameters
+_WAITS = f"{DistributedDataParallel._make_forward_pre_hook.__qualname__}.<locals>."
+# arguments of the layer that may be given; callers give at most the first two by position
+_ARGUMENTS = ("hidden_states", "attention_mask", "rotary_pos_emb")
+
+
+class Parts(NamedTuple):
+    """The modules of a dense layer that the blocks replace."""
+
+    input_norm: CoatNorm
+    attention: CoatSelfAttention
+    qkv: CoatColumnParallelLinear
+    proj: CoatRowParallelLinear
+    mlp_norm: CoatNorm
+    mlp: CoatMLP
+    fc1: CoatColumnParallelLinear
+    fc2: CoatRowParallelLinear
+    # for queries and for keys, if the layer has them
+    head_norms: tuple[CoatHeadNorm, ...]
+
+    @property
+    def linears(self) -> tuple:
+        return self.qkv, self.proj, self.fc1, self.fc2
+
+
+def dense_parts(layer: torch.nn.Module) -> Parts | str:
+    """The parts of a Megatron TransformerLayer, if they are COAT's own classes and no part of the layer is
+    recomputed, offloaded or replayed by itself; else why the layer cannot run fused."""
+    config, found = layer.config, layer._modules
+    # plain loops, and no lookups by `__getattr__`: it runs for each layer in each forward
+    for name, kind in _KINDS.items():
+        if type(found.get(name)) is not kind:
+            return f"their {name} is a {type(found.get(name)).__name__}"
+    attention, mlp = found["self_attention"], found["mlp"]
+    in_attention, in_mlp = attention._modules, mlp._modules
+    head_norms = ()
+    if "q_layernorm" in in_attention and type(in_attention["q_layernorm"]) is CoatHeadNorm:
+        head_norms = in_attention["q_layernorm"], in_attention["k_layernorm"]
+    parts = Parts(
+        found["input_layernorm"],
+        attention,
+        in_attention["linear_qkv"],
+        in_attention["linear_proj"],
+        found["pre_mlp_layernorm"],
+        mlp,
+        in_mlp["linear_fc1"],
+        in_mlp["linear_fc2"],
+        head_norms,
+    )
+    if not (layer.self_attn_bda is layer.mlp_bda is coat_bias_dropout_add):
+        return "their residual addition was replaced"
+    if not (
+        type(parts.qkv) is type(parts.fc1) is CoatColumnParallelLinear
+        and type(parts.proj) is type(parts.fc2) is CoatRowParallelLinear
+    ):
+        return "a linear layer was replaced"
+    if (
+        config.recompute_granularity == "selective"
+        or config.fine_grained_activation_offloading
+        or config.fp32_residual_connection
+    ):
+        return "--recompute-granularity selective, offloading or an FP32 residual treats parts by themselves"
+    for linear in parts.linears:
+        if not linear._in_fp8:
+            return "a linear layer computes in BF16"
+    return parts
+
+
+def _waits(hook: Callable) -> bool:
+    return getattr(hook, "__qualname__", "").startswith(_WAITS)
+
+
+def _is_stock(module: torch.nn.Module) -> bool:
+    """Whether calling `module` only runs the forward of its class and what `wait_for_parameters` does, and
+    all its own parameters are trained."""
+    own = module.__dict__
+    if "forward" in own:
+        return False
+    for name in _HOOKS:
+        if own[name]:
+            return False
+    if own["_forward_pre_hooks"] and not all(map(_waits, own["_forward_pre_hooks"].values())):
+        return False
+    for parameter in own["_parameters"].values():
+        if parameter is not None and not parameter.requires_grad:
+            return False
+    return True
+
+
+def why_not_fused(layer: torch.nn.Module, parts: Parts | str, arguments: dict) -> str | None:
+    """Why a forward of `layer` with these `arguments` calls its modules one by one; None if it runs fused.
+    `parts`: from `dense_parts`."""
+    if type(parts) is str:
+        return parts
+    x = arguments["hidden_states"]
+    if not torch.is_grad_enabled():
+        if layer.training:
+            return "this is the first pass of a checkpoint"
+        if not all(linear.multiplies_in_fp8() for linear in parts.linears):
+            return "they are evaluated in BF16"
+    if torch.compiler.is_compiling():
+        return "under torch.compile"
+    if torch.is_autocast_enabled(x.device.type):
+        return "under autocast"
+    if layer.training and layer.hidden_dropout:
+        return "they have dropout"
+    if not x.numel():
+        return "their input is empty"
+    if _has_any_global_hook():
+        return "they have hooks"
+    for name, value in arguments.items():
+        if value is not None and name not in _ARGUMENTS:
+            return f"they are given {name}"
+    # last: where ZeRO-3 hooks single modules, reading a weight before its module runs would gather it
+    if not all(map(_is_stock, (*parts[:-1], *parts.head_norms))):
+        return "they have hooks, replaced forwards or frozen weights"
+    if x.dtype != parts.qkv._parameters["weight"].dtype:
+        return "they have weights of another dtype than their input"
+    return None
+
+
+def wait_for_parameters(module: torch.nn.Module) -> None:
+    """Runs the hooks in which Megatron waits for gathered parameters, for a `module` that is not called."""
+    for hook in module._forward_pre_hooks.values():
+        if _waits(hook):
+            hook(module, ())
+
+
+def _recomputes(core: torch.nn.Module) -> bool:
+    """Whether backward recomputes attention: the config requests it, and there is no dropout and no hook on
+    it."""
+    return (
+        type(core) is CoatCoreAttention
+        and core.recomputes
+        and not (core.training and core.dropout)
+        and _is_stock(core)
+    )
+
+
+def fused_forward(layer: torch.nn.Module, args: tuple, kwargs: dict) -> torch.Tensor | None:
+    """The output [s, b, h] of a COAT layer called with `args` and `kwargs`; None if its modules have to
+    compute it."""
+    if len(args) > 2:
+        return None
+    arguments, parts = {**kwargs, **dict(zip(_ARGUMENTS, args, strict=False))}, dense_parts(layer)
+    why, tables = why_not_fused(layer, parts, arguments), None
+    if why is None:
+        tables = parts.attention.tables_of(arguments.get("rotary_pos_emb"))
+    if tables is None:
+        if layer.training and torch.is_grad_enabled():
+            fused_layer.say_why_not_fused(why or "their attention or its rotary positions are not plain")
+        return None
+    for module in (*parts[:-1], *parts.head_norms):
+        if module._forward_pre_hooks:
+            wait_for_parameters(module)
+    x, core, config = arguments["hidden_states"], parts.attention.core_attention, layer.config
+    weights, options = _gathered(parts)
+    if options.recomputed is None:
+        own = {"attn_mask_type": parts.attention.attn_mask_type}
+        own |= {"attention_bias": None, "packed_seq_params": None}
+        attend, constants = functools.partial(core, **own), (arguments.get("attention_mask"),)
+    else:
+        attend, constants = core.attend, ()
+    compute, tensors = (
+        functools.partial(fused_layer.fused_layer, options, attend, constants),
+        (*tables, *weights),
+    )
+    if not uses_graphs(parts, x):
+        return compute(x, *tensors)
+    own_weights = [linear.weight for linear in parts.linears]
+    return layer.graphs.call(
+        compute,
+        x,
+        tensors,
+        functools.partial(options.uses, own_weights, core.group_size, core.saved_format),
+        config.pipeline_model_parallel_size,
+        evaluates=not layer.training,
+        written=options.written,
+        agree=_agree(parts.qkv.tp_group),
+    )
+
+
+def uses_graphs(parts: Parts, x: torch.Tensor) -> bool:
+    """Whether a fused layer runs as CUDA graphs, by the block's `cuda_graphs`. It does not with dropout,
+    windows or hooks on attention, or with an attention other than COAT's."""
+    wanted = parts.attention.activations.cuda_graphs
+    if wanted is False:
+        return False
+    weights = [linear.weight for linear in parts.linears]
+    return fused_layer.uses_graphs(wanted, x, weights, *ranks_of(parts), _no_graph(parts))
+
+
+def ranks_of(parts: Parts) -> tuple[int, int]:
+    """The number of ranks that hold parts of the layer, and of the ranks that hold parts of its tokens, under
+    sequence parallelism."""
+    ranks = parts.qkv.tp_group.size()
+    return ranks, ranks if parts.qkv.sequence_parallel else 1
+
+
+def _no_graph(parts: Parts) -> str | None:
+    """Why a layer with this attention cannot be recorded, or None."""
+    core = parts.attention.core_attention
+    # a graph would not hold the mask of a window
+    if type(core) is not CoatCoreAttention or core.window is not None:
+        return "with windows, or with attention that is not COAT's"
+    if (core.training and core.dropout) or not _is_stock(core):
+        return "with dropout of attention, or hooks on it"
+    return None
+
+
+def _agree(group: dist.ProcessGroup) -> Callable[[bool], bool]:
+    """How ranks that share a layer's collectives agree on whether its graphs are used."""
+    return bool if group.size() == 1 else functools.partial(agreed, group=group)
+
+
+def _gathered(parts: Parts) -> tuple[tuple, LayerOptions]:
+    """The parameters of a layer in the order of `fused_layer`, and its options."""
+    (w_qkv, qkv), (w_proj, proj), (w_fc1, fc1), (w_fc2, fc2) = [linear.options() for linear in parts.linears]
+    first, attention, second = parts.input_norm, parts.attention, parts.mlp_norm
+    head_norms, weights_of_heads, core = (), (), attention.core_attention
+    if parts.head_norms:
+        of_q, of_k = parts.head_norms
+        head_norms, weights_of_heads = (of_q.options, of_k.options), (of_q.weight, of_k.weight)
+    options = LayerOptions(
+        first.options, qkv, proj, second.options, fc1, parts.mlp.options, fc2, head_norms,
+        groups=attention.num_query_groups_per_partition,
+        d=attention.hidden_size_per_attention_head,
+        recomputed=(core.group_size, core.saved_format) if _recomputes(core) else None,
+    )  # fmt: skip
+    return (
+        first.weight, first.bias, w_qkv, parts.qkv.bias,
+        w_proj, parts.proj.bias, second.weight, second.bias, w_fc1, parts.fc1.bias, w_fc2, parts.fc2.bias,
+        *weights_of_heads,
+    ), options  # fmt: skip
