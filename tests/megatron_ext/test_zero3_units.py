@@ -1,6 +1,7 @@
 """Layers as units of ZeRO-3, in 2 and 4 processes: the losses, gradients and saved bytes of ZeRO-1."""
 
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import NamedTuple
 from unittest import mock
@@ -63,10 +64,10 @@ def _checkpointed(checkpoint) -> nn.Module:
     return model
 
 
-def _by_torch(function, x):
+def _by_torch(function, x, use_reentrant=True):
     from torch.utils.checkpoint import checkpoint
 
-    return checkpoint(function, x, use_reentrant=True)
+    return checkpoint(function, x, use_reentrant=use_reentrant)
 
 
 def _by_deepspeed(function, x):
@@ -158,6 +159,8 @@ CASES = {
     "full recompute": Case(lambda: _gpt(**FULL), coat=COMPRESS),
     "selective recompute": Case(lambda: _gpt(**SELECTIVE)),
     "reentrant": Case(lambda: _checkpointed(_by_torch), coat=COMPRESS),
+    # the recompute ends within the layer, before DeepSpeed's hook that releases its weights
+    "not reentrant": Case(lambda: _checkpointed(partial(_by_torch, use_reentrant=False)), coat=COMPRESS),
     "DeepSpeed's checkpoint": Case(lambda: _checkpointed(_by_deepspeed), coat=COMPRESS),
     "two forwards": Case(_gpt, _twice),
     "evaluation, tied": Case(lambda: _gpt(tied=True), after=_evaluate),
