@@ -282,7 +282,7 @@ def fit(results: Results) -> str:
             "`gradients`, `weights`",
             "a higher ZeRO `stage`",
             "2 bytes per parameter each, divided by the GPUs",
-            "messages",
+            "more communication",
         ],
         [
             "`gradients`, on one GPU",

@@ -61,8 +61,8 @@ class CoatAdamW(torch.optim.Optimizer):
         "log8" is rounded stochastically if 1 - beta2 is below 1/64. A step decays a second moment by the
         fraction 1 - beta2. If that is less than half the distance between two codes, rounding to nearest
         undoes the decay, except that of a group's scale. The codes of "log8" are close enough for stochastic
-        rounding to correct this with little noise: a deterministic dither, a low-discrepancy sequence over
-        the steps, independent of how tensors are sharded.
+        rounding to correct this with little noise. Its dither is deterministic: a low-discrepancy sequence
+        over the steps, independent of how tensors are sharded.
     group_size: elements that share one scale and one exponent: 64, 128 or 256.
     min_numel: tensors with fewer elements keep FP32 moments; 0 compresses everything.
     bf16_params: how BF16 parameters are updated. With "exact" `state[p]["remainder"]`, int16, extends each

@@ -371,7 +371,7 @@ class Acts(torch.nn.Module):
 
 
 def each_its_own():
-    """Whether regions keep their inputs in FP8: in an engine, beside it in another thread, and in an engine
+    """Whether regions keep their inputs in FP8: in an engine, at once in another thread, and in an engine
     within it; after its forward was interrupted; and in a copy of its module and in another engine of it."""
 
     def engine_of(model, compress=True):

@@ -218,7 +218,7 @@ def test_patterns_are_about_names_in_the_scripts_own_optimizer_too(log):
 
 @pytest.mark.parametrize("own", [False, True])
 def test_the_table_of_states(own, log):
-    """Of the optimizer of the config and of the script's own."""
+    """The table of the config's optimizer and of the script's own."""
     block = {**BLOCK, "optimizer": {"keep_fp32": ["*head*"]}}
     model = torch.nn.ModuleDict(
         {"0": torch.nn.Linear(96, 64, bias=False), "head": torch.nn.Linear(64, 96, bias=False)}
@@ -246,7 +246,7 @@ def test_names_in_front_of_experts_are_refused_as_without_the_block():
 
 
 def built(log, optimizer=None, params=None, block=None, size=64):
-    """What is said when the optimizer is built for a matrix of `size` x `size`."""
+    """What is logged when the optimizer is built for a matrix of `size` x `size`."""
     coat = CoatConfig.from_dict({**BLOCK, "optimizer": block or {}})
     config = host(zero_optimization={"stage": 1})
     config["optimizer"] = {"type": "AdamW", "params": params or {}}
