@@ -119,7 +119,7 @@ setup(
         "deepspeed": [f"deepspeed{VERSIONS['DEEPSPEED']}"],
         "megatron": [f"megatron-core{VERSIONS['MEGATRON_CORE']}"],
         "huggingface": HUGGINGFACE,
-        # what the entry point and the plots need beside the two frameworks
+        # what the entry point and the plots need in addition to the two frameworks
         "launch": ["tokenizers", "tqdm", "matplotlib"],
         "docs": ["mkdocs==1.6.1", "mkdocs-material==9.8.1", "pymdown-extensions==12.3"],
         "test": [

@@ -358,7 +358,7 @@ def test_lazy_layers_are_converted_after_a_forward():
 
 
 class Patched(nn.Module):
-    """A norm as somebody else's class computes it."""
+    """A norm as another class computes it."""
 
     def __init__(self, width, power=0.5):
         super().__init__()
