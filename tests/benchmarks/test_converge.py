@@ -2,7 +2,6 @@
 
 import argparse
 import csv
-import json
 import math
 import shutil
 
@@ -10,7 +9,6 @@ import numpy as np
 import pytest
 
 from benchmarks.converge import corpus, options, prepared, recipe
-from benchmarks.converge.table import carry, claims, complete_runs, curves_of, rows_of
 from coat_launch.report import read_metrics
 from tests.benchmarks.test_harness import run
 
@@ -151,65 +149,6 @@ def test_a_recipe_is_changed_by_options_and_its_runs_are_then_others(tmp_path):
     for wrong in (["--lr", "0"], ["--lr", "nan"], ["--warmup", "1"], ["--warmup", "-0.1"]):
         with pytest.raises(SystemExit, match="--lr .* --warmup .*: a rate above 0, and a share"):
             conditions(tmp_path, *wrong)
-
-
-def test_files_of_runs_with_dots_in_their_names_are_found(tmp_path):
-    for folder in ("work", "out"):
-        (tmp_path / folder).mkdir()
-    names = [f"coat-optimizer-beta2-0.999-seed{seed}" for seed in (1, 2)]
-    for name in names:
-        (tmp_path / f"work/{name}.jsonl").write_text(name)
-        (tmp_path / f"work/{name}.json").write_text('{"conditions": {}}')
-        carry(tmp_path / "work" / name, tmp_path / "out")
-        assert (tmp_path / f"out/{name}.jsonl").read_text() == name
-    # those of the first folder
-    runs = complete_runs([tmp_path / "out", tmp_path / "work"], {})
-    assert runs == {name: tmp_path / "out" / name for name in names}
-
-
-def test_a_run_stands_beside_bf16_of_its_seed(tmp_path):
-    losses = {"bf16-seed1": 2.0, "bf16-seed2": 2.4, "coat-seed2": 2.1}
-    for name, loss in losses.items():
-        made = {"conditions": {**recipe.TINY._asdict(), "shape_file": None}, "environment": {}}
-        (tmp_path / f"{name}.json").write_text(json.dumps({**made, "result": {"val_loss": loss}}))
-        (tmp_path / f"{name}.jsonl").write_text(
-            json.dumps({"run": "coat", "step": 3, "val_loss": loss}) + "\n"
-        )
-    runs = complete_runs([tmp_path], {})
-    row = rows_of(runs)[-1]
-    assert row["run"] == "coat" and row["steps"] == recipe.TINY.steps
-    assert row["to_bf16_same_seed"] == 2.1 / 2.4 - 1
-    assert row["to_bf16_mean"] == pytest.approx(2.1 / 2.2 - 1)
-    assert curves_of(runs)["coat-seed2"] == {recipe.TINY.batch * recipe.TINY.seq_length / 1e6 * 3: 2.1}
-
-
-@pytest.mark.parametrize(
-    "seeds, losses, holds",
-    [
-        ((2.0, 2.02), (2.015,), True),
-        # above the highest; near it, and far from the mean; one seed, which has no spread; diverged
-        ((2.0, 2.01), (2.011,), False),
-        ((2.0, 2.04), (2.031,), False),
-        ((2.0,), (2.009,), True),
-        ((2.0,), (2.011,), False),
-        ((2.0, 2.02), (1.9, 1.95), True),
-        ((2.0, 2.02), (float("nan"),), False),
-    ],
-)
-def test_what_is_claimed_of_losses(seeds, losses, holds):
-    rows = [
-        {"run": kind, "seed": i, "val_loss": loss}
-        for kind, values in (("bf16", seeds), ("coat", losses))
-        for i, loss in enumerate(values, 1)
-    ]
-    first, said = claims(rows)
-    assert said.startswith(f"coat, {len(losses)} seed") and said.endswith(
-        ": holds." if holds else "not hold."
-    )
-    assert claims(rows[: len(seeds)]) == claims(rows[len(seeds) :]) == []
-    # also if BF16 has further seeds
-    paired = f" nat, {losses[0] - seeds[0]:+.4f} to BF16 of the same seeds"
-    assert (paired in said) == (len(losses) < len(seeds))
 
 
 @pytest.fixture(scope="module")

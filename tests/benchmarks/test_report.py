@@ -62,24 +62,3 @@ def test_what_is_claimed_of_convergence_is_checked(tmp_path):
     beside = "+0.0080 nat, +0.0130 to BF16 of the same seeds, 0.0030 above the spread"
     assert f"- coat, 1 seed: 2.0130, {beside}: does not hold." in page
     assert "- coat-fastest, 2 seeds: 2.0060, +0.0010 nat: holds." in page
-
-
-def test_whole_models_are_compared_and_failures_listed(tmp_path):
-    def row(system, limited, micro_batch, **figures):
-        names = {"model": "llama2-7b", "way": "zero2", "gpus": 2, "layers": 32, "system": system}
-        return names | {"limited": limited, "micro_batch": micro_batch} | figures
-
-    rows = [
-        row("BF16", False, 4, ms=100.0, tokens_per_s_gpu=1000.0, peak_mb=90e3),
-        row("BF16", True, 3, note="OutOfMemoryError: CUDA out of memory"),
-        row("BF16", True, 2, ms=60.0, tokens_per_s_gpu=900.0, peak_mb=70e3),
-        row("COAT", False, 4, ms=80.0, tokens_per_s_gpu=1250.0, peak_mb=60e3),
-        row("COAT", True, 6, ms=99.0, tokens_per_s_gpu=1350.0, peak_mb=79e3),
-    ]
-    write(tmp_path / "train_2.csv", rows)
-    page = report.build(tmp_path)
-    assert "| llama2-7b | zero2 | 2 | 32 | COAT | 1.25 | 1.5 | 6 | 2 | 1.5 |" in page
-    assert page.count("| llama2-7b | zero2 | 2 | 32 | COAT |") == 1
-    missing = page.split("## Not measured")[1]
-    assert "micro_batch 3: OutOfMemoryError: CUDA out of memory." in missing.replace("limited yes, ", "")
-    assert "Convergence: no results yet." in missing and "Whole models" not in missing

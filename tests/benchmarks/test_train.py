@@ -1,19 +1,16 @@
 """The end-to-end benchmark: its search, its arithmetic, and a dry run; nothing here is timed."""
 
 import math
-from argparse import Namespace
 
 import pytest
 import torch
 
-import benchmarks.train
-from benchmarks.common.harness import Table, read_rows
-from benchmarks.common.whole_models import BY_DEFAULT, MODELS, SYSTEMS, Job
+from benchmarks.common.harness import read_rows
+from benchmarks.common.whole_models import MODELS, Job
 from benchmarks.train.measure import run_jobs
 from benchmarks.train.search import Case, identity, next_case
 from benchmarks.train.table import extrapolate
-from coat_ds.plan import ROLES
-from tests.benchmarks.test_harness import run, run_here
+from tests.benchmarks.test_harness import run
 
 JOB = Job("llama2-7b", "zero2", "BF16", 32, 4)
 
@@ -49,23 +46,6 @@ def test_the_search_begins_where_the_plan_ends(planned, tried):
     rows = search(50e9, 1e9, 80e9, planned=planned)
     assert [row["micro_batch"] for row in rows] == tried
     assert ["peak_mb" in row for row in rows] == [size <= 30 for size in tried]
-
-
-def test_what_never_fits_is_a_row_and_ends():
-    rows = search(90e9, 3e9, 80e9)
-    assert [(row["micro_batch"], row["limited"]) for row in rows] == [(4, False), (1, True)]
-    assert "out of memory" in rows[1]["note"]
-
-
-def test_after_an_equal_batch_that_is_too_large_smaller_ones_are_tried():
-    equal = identity(Case(JOB, 4, False))
-    rows = [equal | {"note": "OutOfMemoryError: CUDA out of memory"}]
-    assert next_case([JOB], rows, 80e9, {}) == (JOB, 2, True)
-    assert next_case([JOB], rows, 80e9, {JOB: 3}) == (JOB, 3, True)
-    # the plan is corrected by the measured rows
-    assert next_case([JOB], rows, 80e9, {JOB: 4}) == (JOB, 2, True)
-    rows = [equal | {"note": "ImportError: no such package"}]
-    assert next_case([JOB], rows, 80e9, {}) is None and next_case([JOB], rows, None, {}) is None
 
 
 @pytest.fixture(scope="module")
@@ -181,40 +161,3 @@ def test_a_case_holds_nothing_of_one_before(monkeypatch):
         assert rows[-1]["micro_batch"] == 2
     # the larger one would be 0.13 MB, for 64 tokens and 64 channels in BF16; loggers may keep some bytes
     assert held[1] == pytest.approx(held[0], abs=0.01)
-
-
-def test_new_rows_are_written_beside_earlier_ones(tmp_path, monkeypatch):
-    path = tmp_path / "train.csv"
-    earlier = {"device": "NVIDIA H200", "gpus": 2, "system": "BF16", "limited": False, "micro_batch": 4}
-    earlier |= {"model": "llama2-7b", "way": "zero2", "layers": 32, "peak_mb": 9e4, "tokens_per_s_gpu": 1e4}
-    first = Table("train", path)
-    first.add(**first.environment | earlier)
-
-    def measured(jobs, rows, gpus, settings, add):
-        for limited in (False, True):
-            found = {"ms": 500.0, "peak_mb": 5e4, "weights_mb": 1e4}
-            add(identity(Case(jobs[0], jobs[0].micro_batch, limited)) | found)
-
-    monkeypatch.setattr(benchmarks.train, "run_jobs", measured)
-    arguments = Namespace(equal_only=True, steps=1, minutes=math.inf)
-    benchmarks.train.measure_all([JOB], 2, arguments, Table("train", path))
-    assert len(read_rows(path)) == 3
-
-
-def test_a_plan_needs_nothing(tmp_path):
-    path = tmp_path / "plan.csv"
-    arguments = ["--plan", "--model", "llama2-13b", "--ways", "zero3", "tp4", "--gpus", "8"]
-    result = run_here("train", *arguments, "--micro-batch", "1", "2", "--output", str(path))
-    assert result.returncode == 0, result.stderr
-    rows = read_rows(path)
-    assert {row["system"] for row in rows} == set(BY_DEFAULT) and len(rows) == 2 * 2 * len(BY_DEFAULT)
-    for row in rows:
-        # the roles peak at different moments
-        parts = [row[f"{part}_predicted_mb"] for part in ROLES]
-        assert max(parts) < row["all_predicted_mb"] <= sum(parts)
-        # two FP8 copies of 13 billion weights, except embeddings
-        copied = row["system"] == "COAT, fastest" or SYSTEMS[row["system"]].package
-        cached = 2 * 12687.8 / (4 if row["way"] == "tp4" else 1) if copied else 0
-        assert row["copies_predicted_mb"] == pytest.approx(cached, rel=1e-4)
-    result = run_here("train", "--plan", "--ways", "tp4", "--gpus", "2", "--output", str(path))
-    assert result.returncode == 1 and "--ways tp4: 4 does not divide --gpus 2" in result.stderr

@@ -7,7 +7,7 @@ import torch
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from coat_launch.data import _find_sources, load_corpus, padded_vocab_size
+from coat_launch.data import load_corpus, padded_vocab_size
 from coat_launch.errors import DataError
 from coat_launch.split import Split
 from coat_launch.text import tokenise
@@ -119,15 +119,6 @@ def test_every_document_is_in_one_part_and_nothing_is_lost(tmp_path):
     assert documents_of(other.validation) != validation
 
 
-def test_lone_file_is_cut_into_two_blocks(tmp_path):
-    (tmp_path / "a.txt").write_bytes(bytes(range(97, 107)) * 100)
-    corpus = load_corpus([tmp_path / "a.txt"], seq_length=10, seed=0)
-    assert corpus.train.num_tokens + corpus.validation.num_tokens == 1001
-    # 5 % of 1001 tokens
-    assert corpus.validation.num_tokens == 50
-    assert corpus.validation.sample(0)[0] == (b"abcdefghij" * 100)[951]
-
-
 def test_a_document_that_is_most_of_the_corpus_is_trained_on(tmp_path):
     (tmp_path / "a.txt").write_text("x" * 5000)
     (tmp_path / "b.txt").write_text("y" * 200)
@@ -206,17 +197,6 @@ def test_large_token_ids_are_kept():
         )
 
 
-def test_folders_are_read_in_order_and_may_be_hidden(tmp_path):
-    """The same files in the same order on every rank and file system; also below ~/.cache."""
-    folder = tmp_path / ".cache/text"
-    folder.mkdir(parents=True)
-    names = [f"{n * 7 % 40:02}.txt" for n in range(40)]
-    for name in names:
-        (folder / name).write_text(name)
-    texts, prefixes = _find_sources([folder])
-    assert [path.name for path in texts] == sorted(names) and prefixes == []
-
-
 def test_hugging_face_tokenizer(tmp_path, word_tokenizer):
     (tmp_path / "a.txt").write_text("red green blue blue\n" * 20)
     corpus = load_corpus([tmp_path / "a.txt"], seq_length=4, seed=0, tokenizer=word_tokenizer)
@@ -227,16 +207,6 @@ def test_hugging_face_tokenizer(tmp_path, word_tokenizer):
     assert same.vocab_size == 5
     assert corpus.train.sample(0).tolist() == [1, 2, 3, 3, 1]
     assert all_tokens(corpus.validation)[-1] == 4
-
-
-def test_nothing_is_put_in_front_of_a_block(tmp_path, word_tokenizer):
-    """Llama's tokenizer puts a token before every text."""
-    tokenizer = tokenizers.Tokenizer.from_file(str(word_tokenizer))
-    front = tokenizers.processors.TemplateProcessing("[UNK] $A", special_tokens=[("[UNK]", 0)])
-    tokenizer.post_processor = front
-    assert tokenizer.encode("red").ids == [0, 1]
-    tokenizer.save(str(tmp_path / "t.json"))
-    assert Tokenizer.from_file(tmp_path / "t.json").encode("red blue").tolist() == [1, 3]
 
 
 def test_end_of_document_is_added_where_the_tokenizer_has_none(tmp_path, word_tokenizer):
@@ -276,29 +246,6 @@ def test_several_indexed_datasets_and_text(tmp_path, word_tokenizer):
     )
     tokens = np.concatenate([all_tokens(corpus.train), all_tokens(corpus.validation)])
     assert np.bincount(tokens).tolist() == [0, 200, 200, 50, 1]
-
-
-# the contents of one file, and what the error names
-TEXTS = {
-    "empty file": ("a.txt", b"", "a.txt"),
-    "no text": ("a.jsonl", b'{"text": ""}\n', "a.jsonl"),
-    "malformed line": ("a.jsonl", b'{"text": "fine"}\n\n{"text": "cut\n', "a.jsonl, line 3"),
-    "missing key": ("a.jsonl", b'{"text": "fine"}\n{"content": "text"}\n', "a.jsonl, line 2"),
-    "text is no string": ("a.jsonl", b'{"text": 3}\n', "a.jsonl, line 1"),
-    "line is no object": ("a.jsonl", b'["text"]\n', "a.jsonl, line 1"),
-    "not utf-8": ("a.txt", b"caf\xe9 au lait\n", "at byte 3"),
-    "jsonl not utf-8": ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', "at byte 24"),
-    "half a character": ("a.jsonl", b'{"text": "a"}\n{"text": "x \\ud83d y"}\n', "a.jsonl, line 2"),
-    "deep nesting": ("a.jsonl", b'{"text": "a"}\n' + b'{"a":' * 10**5 + b"\n", "a.jsonl, line 2"),
-    "too short": ("a.txt", b"short", "training part"),
-}
-
-
-@pytest.mark.parametrize("name, content, named", TEXTS.values(), ids=TEXTS)
-def test_unusable_text_is_refused(tmp_path, name, content, named):
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(DataError, match=named):
-        load_corpus([tmp_path / name], seq_length=16, seed=0)
 
 
 def test_unusable_arguments_are_refused(tmp_path):
@@ -352,14 +299,6 @@ def test_damaged_indexed_datasets_are_refused(tmp_path, suffix, place, content):
         load_corpus([tmp_path / "d"], seq_length=16, seed=0, vocab_size=8)
 
 
-@pytest.mark.parametrize("missing, there", [("bin", "idx"), ("idx", "bin")])
-def test_both_files_of_an_indexed_dataset_are_needed(tmp_path, missing, there):
-    write_indexed(tmp_path / "d", [[[1, 2]]])
-    (tmp_path / f"d.{missing}").unlink()
-    with pytest.raises(DataError, match=f"d.{missing}"):
-        load_corpus([tmp_path / f"d.{there}"], seq_length=16, seed=0, vocab_size=8)
-
-
 @pytest.mark.parametrize("bad", [8, -1])
 def test_token_id_outside_the_vocabulary(tmp_path, bad):
     """The error names the file and the position in it, wherever the shuffled document is."""
@@ -374,13 +313,6 @@ def test_token_id_outside_the_vocabulary(tmp_path, bad):
                 found.add(str(error))
     (message,) = found
     assert f"--data {second}, token 1: token id {bad}, but the vocabulary has 8 ids" in message
-
-
-def test_empty_documents_of_an_indexed_dataset(tmp_path):
-    """Empty documents do not count: a single document with tokens is still cut in two."""
-    prefix = write_indexed(tmp_path / "d", [[], [list(range(100))], []])
-    corpus = load_corpus([prefix], seq_length=4, seed=0, vocab_size=100)
-    assert (corpus.train.num_tokens, corpus.validation.num_tokens) == (95, 5)
 
 
 def test_global_batch_that_does_not_divide(tmp_path):
