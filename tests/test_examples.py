@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 
+from tests.hosts import TEST_ALL
 from tests.util import run_distributed
 
 pytestmark = pytest.mark.early
@@ -35,6 +36,9 @@ def torchrun(*args):
 
 
 def python(*args):
+    """The output of a script that `make test` runs in a process which has imported the frameworks."""
+    if not TEST_ALL:
+        return run_distributed(alone, 1, *args)[0]
     done = subprocess.run(
         [sys.executable, *args], cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=300
     )
@@ -48,6 +52,13 @@ def main(script, *args):
     with mock.patch.object(sys, "argv", [script, *args]), contextlib.redirect_stdout(said):
         runpy.run_path(str(ROOT / script), run_name="__main__")
     return said.getvalue()
+
+
+def alone(*args):
+    """`main` without the variables of a launcher."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        del os.environ[name]
+    return main(*args)
 
 
 def forked(ranks, *args):

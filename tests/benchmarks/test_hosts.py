@@ -39,6 +39,7 @@ def test_every_rank_of_zero_holds_what_is_predicted(tmp_path):
         assert abs(loss - stock) <= FP8_BOUND * (first - stock) + TOLERANCE["bf16"] * stock, row
 
 
+@pytest.mark.long("a benchmark's dry run")
 def test_a_case_of_zero_that_fails_leaves_the_others_standing(monkeypatch):
     # there is no stage 7
     cases = [zero.CASES[0], zero.Case(7, zero.STOCK), zero.CASES[0]]

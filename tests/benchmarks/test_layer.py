@@ -8,6 +8,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import layer as benchmark
+from benchmarks.__main__ import main
 from benchmarks.common.harness import Table
 from benchmarks.common.layers import (
     REFERENCE,
@@ -23,7 +24,7 @@ from benchmarks.common.shapes import LAYERS, TINY
 from benchmarks.layer import run_shape
 from benchmarks.layer.floor import flops
 from benchmarks.layer.measure import weight_copies
-from tests.benchmarks.test_harness import run
+from tests.util import run_distributed
 
 
 def inputs(shape, device):
@@ -123,8 +124,7 @@ def test_wrong_and_broken_layers_are_not_timed(monkeypatch, tmp_path):
 
 def test_a_run_writes_a_row_for_every_maker(tmp_path):
     path = tmp_path / "layer.csv"
-    result = run("layer", "--shape", "tiny", "--rounds", "1", "--output", str(path))
-    assert result.returncode == 0, result.stderr
+    run_distributed(main, 1, ["layer", "--shape", "tiny", "--rounds", "1", "--output", str(path)])
     rows = {row["layer"]: row for row in csv.DictReader(path.open())}
     assert rows.keys() == {"floor", *layer_makers()}
     for name, row in rows.items():

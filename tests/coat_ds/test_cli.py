@@ -318,57 +318,85 @@ def test_fit_keeps_deepspeeds_global_batch(capsys, tmp_path, monkeypatch, batche
     assert pasted["gradient_accumulation_steps"] == 4 and "train_batch_size" not in pasted
 
 
-OPTIONAL = "accelerate deepspeed matplotlib megatron tokenizers tqdm transformers"
-# a process in which the packages of the first argument are not installed
+OPTIONAL = ["accelerate", "deepspeed", "matplotlib", "megatron", "tokenizers", "tqdm", "transformers"]
+# a process in which packages are not installed; each command in a fork of its own
 WITHOUT = """
-import sys
+import json, os, sys
+cases, folder = json.loads(sys.argv[1]), sys.argv[2]
+missing = {package for packages, _ in cases.values() for package in packages}
 class Finder:
     def __init__(self, inner):
         self.inner = inner
     def find_spec(self, name, *rest):
-        return None if name.partition(".")[0] in sys.argv[1].split() else self.inner.find_spec(name, *rest)
+        return None if name.partition(".")[0] in missing else self.inner.find_spec(name, *rest)
     def __getattr__(self, name):
         return getattr(self.inner, name)
 sys.meta_path[:] = map(Finder, sys.meta_path)
 from coat_ds.cli import main
-sys.exit(main(sys.argv[2:]))
+for name, (missing, words) in cases.items():
+    if not (child := os.fork()):
+        for stream in (1, 2):
+            os.dup2(os.open(f"{folder}/{name}.{stream}", os.O_CREAT | os.O_WRONLY), stream)
+        sys.exit(main(words))
+    print(name, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
+PLAIN = {
+    "plan": ["plan", *SHAPE],
+    "schema": ["schema"],
+    "patches": ["patches"],
+    "doctor": ["doctor"],
+    "help": ["train", "--help"],
+}
 
 
-def without(packages: str, *words: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-c", WITHOUT, packages, *words]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+@pytest.fixture(scope="module")
+def ends(tmp_path_factory):
+    """The exit code, the output and the errors of commands without some packages."""
+    folder = tmp_path_factory.mktemp("without")
+    (folder / "config.json").write_text(json.dumps(CONFIG | {"model_type": "gemma"}))
+    (folder / FILE).write_text(json.dumps(Reading(2, 8, {}, {"weights": 4}, [])._asdict()) + "\n")
+    cases = {name: (OPTIONAL, words) for name, words in PLAIN.items()}
+    cases["gemma"] = ["transformers"], ["plan", str(folder / "config.json")]
+    for package in ("megatron", "deepspeed"):
+        cases[package] = [package], ["train", "--steps=1", f"--output={folder}/run"]
+    cases["table"] = ["matplotlib"], ["watch", str(folder)]
+    cases["pictures"] = ["matplotlib"], ["watch", str(folder), "--pictures", str(folder)]
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT, json.dumps(cases), folder], capture_output=True, text=True, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+    codes = dict(line.split() for line in done.stdout.splitlines())
+    return {
+        name: (int(codes[name]), *((folder / f"{name}.{stream}").read_text() for stream in (1, 2)))
+        for name in cases
+    }
 
 
-@pytest.mark.parametrize(
-    "words", [["plan", *SHAPE], ["schema"], ["patches"], ["doctor"], ["train", "--help"]]
-)
-def test_commands_need_no_optional_package(words):
-    done = without(OPTIONAL, *words)
-    assert done.returncode == 0 and done.stdout and "Traceback" not in done.stderr, done.stderr
+@pytest.mark.parametrize("name", PLAIN)
+def test_commands_need_no_optional_package(ends, name):
+    code, said, error = ends[name]
+    assert code == 0 and said and "Traceback" not in error, error
 
 
-def test_plan_of_a_published_config_needs_transformers(tmp_path):
+def test_plan_of_a_published_config_needs_transformers(ends):
     """A table of model types in its place would plan another model."""
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"model_type": "gemma"}))
-    done = without("transformers", "plan", str(tmp_path / "config.json"))
-    assert done.returncode == 2 and "pip install transformers" in done.stderr + done.stdout
+    code, *said = ends["gemma"]
+    assert code == 2 and "pip install transformers" in "".join(said)
 
 
 @pytest.mark.parametrize("package", ["megatron", "deepspeed"])
-def test_train_names_the_package_that_is_missing(tmp_path, package):
-    done = without(package, "train", "--steps=1", f"--output={tmp_path}")
-    (line,) = done.stderr.splitlines()
-    assert done.returncode == 1 and f'pip install "coat-train[{package}]"' in line
+def test_train_names_the_package_that_is_missing(ends, package):
+    code, _, error = ends[package]
+    (line,) = error.splitlines()
+    assert code == 1 and f'pip install "coat-train[{package}]"' in line
 
 
-def test_watch_without_matplotlib_prints_the_table(tmp_path):
-    (tmp_path / FILE).write_text(json.dumps(Reading(2, 8, {}, {"weights": 4}, [])._asdict()) + "\n")
-    done = without("matplotlib", "watch", str(tmp_path))
-    (line,) = done.stderr.splitlines()
-    assert done.returncode == 0 and done.stdout and "matplotlib" in line
+def test_watch_without_matplotlib_prints_the_table(ends):
+    code, said, error = ends["table"]
+    (line,) = error.splitlines()
+    assert code == 0 and said and "matplotlib" in line
     # pictures named on the command line are part of the result
-    assert without("matplotlib", "watch", str(tmp_path), "--pictures", str(tmp_path)).returncode == 2
+    assert ends["pictures"][0] == 2
 
 
 def test_without_a_command_the_help_is_printed(capsys):

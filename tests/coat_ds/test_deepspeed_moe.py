@@ -35,7 +35,8 @@ def engine_of(stage: int, coat: bool):
     config = {
         "train_micro_batch_size_per_gpu": TOKENS,
         "bf16": {"enabled": True},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        # FusedAdam would be compiled
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
         # DeepSpeed allocates a gigabyte for gradients unless told
         "zero_optimization": {"stage": stage, "reduce_bucket_size": 10**6},
         "coat": {"enabled": coat},

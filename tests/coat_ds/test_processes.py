@@ -1,4 +1,4 @@
-"""Fresh processes find the same bits from the same numbers. Runs that resume to the bit need that.
+"""Processes find the same bits from the same numbers. Runs that resume to the bit need that.
 
 All meet the same shapes in the same order, on which the last bits of cuDNN's attention may depend
 (docs/optimizer.md).
@@ -14,6 +14,7 @@ from coat_ds import CoatAdamW, convert
 from coat_kernels.fp8 import E4M3
 from coat_kernels.linear.matmul import scaled_matmul
 from coat_kernels.tensorwise import largest_magnitude, quantize_tensor
+from tests.hosts import TEST_ALL
 from tests.util import run_distributed
 
 # on a GPU kernels are chosen for sizes that fill it
@@ -96,7 +97,8 @@ def test_processes_find_the_same_bits(device):
     on_gpu = device.type == "cuda"
     # one after the other: what they find must not depend on what was compiled before, either
     found = [
-        run_distributed(bits, 1, str(device), gpus=on_gpu, fresh=True)[0] for _ in range(8 if on_gpu else 2)
+        run_distributed(bits, 1, str(device), gpus=on_gpu, fresh=TEST_ALL)[0]
+        for _ in range(8 if on_gpu else 2)
     ]
     differ = {}
     for what in found[0]:
