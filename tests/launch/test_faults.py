@@ -90,9 +90,8 @@ def saved(folder: Path) -> set[str]:
     }
 
 
-@pytest.mark.parametrize(
-    "ranks", [1, pytest.param(2, marks=pytest.mark.long("the same with a second rank to end and start"))]
-)
+@pytest.mark.long("torchrun, which starts two processes that import the frameworks")
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_killed_rank_is_started_again(tmp_path, corpus, whole, ranks):
     """kill -9 of the last rank at a random step. torchrun restarts all ranks, and they resume without further
     arguments."""

@@ -159,20 +159,18 @@ def test_more_ranks_than_gpus_is_said(tmp_path):
     assert done.returncode != 0 and f"local number {ranks - 1}" in done.stderr
 
 
-@pytest.mark.parametrize("variant", ["bf16", "coat"])
-def test_two_ranks_give_the_losses_of_one(tmp_path, variant):
-    arguments = ["--variant", variant, "--steps", 5, "--global-batch-size", 8]
+def test_two_ranks_give_the_losses_of_one(tmp_path):
+    arguments = ["--variant", "coat", "--steps", 5, "--global-batch-size", 8]
     for ranks in (1, 2):
         done = forked(tmp_path / str(ranks), *arguments, ranks=ranks)
         assert done.returncode == 0, done.stdout
     one, two = losses(tmp_path / "1"), losses(tmp_path / "2")
     # the first loss sees the same samples and weights; later losses see gradients that were summed in another
-    # order in BF16 (2**-9 relative each), which Adam turns into different small steps. With COAT, two ranks
-    # also group the samples into passes differently, and the samples of a pass share FP8 scales: FP8 moves
-    # the loss of an untrained model by 1.5e-4 of itself, and so may another scale in each run.
-    first, later = (1e-5, 2e-3) if variant == "bf16" else (3e-4, 5e-3)
-    assert two[1] == pytest.approx(one[1], rel=first)
-    assert list(two.values()) == pytest.approx(list(one.values()), rel=later)
+    # order in BF16 (2**-9 relative each), which Adam turns into different small steps. Two ranks also group
+    # the samples into passes differently, and the samples of a pass share FP8 scales: FP8 moves the loss of
+    # an untrained model by 1.5e-4 of itself, and so may another scale in each run.
+    assert two[1] == pytest.approx(one[1], rel=3e-4)
+    assert list(two.values()) == pytest.approx(list(one.values()), rel=5e-3)
 
 
 def test_two_tensor_parallel_ranks_resume_to_the_bit(tmp_path):
@@ -253,6 +251,7 @@ def test_interrupt_keeps_the_metrics(tmp_path):
     assert has_steps(tmp_path, 2)
 
 
+@pytest.mark.long("a run that imports the frameworks")
 def test_a_signal_ends_a_comparison(tmp_path):
     """The current run saves and stops, and the other run does not start."""
     arguments = "--compare", "--steps", 100000, "--output", tmp_path
