@@ -98,7 +98,7 @@ ZERO = {
     "not-summed": (2, True, 1, True, False),
 }
 # other cases cover their stages, sequence parallelism and exact sums
-LEFT_OUT = ("fp8-2-zero2-sequence", "exact-2-zero3-sequence")
+LEFT_OUT = ("fp8-2-zero1-sequence", "fp8-2-zero2-sequence", "exact-2-zero3-sequence")
 SPLIT = [name for name, (tp, *_, sums) in ZERO.items() if tp == 2 and sums]
 split_cases = pytest.mark.parametrize(
     "name",
@@ -199,7 +199,8 @@ def _zero(device, folder):
             engine = _engine(*case)
             batches = _own_batches(device)
             steps = []
-            for step in range(STEPS):
+            # two steps show that ranks drift apart
+            for step in range(STEPS if sums else 2):
                 if step == SAVED_AT and tp > 1 and sums:
                     engine.save_checkpoint(f"{folder}/{name}", tag="half")
                 steps.append(_step(engine, batches))
@@ -218,9 +219,9 @@ def _zero(device, folder):
 
 # sequence parallel, whether communication overlaps, and whether nothing is rounded
 MEGATRON = [
-    (split, overlap, exact)
-    for split, overlap in ((False, False), (True, False), (True, True))
-    for exact in (True, False)
+    *((False, False, exact) for exact in (True, False)),
+    (True, False, True),
+    *((True, True, exact) for exact in (True, False)),
 ]
 LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 

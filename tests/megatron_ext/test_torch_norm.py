@@ -76,7 +76,7 @@ def _run(folder):
     [
         pytest.param("another", marks=pytest.mark.long("as apex without kernels")),
         "without kernels",
-        "with kernels",
+        pytest.param("with kernels", marks=pytest.mark.long("a process that imports the frameworks")),
     ],
 )
 def test_apex_is_told_by_its_contents(tmp_path, kind):
