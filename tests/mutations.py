@@ -1,4 +1,4 @@
-"""Twenty mistakes, each made in a copy of the tree. The tests have to fail for each one.
+"""Forty mistakes, each made in a copy of the tree. The tests have to fail for each one.
 
     python -m tests.mutations          # all of them, one after the other
     python -m tests.mutations 3 12     # some
@@ -151,6 +151,126 @@ MUTATIONS = (
         "for name in SECOND_FIRST:\n            self._take_moment(p, group, name, tensors[name])",
         "for name in MOMENTS:\n            self._take_moment(p, group, name, tensors[name])",
         "megatron_ext/test_optimizer.py",
+    ),
+    Mutation(
+        "wrong sign: the gradient of rotated head norms turns the other way",
+        "tl.where((o_d < d // 2)[None, :], b_partner, -b_partner)",
+        "tl.where((o_d < d // 2)[None, :], -b_partner, b_partner)",
+        "kernels/test_head_norm.py",
+    ),
+    Mutation(
+        "wrong sign: LayerNorm's gradient adds its mean",
+        "b_grad_x -= (tl.sum(b_scaled, axis=1) / h)[:, None]",
+        "b_grad_x += (tl.sum(b_scaled, axis=1) / h)[:, None]",
+        "kernels/test_norm.py",
+    ),
+    Mutation(
+        "missing factor: the gradient of an expert's weight is not times the router's",
+        "grad_down = _over_rows(grad_rows.T, _times(a, w), ends)",
+        "grad_down = _over_rows(grad_rows.T, a, ends)",
+        "kernels/test_experts.py",
+    ),
+    Mutation(
+        "wrong order: rows of experts go back to other tokens",
+        "rows[back].view(tokens, -1, rows.shape[1]).sum(1)",
+        "rows[order].view(tokens, -1, rows.shape[1]).sum(1)",
+        "kernels/test_experts.py",
+    ),
+    Mutation(
+        "off by one: a window is one token shorter",
+        ".triu_(-window)",
+        ".triu_(1 - window)",
+        "kernels/test_attention.py",
+    ),
+    Mutation(
+        "wrong order: gradients of merged weights come from the first rows",
+        "grad.narrow(0, start, rows) for",
+        "grad.narrow(0, 0, rows) for",
+        "kernels/test_merged.py",
+    ),
+    Mutation(
+        "lost check: an input of a recomputed region may change in place",
+        "if counter._version != version:",
+        "if counter is None:",
+        "kernels/test_saved.py",
+    ),
+    Mutation(
+        "lost bits: the lower half of a master weight is cast and not viewed",
+        "held.view(torch.int16) if held.dtype == torch.float16 else held",
+        "held",
+        "coat_ds/test_optimizer_bf16.py",
+    ),
+    Mutation(
+        "codes of a checkpoint: only larger scales are tried",
+        "torch.inf if step > 0 else 0",
+        "torch.inf",
+        "coat_ds/test_recover.py",
+    ),
+    Mutation(
+        "checkpoint layout: a restored first moment has no second moment to be relative to",
+        "Moment.zeros(value.shape, layout, group_size, device).beside(second)",
+        "Moment.zeros(value.shape, layout, group_size, device).beside(None)",
+        "coat_ds/test_optimizer_state_dicts.py",
+    ),
+    Mutation(
+        "checkpoint layout: the lower half of a master weight is written as a number and not as bits",
+        "laid_out_like(value, local(value).view(torch.float16))",
+        "laid_out_like(value, local(value).to(torch.float16))",
+        "coat_ds/test_optimizer_bf16.py",
+    ),
+    Mutation(
+        "wrong offset: groups do not begin where those of a parameter do",
+        "head = -offset % group_size",
+        "head = offset % group_size",
+        "coat_ds/test_checkpoints.py -k groups_follow",
+    ),
+    Mutation(
+        "wrong length: parts of ZeRO 1 and 2 reach over the end of a rank's partition",
+        "min(p.numel() - offset, size - start)",
+        "p.numel() - offset",
+        "coat_ds/test_partitions.py",
+    ),
+    Mutation(
+        "lost overflow: one finite gradient suffices",
+        "~torch.stack(norms).isfinite().all()",
+        "~torch.stack(norms).isfinite().any()",
+        "coat_ds/test_grad_norm.py",
+    ),
+    Mutation(
+        "config: 1 passes for true",
+        "type(value) is type(c) and value == c",
+        "value == c",
+        "coat_ds/test_config.py",
+    ),
+    Mutation(
+        "config: a block in the wrong place is not looked for",
+        "    key = misplaced_block(config)\n",
+        "    key = None\n",
+        "coat_ds/test_host_config.py",
+    ),
+    Mutation(
+        "main_grad: Megatron adds gradients that are there already",
+        "weight.grad_added_to_main_grad = True",
+        "weight.grad_added_to_main_grad = False",
+        "megatron_ext/test_linear.py",
+    ),
+    Mutation(
+        "main_grad: Megatron adds a gradient without content",
+        "(torch.zeros_like if adds else torch.empty_like)(weight)",
+        "torch.ones_like(weight)",
+        "megatron_ext/test_linear.py",
+    ),
+    Mutation(
+        "Megatron's checkpoints: states of frozen parameters go to others",
+        "if here != there:",
+        "if False:",
+        "megatron_ext/test_optimizer.py",
+    ),
+    Mutation(
+        "patches: any parameters of a framework's function will do",
+        "names[: len(wanted) - 1] == wanted[:-1]",
+        "len(names) >= 0",
+        "coat_ds/test_patches.py",
     ),
 )
 
