@@ -435,10 +435,10 @@ def test_resume_at_half_and_double_the_size(tmp_path, train, whole, ranks):
 LONG = pytest.mark.long("ZeRO's stages with the other layout of checkpoints, in two ranks and in one")
 CELLS = [
     pytest.param("stock", 0, "none", marks=LONG),
-    ("compressed", 0, "none"),
+    pytest.param("compressed", 0, "none", marks=LONG),
     ("stock", 1, "cpu"),
     pytest.param("compressed", 1, "none", marks=LONG),
-    ("stock", 2, "none"),
+    pytest.param("stock", 2, "none", marks=LONG),
     pytest.param("compressed", 2, "cpu", marks=LONG),
     pytest.param("stock", 3, "cpu", marks=LONG),
     ("compressed", 3, "none"),

@@ -221,6 +221,7 @@ def ranks():
     return run_distributed(_on_ranks, RANKS)
 
 
+@pytest.mark.long("a plan of Megatron's ranks")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_ranks_hold_and_keep_what_is_predicted(ranks, name):
     words = [f"--{key.replace('_', '-')} {value}" for key, value in LAYOUTS[name].items()]

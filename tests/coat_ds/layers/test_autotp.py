@@ -148,6 +148,7 @@ def of_others():
     return found
 
 
+@pytest.mark.long("the watch under one more way to split layers")
 def test_tied_and_uneven_parts_are_watched():
     ranks = run_distributed(of_others, 2)
     for (expected, *_), (losses, *_) in (pair for rank in ranks for pair in rank):

@@ -128,6 +128,7 @@ def tied(path):
     return plain, adapters, (losses, watch.last, watch.fallback.state(), paused)
 
 
+@pytest.mark.long("the watch under one more way to split layers")
 def test_a_tied_model_with_adapters_is_watched(tmp_path):
     pytest.importorskip("peft")
     LLAMA.build(tie_word_embeddings=True).save_pretrained(tmp_path)
