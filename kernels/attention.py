@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from coat_kernels.autograd.origin import Origin, note, noted, with_origin
+from coat_kernels.autograd.origin import ADDITIVE, Origin, note, noted, with_origin
 from coat_kernels.fp8 import Fp8Format
 from coat_kernels.groups.op import dequantize_groups, quantize_groups
 from coat_kernels.groups.reference import DEFAULT_FORMAT, GROUP_FORMATS, Grouped
@@ -261,7 +261,7 @@ def additive_mask(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """
     if mask.dtype != torch.bool:
         return mask
-    name = f"additive {dtype}"
+    name = ADDITIVE, dtype
     # a noted (None,) means: use the mask unchanged
     found = noted(mask, name)
     if found is None:

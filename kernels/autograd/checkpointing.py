@@ -31,7 +31,7 @@ import torch
 import torch.utils.checkpoint
 from torch.autograd.graph import saved_tensors_hooks
 
-from coat_kernels.autograd.origin import forget_notes, note, noted
+from coat_kernels.autograd.origin import PACKED, forget_notes, note, noted
 from coat_kernels.autograd.router_choices import Choices
 from coat_kernels.groups.op import dequantize_groups, quantize_groups
 from coat_kernels.groups.reference import GROUP_FORMATS, Grouped
@@ -140,13 +140,13 @@ def is_activation(x: Any) -> bool:
 def packed(x: torch.Tensor) -> Packed:
     """`x`, packed. It is packed once, even if several regions save the same tensor, as decoder layers do with
     an encoder's output."""
-    reference = noted(x, "packed")
+    reference = noted(x, PACKED)
     found = reference and reference()
     if found is None:
         found = Packed(x)
     # the unpacked tensor has no other notes, and the region must find the same notes in both passes
     forget_notes(x)
-    note(x, "packed", weakref.ref(found))
+    note(x, PACKED, weakref.ref(found))
     return found
 
 

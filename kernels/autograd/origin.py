@@ -20,6 +20,28 @@ from typing import Any, NamedTuple
 
 import torch
 
+# The names of all notes, with their types and who writes and reads them. Besides these, only a parameter's
+# `coat_gradient_leaves` (`coat_kernels.graphs.LEAVES`) is an attribute on a framework's tensor.
+# Origin. Written by norms, activations and attention, read by linear layers
+ORIGIN = "origin"
+# FP32 tensor. Written by the ops that write the noted tensor, read where a tensor is quantized
+MAXIMA = "maxima"
+# tensor, or a weak reference to it. Written by Megatron's norms, read by the residual add
+STAND_IN = "stand_in"
+# tensor: what the weak reference under STAND_IN refers to, on the tensor that keeps it alive
+HELD = "held"
+# (FP8 format, weak references to codes and scale). Written and read by linear layers that share an input
+KEPT = "kept"
+# weak reference to Packed. Written and read by FP8 activation checkpointing
+PACKED = "packed"
+# Origin, on the base of an output's view. Written by converted attention, read by its output projection
+ATTENDED = "attended"
+# tables of cosines and sines by token, on the model's: a tuple (Megatron), or a tensor for each batch size.
+# Written and read by the fused layer's adapters
+TABLES = "tables"
+# tuple of the mask to add or None, for each dtype, on a Boolean mask. Written and read by attention
+ADDITIVE = "additive"
+
 
 class Origin(NamedTuple):
     """How to recompute a tensor [m, n].
@@ -51,15 +73,16 @@ def _state(x: torch.Tensor) -> tuple[int, int]:
     return x._version, x.data_ptr() if type(x) is torch.Tensor else 0
 
 
-def note(x: torch.Tensor, name: str, value: Any) -> torch.Tensor:
-    """Notes `value` on `x` and returns `x`. `noted` returns the value as long as this tensor object keeps its
+def note(x: torch.Tensor, name: str | tuple, value: Any) -> torch.Tensor:
+    """Notes `value` on `x` and returns `x`. name: one of the constants above, alone or in a tuple with what
+    the value depends on. `noted` returns the value as long as this tensor object keeps its
     memory and version."""
     if not torch.compiler.is_compiling() and not x.is_inference():
         _notes(x)[name] = value, _state(x)
     return x
 
 
-def noted(x: torch.Tensor, name: str) -> Any:
+def noted(x: torch.Tensor, name: str | tuple) -> Any:
     """The value noted on `x` under this name; None if there is none or `x` has changed since."""
     if torch.compiler.is_compiling():
         return None
@@ -105,13 +128,13 @@ def whole_of(x: torch.Tensor) -> torch.Tensor | None:
 
 def with_origin(x: torch.Tensor, origin: Origin) -> torch.Tensor:
     """`x` itself, with its origin noted."""
-    return note(x, "origin", origin)
+    return note(x, ORIGIN, origin)
 
 
 def origin_of(x: torch.Tensor) -> Origin | None:
     """The origin noted on this very tensor object; None if there is none, or if the tensor or the tensors it
     is recomputed from have changed since."""
-    origin = noted(x, "origin")
+    origin = noted(x, ORIGIN)
     if origin is not None:
         for t, version in origin.watched:
             if t._version != version:
@@ -121,12 +144,12 @@ def origin_of(x: torch.Tensor) -> Origin | None:
 
 def with_maxima(x: torch.Tensor, maxima: torch.Tensor) -> torch.Tensor:
     """Notes `maxima` on `x` and returns `x`. maxima: FP32, the amax of each part of `x`."""
-    return note(x, "maxima", maxima)
+    return note(x, MAXIMA, maxima)
 
 
 def maxima_of(x: torch.Tensor) -> torch.Tensor | None:
     """The maxima noted on this very tensor object; None if there are none or the tensor has changed since."""
-    return noted(x, "maxima")
+    return noted(x, MAXIMA)
 
 
 def with_stand_in(x: torch.Tensor, stand_in: torch.Tensor, holder: torch.Tensor) -> torch.Tensor:
@@ -137,17 +160,17 @@ def with_stand_in(x: torch.Tensor, stand_in: torch.Tensor, holder: torch.Tensor)
     leaf, so otherwise an unused stand-in and the leaf would keep each other alive forever.
     """
     if not ((x.is_leaf and x.requires_grad) or _notes(x).of_leaf):
-        return note(x, "stand_in", stand_in)
-    note(holder, "held", stand_in)
-    return note(x, "stand_in", weakref.ref(stand_in))
+        return note(x, STAND_IN, stand_in)
+    note(holder, HELD, stand_in)
+    return note(x, STAND_IN, weakref.ref(stand_in))
 
 
 def take_stand_in(x: torch.Tensor) -> torch.Tensor:
     """The tensor to read in place of `x`. The stand-in is returned once: the next call returns `x`."""
-    stand_in = noted(x, "stand_in")
+    stand_in = noted(x, STAND_IN)
     if stand_in is None:
         return x
-    del _notes(x)["stand_in"]
+    del _notes(x)[STAND_IN]
     if isinstance(stand_in, weakref.ref):
         stand_in = stand_in()
     return x if stand_in is None else stand_in

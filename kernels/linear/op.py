@@ -15,7 +15,7 @@ from torch.utils.weak import TensorWeakRef
 
 from coat_kernels.autograd import watching
 from coat_kernels.autograd.derivatives import once_differentiable
-from coat_kernels.autograd.origin import Origin, note, noted, whole_of, with_maxima
+from coat_kernels.autograd.origin import KEPT, Origin, note, noted, whole_of, with_maxima
 from coat_kernels.device import require_fp8, uses_kernels
 from coat_kernels.fp8 import ALIGNMENT, E4M3, E5M2, Fp8Format
 from coat_kernels.linear.matmul import accumulate_matmul, scaled_matmul
@@ -211,12 +211,12 @@ def _note_kept(
 ) -> None:
     """Notes on `x` the codes that autograd saves of it, and its amax. The references are weak: if hooks move
     the codes elsewhere, or checkpointing drops them, the note must not keep them alive."""
-    with_maxima(note(x, "kept", (fmt, *map(TensorWeakRef, kept))), largest)
+    with_maxima(note(x, KEPT, (fmt, *map(TensorWeakRef, kept))), largest)
 
 
 def _kept_of(x: torch.Tensor, fmt: Fp8Format) -> tuple[torch.Tensor, ...]:
     """The column-major codes of `x` and their scale, if another layer saves them; empty if none does."""
-    kept_in, *references = noted(x, "kept") or (None,)
+    kept_in, *references = noted(x, KEPT) or (None,)
     found = tuple(reference() for reference in references if kept_in == fmt)
     return () if any(t is None for t in found) else found
 

@@ -9,7 +9,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 
 from coat_ds.config import ActivationsConfig
 from coat_ds.layers.modules.hooks import after_pre_hooks
-from coat_kernels.autograd.origin import note, noted
+from coat_kernels.autograd.origin import TABLES, note, noted
 from coat_kernels.rope import rotate_qkv
 from megatron_ext.layers.attention import check_context_parallel
 from megatron_ext.layers.linear import keep_bias
@@ -97,12 +97,12 @@ class CoatSelfAttention(TakesActivations, SelfAttention):
         if angles.numel() != angles.shape[0] * d:
             return None
         # all layers of a forward receive the same tensor
-        tables = noted(angles, "tables")
+        tables = noted(angles, TABLES)
         if tables is None:
             # Megatron keeps the angles of an inference for training, whose backward cannot use tables that
             # are inference tensors
             with torch.inference_mode(False):
                 flat = angles.detach().flatten(1).float()
                 tables = flat.cos(), flat.sin()
-            note(angles, "tables", tables)
+            note(angles, TABLES, tables)
         return tables

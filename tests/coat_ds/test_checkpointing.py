@@ -16,7 +16,7 @@ import torch
 import coat_ds
 from coat_ds.zero.recompute import compressed
 from coat_kernels.autograd.checkpointing import packed_bytes
-from coat_kernels.autograd.origin import noted
+from coat_kernels.autograd.origin import PACKED, noted
 from tests.coat_ds.ways import listening
 from tests.kernels.test_choices import CHOOSE, TOKENS, Mixture
 from tests.util import rel_rms, run_distributed
@@ -354,7 +354,7 @@ def are_packed() -> list[bool]:
     for way in ways:
         h = torch.randn(ROWS, WIDTH, requires_grad=True) * 1
         y = way(torch.exp, h)
-        found.append(noted(h, "packed") is not None)
+        found.append(noted(h, PACKED) is not None)
         del y
     return found
 

@@ -22,7 +22,7 @@ from coat_kernels.autograd.checkpointing import (
     packed_bytes,
     packing_function,
 )
-from coat_kernels.autograd.origin import noted, origin_of
+from coat_kernels.autograd.origin import PACKED, noted, origin_of
 from coat_kernels.linear import fp8_linear
 from coat_kernels.norm import rms_norm
 from tests.util import rel_rms
@@ -316,7 +316,7 @@ def test_each_thread_has_its_own(reentrant):
             together.wait()
             h = torch.randn(ROWS, WIDTH, requires_grad=True) * 1
             y = checkpoint(torch.exp, h, use_reentrant=reentrant)
-            kept[number] = noted(h, "packed") is not None
+            kept[number] = noted(h, PACKED) is not None
             together.wait()
             y.sum().backward()
         together.wait()

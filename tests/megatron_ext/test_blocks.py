@@ -120,7 +120,7 @@ def test_blocks_give_the_bits_of_the_modules(variant, device):
 @pytest.mark.usefixtures("megatron")
 @pytest.mark.parametrize("name", ["llama", "gpt", "cached", "8-bit attention", "head norms", "recomputes"])
 def test_blocks_evaluate_with_the_bits_of_the_modules(name, device):
-    config, activations = VARIANTS.get(name) or ({}, {"attention_format": "recompute"})
+    config, activations = (VARIANTS | {"recomputes": ({}, {"attention_format": "recompute"})})[name]
     found = []
     for evaluation in ("fp8", "stock"):
         model = build(config, activations | {"evaluation": evaluation}).eval()

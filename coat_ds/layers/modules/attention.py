@@ -21,7 +21,7 @@ from coat_ds.config import ActivationsConfig
 from coat_ds.layers.log import say_once
 from coat_ds.layers.modules.replaced import DTYPES, autocast_dtype, is_evaluated
 from coat_kernels.attention import additive_mask, causal_attention, kept_attention, switched_on
-from coat_kernels.autograd.origin import Origin, note, noted, origin_of
+from coat_kernels.autograd.origin import ATTENDED, Origin, note, noted, origin_of
 from coat_kernels.groups.reference import DEFAULT_FORMAT
 
 NAME = "coat"
@@ -178,7 +178,7 @@ def coat_attention(
         y = any_attention(module, query, key, value, attention_mask, arguments, **how)
     if (origin := origin_of(y)) is not None:
         # the module reads y through views, which are other tensor objects
-        note(y if y._base is None else y._base, "attended", origin)
+        note(y if y._base is None else y._base, ATTENDED, origin)
     return y.view(*y.shape[:2], -1, value.shape[-1]), None
 
 
@@ -243,7 +243,7 @@ def attended_origin(x: torch.Tensor) -> Origin | None:
     base = x._base
     if base is None or torch.compiler.is_compiling():
         return None
-    origin = noted(base, "attended")
+    origin = noted(base, ATTENDED)
     if (
         origin is None
         or x.numel() != base.numel()

@@ -33,7 +33,7 @@ from coat_ds.layers.modules.replaced import (
     replaced,
 )
 from coat_kernels.attention import additive_mask, causal_attention
-from coat_kernels.autograd.origin import note, noted
+from coat_kernels.autograd.origin import TABLES, note, noted
 from coat_kernels.graphs import Graphs
 
 # arguments that a layer may get and that the blocks do not need: the angles contain the positions, Trainer's
@@ -222,7 +222,7 @@ def checkpoints_in_forward(layer: nn.Module) -> bool:
 
 def _by_token(angles: torch.Tensor, batch: int) -> torch.Tensor:
     """Cosines or sines [1 or b, s, d] as FP32 [b * s, d], computed once for all layers of a forward."""
-    name = f"of {batch} sequences"
+    name = TABLES, batch
     found = noted(angles, name)
     if found is None:
         found = angles.detach().float().expand(batch, -1, -1).reshape(-1, angles.shape[-1])
