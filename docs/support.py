@@ -332,8 +332,7 @@ TAIL = """\
   `filter`.
 - **A parameter group of frozen parameters only** is dropped. Remove it, or stock AdamW cannot load the
   checkpoint.
-- **`flops_profiler`** does not count FP8 GEMMs. `report.saved` makes TRL's own log-probability kernel fail in
-  ZeRO-3.
+- **`flops_profiler`** does not count FP8 GEMMs.
 - **Convergence**: [125M and 1B parameters](numerics.md#pre-training), [fine-tuning](numerics.md#fine-tuning)
   of 135M.
 """
