@@ -22,9 +22,12 @@ def mapped(maps: str | None = None) -> dict[str, list[Path]]:
         maps = source.read_text() if source.exists() else ""
     found = defaultdict(set)
     for line in maps.splitlines():
-        path = Path(line.split(maxsplit=5)[-1].removesuffix(" (deleted)"))
-        if match := _FILE.match(path.name):
-            found[match[1]].add(path)
+        text = line.removesuffix(" (deleted)")
+        # most of thousands of lines are other files
+        if _FILE.search(text):
+            path = Path(text.split(maxsplit=5)[-1])
+            if match := _FILE.match(path.name):
+                found[match[1]].add(path)
     return {name: sorted(paths) for name, paths in found.items()}
 
 
