@@ -22,6 +22,7 @@ ATTENTION_FORMATS = ("bf16", "sqrt8", "recompute")
 FAST_ACCUMULATION = ("forward", "all", "none")
 BF16_PARAMS = ("exact", "stochastic", "nearest")
 CHECKPOINT_LAYOUTS = ("stock", "compressed")
+OFFLOADS = ("none", "cpu")
 EXP_AVG_FORMATS = (None, *SIGNED_CODECS)
 # a codec that stores a ratio to the second moment cannot store the second moment itself
 EXP_AVG_SQ_FORMATS = tuple(name for name, codec in CODECS.items() if not codec.relative)
@@ -224,6 +225,12 @@ class OptimizerConfig(_Block):
     checkpoint_layout: str = _choice("stock", CHECKPOINT_LAYOUTS)
     """What checkpoints hold. "stock": FP32 moments, which stock AdamW can load. "compressed": the 8-bit
     codes, a quarter of the bytes, which only `CoatAdamW` can load."""
+
+    offload: str = _choice("none", OFFLOADS)
+    """Where moments and the 16 bits of "exact" are. "none": on the GPU. "cpu": in pinned host memory; each
+    step streams them through the GPU, which takes as long as copying them both ways, and has the same
+    results. ZeRO's masters stay on the GPU, unlike with DeepSpeed's `offload_optimizer`, which runs the step
+    on the CPU."""
 
     def __post_init__(self):
         # slots=True creates a second class, and `super()` without arguments still refers to the first

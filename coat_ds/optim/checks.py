@@ -23,8 +23,11 @@ def _of(p: torch.Tensor) -> str:
     return f"CoatAdamW: a parameter of shape {tuple(p.shape)} on {p.device}"
 
 
-def check_tensors(p: torch.Tensor, state: dict[str, Any]) -> None:
-    """Raises TypeError or ValueError for a parameter, gradient or state that the step cannot handle."""
+def check_tensors(p: torch.Tensor, state: dict[str, Any], device: torch.device) -> None:
+    """Raises TypeError or ValueError for a parameter, gradient or state that the step cannot handle.
+
+    device: where the state belongs.
+    """
     grad = grad_of(p)
     if is_distributed(p) != is_distributed(grad):
         raise TypeError(
@@ -60,20 +63,20 @@ def check_tensors(p: torch.Tensor, state: dict[str, Any]) -> None:
                 f"{_of(p)} has {name} laid out as {moment.placements}, itself as {p.placements}. "
                 "Redistribute parameters before the first step, or load the optimizer's state dict again."
             )
-        if isinstance(local(moment), Moment) and moment.device != p.device:
+        if isinstance(local(moment), Moment) and moment.device != device:
             raise ValueError(
                 f"{_of(p)} has {name} on {moment.device}. Move the model before the first step, or load "
                 "the optimizer's state dict again."
             )
     if "remainder" in state:
         held, own = local(state["remainder"]), local(p)
-        fits = (held.dtype, held.shape, held.device) == (torch.int16, own.shape, own.device)
+        fits = (held.dtype, held.shape, held.device) == (torch.int16, own.shape, device)
         # kernels read the remainder by its address
         if not (fits and held.is_contiguous()):
             raise ValueError(
                 f"{_of(p)} has a remainder of {held.dtype}, shape {tuple(held.shape)}, strides "
                 f"{held.stride()} on {held.device}; expected a contiguous one of int16, shape "
-                f"{tuple(own.shape)}, on {own.device}. Change it as the parameter, or remove it "
+                f"{tuple(own.shape)}, on {device}. Change it as the parameter, or remove it "
                 "from the state: the parameter is then taken to be the master."
             )
 

@@ -106,21 +106,23 @@ def load_state(
     said: the formats of its moments that the parameter group in `loaded` names.
     Returns the formats in which the moments were stored, as `stored_formats` does.
     """
-    state = optimizer.state[p]
+    state, device = optimizer.state[p], optimizer.state_device(p)
     remainder = state.pop("remainder", None)
     if _is_remainder(remainder) and has_remainder(p, group):
         held = shard_of(remainder, p)
         # bits viewed as FP16; earlier versions wrote int16, or int32 for DTensors
         held = held.view(torch.int16) if held.dtype == torch.float16 else held
-        state["remainder"] = laid_out_like(p, held.to(p.device, torch.int16, copy=True))
+        state["remainder"] = laid_out_like(p, held.to(device, torch.int16, copy=True))
     moment, all_exact = None, True
     for name in SECOND_FIRST:
         layout = optimizer._layouts.layout_of(p, group, name)
-        moment, exact = restored(loaded, index, name, layout, group["group_size"], p, moment)
+        moment, exact = restored(loaded, index, name, layout, group["group_size"], p, device, moment)
         state[name] = laid_out_like(p, moment)
         optimizer._count_arrival(exact)
         all_exact = all_exact and exact
     pair_up(state, p)
+    if optimizer.offloads:
+        optimizer._ready_state(p, group)
     return stored_formats(loaded, index, p, said, all_exact)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from coat_ds.config import CHECKPOINT_LAYOUTS, KEEP_FP32, check_choice, name_patterns
+from coat_ds.config import CHECKPOINT_LAYOUTS, KEEP_FP32, OFFLOADS, check_choice, name_patterns
 from coat_ds.optim.accounting import layout_table, planned_bytes
 from coat_ds.optim.allocator import GivenBack
 from coat_ds.optim.checks import (
@@ -19,6 +19,7 @@ from coat_ds.optim.checks import (
     check_tensors,
 )
 from coat_ds.optim.fragments import Fragment
+from coat_ds.optim.host_states import HostStates, Passages, host_bytes
 from coat_ds.optim.layouts import Layouts
 from coat_ds.optim.lines import frozen_line, stalling, states_line, to_logging
 from coat_ds.optim.loading import check_groups, load_state, loading_states, say_conversions
@@ -79,14 +80,19 @@ class CoatAdamW(torch.optim.Optimizer):
     seed: of the stochastic rounding of BF16 parameters; the same on all ranks.
     compiled: run CPU steps in C++, compiled on first use: many times as fast as the PyTorch steps that run
         otherwise, and equal except for FP32 rounding.
+    offload: where moments and remainders are. "none": on the parameters' device. "cpu": in one allocation of
+        pinned host memory, from which a step copies them to the GPU in chunks, and back. The results have
+        the same bits. A step takes as long as the copies, returns when they have ended, and cannot be
+        captured in a CUDA graph.
     log: a function of (line, level). None is Python's logging, on rank 0; the constructor then logs how
         states are stored, and their bytes (INFO). Frameworks with their own log pass `log` and log that line.
     checkpoint_layout: the contents of `state_dict`. "stock": FP32 moments, as in `torch.optim.AdamW`.
         "compressed": the stored codes, 2.1 bytes per parameter instead of 8, which only this class reads.
 
-    All options except the implementation switches, keep_fp32, seed, checkpoint_layout, compiled and log may
-    differ between parameter groups. A change in `param_groups` takes effect at the next step. Formats,
-    group_size and min_numel, which determine the stored states, may not change there after the first step.
+    All options except the implementation switches, keep_fp32, seed, checkpoint_layout, compiled, offload and
+    log may differ between parameter groups. A change in `param_groups` takes effect at the next step.
+    Formats, group_size and min_numel, which determine the stored states, may not change there after the first
+    step.
 
     Parameters may be DTensors (FSDP2's `fully_shard`, HSDP, tensor parallelism): each rank steps its shard.
     Moments are then DTensors laid out like the parameter, also in `state_dict`, in FP32;
@@ -134,6 +140,7 @@ class CoatAdamW(torch.optim.Optimizer):
         seed: int = 0,
         checkpoint_layout: str = "stock",
         compiled: bool = False,
+        offload: str = "none",
         log: Callable[[str, int], None] | None = None,
     ):
         defaults = {
@@ -157,6 +164,7 @@ class CoatAdamW(torch.optim.Optimizer):
         check_options(defaults)
         check_choice("CoatAdamW: checkpoint_layout", checkpoint_layout, CHECKPOINT_LAYOUTS)
         check_seed(seed)
+        check_choice("CoatAdamW: offload", offload, OFFLOADS)
         if not callable(keep_fp32):
             keep_fp32 = name_patterns("CoatAdamW: keep_fp32", keep_fp32)
         self._seed, self._checkpoint_layout, self._compiled = seed, checkpoint_layout, compiled
@@ -164,6 +172,7 @@ class CoatAdamW(torch.optim.Optimizer):
         self.log = log or to_logging
         self._arrived: Counter[str] = Counter()
         self._copies: dict[torch.Tensor, torch.Tensor] = {}
+        self._host = HostStates() if offload == "cpu" else None
         self._given_back = GivenBack()
         # by name: in a subclass, DeepSpeed's FusedAdam may follow this class in the MRO
         torch.optim.Optimizer.__init__(self, params, defaults)
@@ -176,7 +185,8 @@ class CoatAdamW(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         own = ("_seed", "_checkpoint_layout", "_compiled", "_arrived", "_copies", "_layouts", "log")
-        return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
+        own_values = {name: getattr(self, name) for name in own}
+        return {**super().__getstate__(), **own_values, "_host": self._host is not None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # torch also calls this when it loads a state dict, with states and parameter groups only
@@ -188,6 +198,7 @@ class CoatAdamW(torch.optim.Optimizer):
             state["_layouts"] = Layouts(rule, dict.fromkeys(kept, True), *rest)
         if "_layouts" in state:
             state = {"log": to_logging, **state, "_given_back": GivenBack()}
+            state["_host"] = HostStates() if state.get("_host") else None
         torch.optim.Optimizer.__setstate__(self, state)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -222,8 +233,8 @@ class CoatAdamW(torch.optim.Optimizer):
         if name == "keep_fp32":
             rule = self._layouts.keep_fp32
             return callable(rule) or rule == value
-        if name == "checkpoint_layout":
-            return self._checkpoint_layout == value
+        if name in (own := self._of_the_whole()):
+            return own[name] == value
         return all(group[name] == value for group in self.param_groups)
 
     def copy_weight(self, param: torch.Tensor, copy: torch.Tensor) -> None:
@@ -268,15 +279,25 @@ class CoatAdamW(torch.optim.Optimizer):
             self._say_if_frozen()
         for _, params in work:
             for p in params:
-                check_tensors(p, self.state.get(p, {}))
+                check_tensors(p, self.state.get(p, {}), self.state_device(p))
+        passages = None if self._host is None else Passages(self._host)
         scaling = Scaling(grad_scale, found_inf)
         for group, listed in work:
             for params in in_turns(listed):
                 counted = found_inf is not None
                 states = [self._ready_state(p, group, count_on_device=counted) for p in params]
                 update_group(
-                    group, params, states, self._copies, scaling, seed=self._seed, compiled=self._compiled
+                    group,
+                    params,
+                    states,
+                    self._copies,
+                    scaling,
+                    seed=self._seed,
+                    compiled=self._compiled,
+                    passages=passages,
                 )
+        for passage in (passages or {}).values():
+            passage.end()
         if scaler_scale is not None:
             # torch's optimizers leave unscaled gradients too; training loops log them after the step
             unscale_([p for _, params in work for p in params], inverse)
@@ -292,6 +313,7 @@ class CoatAdamW(torch.optim.Optimizer):
             "checkpoint_layout": self._checkpoint_layout,
             "seed": self._seed,
             "compiled": self._compiled,
+            "offload": "cpu" if self.offloads else "none",
             "log": self.log,
         }
 
@@ -350,7 +372,7 @@ class CoatAdamW(torch.optim.Optimizer):
             value = state.get(name)
             if value is None:
                 layout = self._layouts.layout_of(p, group, name)
-                moment = Moment.zeros(local(p).shape, layout, group["group_size"], p.device)
+                moment = Moment.zeros(local(p).shape, layout, group["group_size"], self.state_device(p))
                 state[name] = laid_out_like(p, moment)
             elif not isinstance(local(value), Moment) or is_distributed(value) != is_distributed(p):
                 # universal checkpoints put plain values here
@@ -361,35 +383,59 @@ class CoatAdamW(torch.optim.Optimizer):
             state.pop("remainder", None)
         elif "remainder" not in state:
             # zero: the parameter's own value is the master
-            remainder = torch.zeros(local(p).shape, dtype=torch.int16, device=p.device)
+            remainder = torch.zeros(local(p).shape, dtype=torch.int16, device=self.state_device(p))
             state["remainder"] = laid_out_like(p, remainder)
+        if self._host is not None:
+            self._host.place(p, state, self._planned_bytes)
         return state
+
+    @property
+    def offloads(self) -> bool:
+        """Whether states are in host memory, whatever the device of the parameters."""
+        return self._host is not None
+
+    def state_device(self, p: torch.Tensor) -> torch.device:
+        """The device of the moments and of the remainder of `p`."""
+        return p.device if self._host is None else CPU
+
+    def _planned_bytes(self) -> int:
+        """Bytes in host memory of the states of all trained parameters of this rank."""
+        held = {p: group for i, group in enumerate(self.param_groups) for p in self.held_in(i)}
+        return sum(
+            host_bytes(p, group, self._layouts)
+            for p, group in held.items()
+            if p.requires_grad or p in self._layouts.fragments
+        )
 
     def _take_moment(self, p: torch.Tensor, group: dict[str, Any], name: str, values: torch.Tensor) -> None:
         """Puts FP32 values into the state, in their original codes if they were decoded from codes."""
         values, layout = shard_of(values, p), self._layouts.layout_of(p, group, name)
         second = local(self.state[p]["exp_avg_sq"]) if name == "exp_avg" else None
-        moment = Moment.zeros(values.shape, layout, group["group_size"], p.device).beside(second)
+        device = self.state_device(p)
+        moment = Moment.zeros(values.shape, layout, group["group_size"], device).beside(second)
         exact = moment.recover_(values)
         self.state[p][name] = laid_out_like(p, moment)
         self._count_arrival(exact)
 
-    def set_fragments(self, param: torch.Tensor, fragments: Iterable[Fragment], group_index: int) -> None:
-        """Notes the fragments of `param`, a flat partition such as ZeRO's, and creates its states.
+    def set_fragments(self, placed: Iterable[tuple[torch.Tensor, Iterable[Fragment], int]]) -> None:
+        """Notes the fragments of flat partitions such as ZeRO's, and creates the states of the partitions.
 
         Groups of moments start at the first element of each parameter, wherever it lies in the partition. So
         the codes of a group are the same bits at any number of ranks. If the border between two ranks cuts a
         group, each rank holds its part as a separate group. Existing moments are re-encoded if their groups
         change.
 
-        fragments: the parts of parameters in `param`, ascending by start; all other elements are padding.
-        group_index: the parameter group; ZeRO-3 puts `param` into it during a step only.
+        placed: partitions; the parts of parameters in each, ascending by start, where all other elements are
+            padding; and its parameter group. ZeRO-3 puts a partition into the group during a step only.
         """
-        self._layouts.fragments[param] = tuple(fragments)
-        self._layouts.group_index[param] = group_index
-        group = self.param_groups[group_index]
-        self._ready_state(param, group)
-        self._arrange(param, group)
+        placed = list(placed)
+        for param, fragments, group_index in placed:
+            self._layouts.fragments[param] = tuple(fragments)
+            self._layouts.group_index[param] = group_index
+        for param, _, group_index in placed:
+            group = self.param_groups[group_index]
+            self._ready_state(param, group)
+            self._arrange(param, group)
 
     def keep(self, p: torch.Tensor, whether: bool = True) -> None:
         """Has `p` keep FP32 moments from now on, or compressed ones, and converts existing moments. For a
@@ -415,7 +461,7 @@ class CoatAdamW(torch.optim.Optimizer):
                 held = held.rearranged(layout, second=second)
                 state[name] = laid_out_like(p, held)
             second = held
-        pair_up(state, p)
+        self._ready_state(p, group)
 
     def keeps(self, p: torch.Tensor, group: dict[str, Any]) -> bool:
         """Whether `p` keeps FP32 moments in `group`. If ZeRO-3 has emptied `p`, its full size counts."""

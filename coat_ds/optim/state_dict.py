@@ -55,15 +55,16 @@ def restored(
     layout: Layout,
     group_size: int,
     param: torch.Tensor,
+    device: torch.device,
     second: Moment | None = None,
 ) -> tuple[Moment, bool]:
     """This rank's part of the moment `name` of `param` in a state dict, in its original codes if its values
     were decoded from codes.
 
+    device: where the moment belongs.
     second: the second moment, already restored, if this is a first moment, which may be relative to it.
     Also returns whether the moment is bit-exact.
     """
-    device = param.device
     value = shard_of(loaded["state"][index][name], param)
     if isinstance(value, Moment):
         # a plain Moment, because `GivenMoment.to` returns a decoded tensor; then converted to `layout`

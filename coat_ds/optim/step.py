@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from coat_ds.optim.checks import grad_of
+from coat_ds.optim.host_states import Operands, Passage
 from coat_ds.optim.narrow_grad import narrow_and_scale
 from coat_ds.optim.options import rounds_stochastically
 from coat_ds.optim.pieces import Piece
@@ -19,18 +20,6 @@ class Scaling(NamedTuple):
 
     grad_scale: torch.Tensor | None
     found_inf: torch.Tensor | None
-
-
-class _Operands(NamedTuple):
-    """The tensors that a launch reads and writes for one piece of a parameter."""
-
-    param: torch.Tensor
-    grad: torch.Tensor
-    exp_avg: Piece
-    exp_avg_sq: Piece
-    step: torch.Tensor
-    remainder: torch.Tensor | None
-    copy: torch.Tensor | None
 
 
 def in_turns(params: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
@@ -60,12 +49,14 @@ def update_group(
     *,
     seed: int,
     compiled: bool,
+    passages: Mapping[torch.device, Passage] | None = None,
 ) -> None:
     """One step of `params`, which all have gradients, in place.
 
     states: the optimizer's state of each parameter, ready for the step.
     copies: BF16 copies of parameters, written along with them.
     seed, compiled: as in `CoatAdamW`.
+    passages: of states in host memory through each device; None: states are on the parameters' devices.
     """
     held = [local(p) for p in params]
     contiguous = [shard.contiguous() for shard in held]
@@ -77,7 +68,9 @@ def update_group(
     for key, bucket in _buckets(params, contiguous, grads, kinds, states, steps, copies).items():
         kind, group_size, *_ = key
         scaled = scaling._replace(grad_scale=_product(scaling.grad_scale, scales[kind]))
-        _launch(group, bucket, scaled, group_size, seed, compiled)
+        device = bucket[0].param.device
+        for part in [bucket] if passages is None else passages[device].through(bucket, group_size):
+            _launch(group, part, scaled, group_size, seed, compiled)
     for shard, updated in zip(held, contiguous, strict=True):
         if updated is not shard:
             shard.copy_(updated)
@@ -95,9 +88,9 @@ def _buckets(
     states: list[dict[str, Any]],
     steps: list[torch.Tensor],
     copies: Mapping[torch.Tensor, torch.Tensor],
-) -> dict[tuple, list[_Operands]]:
+) -> dict[tuple, list[Operands]]:
     """Pieces by launch. Pieces of one launch have equal `kinds`, group size, device, dtypes and codecs."""
-    buckets: dict[tuple, list[_Operands]] = defaultdict(list)
+    buckets: dict[tuple, list[Operands]] = defaultdict(list)
     for p, param, grad, kind, state, step in zip(
         params, contiguous, grads, kinds, states, steps, strict=True
     ):
@@ -111,7 +104,7 @@ def _buckets(
         # either all BF16 parameters of a group have remainders, or none
         key = kind, m.group_size, p.device, p.dtype, grad.dtype, copy is not None
         for first, second in zip(m.pieces, v.pieces, strict=True):
-            operands = _Operands(
+            operands = Operands(
                 _cut(param, first),
                 _cut(grad, first),
                 first,
@@ -126,7 +119,7 @@ def _buckets(
 
 def _launch(
     group: dict[str, Any],
-    bucket: list[_Operands],
+    bucket: list[Operands],
     scaling: Scaling,
     group_size: int,
     seed: int,

@@ -15,12 +15,16 @@ def link_partitions(wrapper, optimizer: CoatAdamW) -> None:
     wrapper: DeepSpeed's wrapper of the optimizer: ZeRO 1, 2 or 3, BF16_Optimizer, stage 0's FP16_Optimizer,
     or any other wrapper that passes the parameters on unchanged.
     """
-    for group_index, flat, placed in partitions(wrapper, len(optimizer.param_groups)):
-        group = optimizer.param_groups[group_index]
-        fragments = [
-            Fragment(start, numel, offset, optimizer.keeps(p, group)) for p, start, numel, offset in placed
-        ]
-        optimizer.set_fragments(flat, fragments, group_index)
+    groups = optimizer.param_groups
+    placed = [
+        (
+            flat,
+            [Fragment(start, n, offset, optimizer.keeps(p, groups[i])) for p, start, n, offset in parts],
+            i,
+        )
+        for i, flat, parts in partitions(wrapper, len(groups))
+    ]
+    optimizer.set_fragments(placed)
 
 
 Placed = tuple[torch.Tensor, int, int, int]

@@ -99,14 +99,13 @@ class MegatronAdamW(CoatAdamW, torch.optim.AdamW):
         """Registers the parts of the model's parameters that this optimizer holds (the group, the tensor, and
         its place in the parameter), and creates the states."""
         self._distributed = distributed
-        for index, p, fragment in groups:
-            self.set_fragments(p, [fragment], index)
+        self.set_fragments((p, [fragment], index) for index, p, fragment in groups)
 
     def keep(self, p: torch.Tensor, whether: bool = True) -> None:
         """Same as `CoatAdamW.keep`. `p` is a tensor that this optimizer holds and that `link` has
         registered."""
         (fragment,) = self._layouts.fragments[p]
-        self.set_fragments(p, [fragment._replace(kept=whether)], self._layouts.group_index[p])
+        self.set_fragments([(p, [fragment._replace(kept=whether)], self._layouts.group_index[p])])
 
     def tensors_of(self, p: torch.Tensor) -> dict[str, torch.Tensor]:
         """`param`, `exp_avg` and `exp_avg_sq` of `p`, FP32 and of its shape. An FP32 parameter is returned

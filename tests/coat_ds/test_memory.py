@@ -35,7 +35,9 @@ def stepped(p=None, **options):
     p = nn.Parameter(values(NUMEL, seed=0)) if p is None else p
     optimizer = CoatAdamW([p], min_numel=0, **options)
     # a border within a group, as ZeRO makes them
-    optimizer.set_fragments(p, [Fragment(0, 1300, 0, False), Fragment(1300, p.numel() - 1300, 0, False)], 0)
+    optimizer.set_fragments(
+        [(p, [Fragment(0, 1300, 0, False), Fragment(1300, p.numel() - 1300, 0, False)], 0)]
+    )
     for seed in range(2):
         p.grad = values(p.numel(), seed=seed).to(p.device, p.dtype)
         optimizer.step()
@@ -77,7 +79,9 @@ def written_within(optimizer):
 def kept(optimizer):
     (p,) = optimizer.state
     with Made() as made:
-        optimizer.set_fragments(p, [Fragment(0, 1300, 0, True), Fragment(1300, NUMEL - 1300, 0, False)], 0)
+        optimizer.set_fragments(
+            [(p, [Fragment(0, 1300, 0, True), Fragment(1300, NUMEL - 1300, 0, False)], 0)]
+        )
     return made
 
 

@@ -171,7 +171,7 @@ def test_copies_of_the_optimizer():
 def test_an_optimizer_that_an_earlier_version_pickled_goes_on():
     params, optimizer = trained()
     optimizer.keep(params[0])
-    optimizer.set_fragments(params[1], [Fragment(0, params[1].numel(), 0, True)], 0)
+    optimizer.set_fragments([(params[1], [Fragment(0, params[1].numel(), 0, True)], 0)])
     state = optimizer.__getstate__()
     layouts = state.pop("_layouts")
     # the first versions had none

@@ -402,7 +402,7 @@ def test_states_are_made_and_arranged_part_by_part(numel, monkeypatch):
     optimizer = CoatAdamW([p], lr=1e-3, min_numel=0)
     borders = (((0, numel),), ((0, 1300), (1300, numel)))
     with Made() as made:
-        optimizer.set_fragments(p, _fragments(borders[0]), 0)
+        optimizer.set_fragments([(p, _fragments(borders[0]), 0)])
     assert made.over(256) == {torch.uint8: 1, torch.int8: 1}
     for seed in range(3):
         p.grad = values(numel, seed=seed)
@@ -411,13 +411,13 @@ def test_states_are_made_and_arranged_part_by_part(numel, monkeypatch):
     codes = stored_of(*(optimizer.state[p][name] for name in MOMENTS))
     for loaded in (saved, {name: value for name, value in saved.items() if name != "coat"}):
         resumed = CoatAdamW([p], lr=1e-3, min_numel=0)
-        resumed.set_fragments(p, _fragments(borders[0]), 0)
+        resumed.set_fragments([(p, _fragments(borders[0]), 0)])
         with Made() as made:
             resumed.load_state_dict(loaded)
         assert made.over(256 + 128) == {torch.uint8: 1, torch.int8: 1}
         assert equal(codes, stored_of(*(resumed.state[p][name] for name in MOMENTS)))
     with Made() as made:
-        optimizer.set_fragments(p, _fragments(borders[1]), 0)
+        optimizer.set_fragments([(p, _fragments(borders[1]), 0)])
     assert made.over(256 + 2 * 128) == {torch.uint8: 2, torch.int8: 2}
     for name, old, new in zip(MOMENTS, before, optimizer.moments(p), strict=True):
         # groups that another border cuts are re-encoded: off by half the distance of two codes at most

@@ -217,7 +217,9 @@ def test_parts_of_a_flat_partition_say_what_they_say_as_tensors():
     def flat_sums():
         p = torch.nn.Parameter(torch.ones(sum(sizes)))
         made = CoatAdamW([p], min_numel=0)
-        made.set_fragments(p, [Fragment(s, n, 0, k) for s, n, k in zip(starts, sizes, kept, strict=True)], 0)
+        made.set_fragments(
+            [(p, [Fragment(s, n, 0, k) for s, n, k in zip(starts, sizes, kept, strict=True)], 0)]
+        )
         p.grad = torch.cat(grads)
         made.step()
         return sums_of(

@@ -1,0 +1,376 @@
+"""Optimizer states in pinned host memory, which pass through the GPU during a step.
+
+All states of a rank lie in one allocation. A step cuts them into chunks. Each chunk is copied to the GPU,
+stepped there by the kernel that steps resident states, and copied back. Copies in, steps and copies out run
+on three CUDA streams, so that they overlap. Groups of elements are stepped independently of each other, so
+the results have the same bits as those of resident states.
+
+Tensors on the CPU take the same path with plain copies.
+"""
+
+import contextlib
+import mmap
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from coat_ds.optim.layouts import Layouts
+from coat_ds.optim.moment import Moment
+from coat_ds.optim.options import SECOND_FIRST, has_remainder
+from coat_ds.optim.pieces import Piece, made_of
+from coat_ds.optim.shards import laid_out_like, local
+from coat_kernels.codecs import Storage
+
+# elements per chunk. On an H100, chunks of 2^22 elements take 2.7 times as long, chunks of 2^26 1.2 times
+CHUNK = 2**24
+# chunks that are on the GPU at once: one is copied in, one stepped, one copied out, and one waits
+SLOTS = 4
+# bytes; the kernel loads 16 bytes at once, and the copy engines are slower from other addresses
+ALIGNMENT = 256
+# elements: the ends of parts are whole groups, whose first elements are aligned in every tensor
+UNIT = 256
+MEMORY_INFO = Path("/proc/meminfo")
+CGROUP = Path("/sys/fs/cgroup")
+
+
+class HostMemoryError(RuntimeError):
+    """The host has too little memory for the states, or does not let CUDA pin it."""
+
+
+class HostStates:
+    """The host memory of one optimizer's states, and where the state of each parameter lies in it."""
+
+    def __init__(self) -> None:
+        self._pages: list[Pages] = []
+        # bytes of the last pages that states take
+        self._used = 0
+        # pages, first byte and number of bytes of each state
+        self._slices: dict[torch.Tensor, tuple[Pages, int, int]] = {}
+        self._placed: dict[torch.Tensor, tuple] = {}
+
+    def place(self, p: torch.Tensor, state: dict[str, Any], planned: Callable[[], int]) -> None:
+        """Moves the moments and the remainder in the state of `p` into the allocation, which is made first if
+        it does not exist. Does nothing if they are there.
+
+        planned: returns the bytes (`aligned`) of the states of all parameters, those of `p` included.
+        Raises HostMemoryError, before it allocates, if the host has too little memory.
+        """
+        second, first = (local(state[name]) for name in SECOND_FIRST)
+        remainder = local(state["remainder"]) if "remainder" in state else None
+        found = (second.pieces, first.pieces, remainder)
+        if p in self._placed and all(a is b for a, b in zip(self._placed[p], found, strict=True)):
+            return
+        held = [*second.stored(), *first.alone().stored(), *([] if remainder is None else [remainder])]
+        pages, begin = self._slice(p, sum(map(aligned, held)), planned)
+        if any(pages.address <= t.data_ptr() < pages.address + len(pages) for t in held):
+            # they may move within the slice
+            held = list(map(torch.clone, held))
+        moved = iter(held)
+
+        def placed(_) -> torch.Tensor:
+            nonlocal begin
+            old = next(moved)
+            new = pages.view(begin, old.numel(), old.dtype).view(old.shape)
+            begin += aligned(old)
+            return new.copy_(old)
+
+        second = Moment(made_of(second.pieces, placed), second.group_size, second.shape)
+        first = Moment(made_of(first.pieces, placed), first.group_size, first.shape).beside(second)
+        state["exp_avg_sq"], state["exp_avg"] = laid_out_like(p, second), laid_out_like(p, first)
+        if remainder is not None:
+            remainder = placed(remainder)
+            state["remainder"] = laid_out_like(p, remainder)
+        self._placed[p] = (second.pieces, first.pieces, remainder)
+
+    def _slice(self, p: torch.Tensor, size: int, planned: Callable[[], int]) -> tuple["Pages", int]:
+        """Pages and first byte of `size` bytes for the state of `p`."""
+        if p not in self._slices or self._slices[p][2] != size:
+            if not self._pages or self._used + size > len(self._pages[-1]) - ALIGNMENT:
+                room = size if self._pages else max(size, planned())
+                # the rest keeps runs of bytes from going on in other pages
+                self._pages.append(allocate(room + ALIGNMENT, p.device))
+                self._used = 0
+            self._slices[p] = self._pages[-1], self._used, size
+            self._used += size
+        return self._slices[p][:2]
+
+    def bytes_at(self, start: int, stop: int) -> torch.Tensor:
+        """The bytes from address `start` to address `stop`, both in states that have been placed."""
+        pages = next(x for x in self._pages if x.address <= start < x.address + len(x))
+        return pages.view(start - pages.address, stop - start, torch.uint8)
+
+
+def host_bytes(p: torch.Tensor, group: dict[str, Any], layouts: Layouts) -> int:
+    """The bytes of the state of `p` in the allocation."""
+    shape, size = local(p).shape, 0
+    for name in SECOND_FIRST:
+        moment = Moment.zeros(shape, layouts.layout_of(p, group, name), group["group_size"], "meta")
+        size += sum(map(aligned, moment.stored()))
+    return size + (
+        aligned(torch.empty(shape, dtype=torch.int16, device="meta")) if has_remainder(p, group) else 0
+    )
+
+
+def aligned(x: torch.Tensor) -> int:
+    """The bytes of `x` in the allocation."""
+    return -(-x.nbytes // ALIGNMENT) * ALIGNMENT
+
+
+class Operands(NamedTuple):
+    """The tensors that a launch reads and writes for one piece of a parameter."""
+
+    param: torch.Tensor
+    grad: torch.Tensor
+    exp_avg: Piece
+    exp_avg_sq: Piece
+    step: torch.Tensor
+    remainder: torch.Tensor | None
+    copy: torch.Tensor | None
+
+    def part(self, begin: int, end: int, group_size: int) -> "Operands":
+        """The elements from `begin`, a multiple of `group_size`, to `end`, exclusive."""
+        first, last = begin // group_size, -(-end // group_size)
+
+        def cut(x: torch.Tensor) -> torch.Tensor:
+            return x.view(-1)[begin:end]
+
+        def groups(piece: Piece) -> Piece:
+            return piece._replace(storage=piece.storage.groups(first, last, group_size))
+
+        return self._replace(
+            param=cut(self.param),
+            grad=cut(self.grad),
+            exp_avg=groups(self.exp_avg),
+            exp_avg_sq=groups(self.exp_avg_sq),
+            remainder=None if self.remainder is None else cut(self.remainder),
+            copy=None if self.copy is None else cut(self.copy),
+        )
+
+    @property
+    def states(self) -> list[torch.Tensor]:
+        extra = () if self.remainder is None else (self.remainder,)
+        return [*self.exp_avg_sq.storage, *self.exp_avg.storage, *extra]
+
+    def with_states(self, states: Iterator[torch.Tensor]) -> "Operands":
+        """The same, with other tensors in place of `states`."""
+        second, first = (Storage(*(next(states) for _ in Storage._fields)) for _ in range(2))
+        return self._replace(
+            exp_avg_sq=self.exp_avg_sq._replace(storage=second),
+            exp_avg=self.exp_avg._replace(storage=first),
+            remainder=None if self.remainder is None else next(states),
+        )
+
+
+def chunks_of(bucket: list[Operands], group_size: int) -> Iterator[list[Operands]]:
+    """The operands of a launch, cut and joined to chunks of at most `CHUNK` elements."""
+    chunk: list[Operands] = []
+    room = CHUNK
+    for whole in bucket:
+        begin, numel = 0, whole.param.numel()
+        while begin < numel:
+            end = min(numel, begin + room)
+            chunk.append(whole.part(begin, end, group_size))
+            room = (room - (end - begin)) // UNIT * UNIT
+            if not room:
+                yield chunk
+                chunk, room = [], CHUNK
+            begin = end
+    if chunk:
+        yield chunk
+
+
+class Run(NamedTuple):
+    """Consecutive bytes of host memory, from one address to another, and their place in a slot."""
+
+    start: int
+    stop: int
+    begin: int
+    """First byte in the slot."""
+
+    @property
+    def end(self) -> int:
+        return self.begin + self.stop - self.start
+
+
+def runs_of(states: list[torch.Tensor]) -> tuple[list[Run], list[int]]:
+    """The bytes that hold `states`, as few runs as possible, and the first byte of each tensor in a slot."""
+    runs: list[Run] = []
+    places = []
+    for t in states:
+        if not t.numel():
+            places.append(0)
+            continue
+        at = t.data_ptr()
+        if runs and 0 <= at - runs[-1].stop < ALIGNMENT:
+            runs[-1] = runs[-1]._replace(stop=at + t.nbytes)
+        else:
+            # at the same distance from an aligned address as in host memory
+            begin = -(-runs[-1].end // ALIGNMENT) * ALIGNMENT if runs else 0
+            runs.append(Run(at, at + t.nbytes, begin + at % ALIGNMENT))
+        places.append(runs[-1].begin + at - runs[-1].start)
+    return runs, places
+
+
+class Passage:
+    """The way of the states through the GPU during one step."""
+
+    def __init__(self, host: HostStates, device: torch.device):
+        self._host, self._device, self._is_cuda = host, device, device.type == "cuda"
+        self._slots: list[torch.Tensor] = []
+        # the old slots of this step, which copies may still read
+        self._dropped: list[torch.Tensor] = []
+        self._free: list[torch.cuda.Event | None] = [None] * SLOTS
+        self._next = 0
+        if self._is_cuda:
+            if torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    "CoatAdamW: offload: found a step with offload='cpu' captured in a CUDA graph, which "
+                    "cannot wait for host memory. Run the step eagerly, or keep the states on the GPU."
+                )
+            self._in, self._out = torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+    def through(self, bucket: list[Operands], group_size: int) -> Iterator[list[Operands]]:
+        """The operands of a launch in chunks, with their states on the GPU while the caller holds a chunk."""
+        chunks = list(chunks_of(bucket, group_size))
+        plans = [runs_of([t for x in chunk for t in x.states]) for chunk in chunks]
+        self._make_slots(max(runs[-1].end for runs, _ in plans))
+        for chunk, (runs, places) in zip(chunks, plans, strict=True):
+            number, self._next = self._next, (self._next + 1) % SLOTS
+            slot = self._slots[number]
+            copies = [(slot[x.begin : x.end], self._host.bytes_at(x.start, x.stop)) for x in runs]
+            with self._copying_in(number):
+                for there, here in copies:
+                    there.copy_(here, non_blocking=True)
+            at = iter(places)
+            yield [
+                x.with_states(
+                    iter([slot[(b := next(at)) : b + t.nbytes].view(t.dtype).view(t.shape) for t in x.states])
+                )
+                for x in chunk
+            ]
+            with self._copying_out(number):
+                for there, here in copies:
+                    here.copy_(there, non_blocking=True)
+
+    def end(self) -> None:
+        """Waits until all states are back: the CPU may read them at any time, and other streams may use the
+        memory of the slots."""
+        if self._is_cuda:
+            self._out.synchronize()
+
+    def _make_slots(self, size: int) -> None:
+        if self._slots and self._slots[0].numel() >= size:
+            return
+        self._dropped += self._slots
+        self._slots = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(SLOTS)]
+        self._free = [None] * SLOTS
+        if self._is_cuda:
+            # the current stream may still use memory that the allocator has given to the slots
+            self._in.wait_stream(torch.cuda.current_stream(self._device))
+
+    @contextlib.contextmanager
+    def _copying_in(self, number: int) -> Iterator[None]:
+        if not self._is_cuda:
+            yield
+            return
+        with torch.cuda.stream(self._in):
+            if (free := self._free[number]) is not None:
+                self._in.wait_event(free)
+            yield
+            arrived = self._in.record_event()
+        torch.cuda.current_stream(self._device).wait_event(arrived)
+
+    @contextlib.contextmanager
+    def _copying_out(self, number: int) -> Iterator[None]:
+        if not self._is_cuda:
+            yield
+            return
+        self._out.wait_event(torch.cuda.current_stream(self._device).record_event())
+        with torch.cuda.stream(self._out):
+            yield
+            self._free[number] = self._out.record_event()
+
+
+class Passages(dict[torch.device, Passage]):
+    """The passages of one step, by device."""
+
+    def __init__(self, host: HostStates):
+        self._host = host
+
+    def __missing__(self, device: torch.device) -> Passage:
+        return self.setdefault(device, Passage(self._host, device))
+
+
+class Pages(mmap.mmap):
+    """Anonymous pages of host memory, which CUDA may have pinned."""
+
+    def __init__(self, *_, **__):
+        self.address = torch.frombuffer(self, dtype=torch.uint8, count=1).data_ptr()
+        # the process that has pinned them
+        self.pinned_by: int | None = None
+
+    def __del__(self):
+        # a forked process has no part in CUDA
+        if self.pinned_by == os.getpid():
+            torch.cuda.synchronize()
+            torch.cuda.cudart().cudaHostUnregister(self.address)
+
+    def view(self, begin: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """`numel` elements from byte `begin` on. The tensor has a storage of its own: files hold whole
+        storages."""
+        if not numel:
+            return torch.empty(0, dtype=dtype)
+        return torch.frombuffer(self, dtype=dtype, count=numel, offset=begin)
+
+
+def allocate(size: int, device: torch.device) -> Pages:
+    """`size` bytes of host memory, pinned if `device` is a GPU.
+
+    torch's own allocator of pinned memory rounds up to a power of two.
+    Raises HostMemoryError if the host has less memory, or CUDA does not pin it.
+    """
+    check_room(size)
+    pages = Pages(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if device.type == "cuda":
+        with contextlib.suppress(OSError):
+            pages.madvise(mmap.MADV_HUGEPAGE)
+        # after a fork, a write would move a page away from where CUDA has pinned it
+        pages.madvise(mmap.MADV_DONTFORK)
+        if error := int(torch.cuda.cudart().cudaHostRegister(pages.address, len(pages), 0)):
+            raise HostMemoryError(
+                f"CoatAdamW: offload: CUDA did not pin {size:,} bytes of host memory (cudaHostRegister: "
+                f"error {error}). Free host memory, or keep the states on the GPU."
+            )
+        pages.pinned_by = os.getpid()
+    return pages
+
+
+def check_room(size: int) -> None:
+    """Raises HostMemoryError if the host has no room for `size` bytes in each process of this job."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    total, available = host_memory()
+    # other ranks may have allocated their part already: what is available is compared with this rank's part
+    if size * ranks > total or size > available:
+        raise HostMemoryError(
+            f"CoatAdamW: offload: states of {size:,} bytes in each of {ranks} processes of this host need "
+            f"{size * ranks:,} bytes; found {total:,} bytes of host memory, {available:,} of them available. "
+            "Use more hosts, or keep the states on the GPU."
+        )
+
+
+def host_memory() -> tuple[int, int]:
+    """Bytes of memory that this process may use, and that are available now; limits of its cgroup count."""
+    lines = (line.split() for line in MEMORY_INFO.read_text().splitlines())
+    info = {words[0]: 1024 * int(words[1]) for words in lines}
+    total, available = info["MemTotal:"], info["MemAvailable:"]
+    for limit, usage in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        if (CGROUP / limit).exists() and (most := (CGROUP / limit).read_text().strip()).isdigit():
+            total = min(total, int(most))
+            available = min(available, int(most) - int((CGROUP / usage).read_text()))
+    return total, available

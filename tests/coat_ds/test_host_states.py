@@ -1,0 +1,204 @@
+"""States in host memory that pass through the device in chunks: the bits of resident states."""
+
+import copy
+import io
+from itertools import pairwise
+
+import pytest
+import torch
+
+from coat_ds import CoatAdamW, state_bytes
+from coat_ds.optim import host_states
+from coat_ds.optim.fragments import Fragment
+from coat_ds.optim.host_states import HostMemoryError
+from tests.coat_ds.optimizers import assert_equal, through_file
+
+SHAPES = [(100, 130), (7,), (64, 64), (5000,), (3, 33, 100), (0,), (), (1, 4096)]
+EXPANDED = {"exp_avg_format": "fp8_expanded", "exp_avg_sq_format": "fp8_expanded"}
+KINDS = {
+    "fp32": (torch.float32, {}),
+    "bf16": (torch.bfloat16, {}),
+    "bf16 stochastic": (torch.bfloat16, {"bf16_params": "stochastic", "seed": 3}),
+    "expanded": (torch.float32, EXPANDED),
+    "fp32 moments": (torch.bfloat16, {"min_numel": 2**30}),
+    "groups of 64": (torch.bfloat16, {"group_size": 64, "exp_avg_format": "fp32"}),
+}
+STEPS = 20
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    """Chunks that cut large tensors, at no multiple of the kernel's tiles, and join small ones."""
+    monkeypatch.setattr(host_states, "CHUNK", 13 * 256)
+
+
+def made(device, dtype, offload, **options):
+    generator = torch.Generator().manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(s, generator=generator).to(device, dtype)) for s in SHAPES]
+    # contiguous for nobody
+    params.append(torch.nn.Parameter(torch.randn(90, 70, generator=generator).to(device, dtype).t()))
+    params.append(torch.nn.Parameter(torch.ones(5000, device=device, dtype=dtype), requires_grad=False))
+    groups = [
+        {"params": params[:4]},
+        {"params": params[4:], "lr": 2e-3, "weight_decay": 0.0, "maximize": True},
+    ]
+    return params, CoatAdamW(groups, **{"lr": 1e-2, "min_numel": 100, **options}, offload=offload)
+
+
+def set_grads(params, step):
+    """Gradients of some parameters, others in each step."""
+    generator = torch.Generator().manual_seed(step)
+    for i, p in enumerate(params):
+        g = torch.randn(p.shape, generator=generator).to(p.device, p.dtype)
+        p.grad = g if p.requires_grad and (i + step) % 4 else None
+
+
+def train(params, optimizer, steps, first=0):
+    flag = torch.zeros((), device=params[0].device)
+    for step in range(first, first + steps):
+        set_grads(params, step)
+        # as a gradient scaler does, which skips the fourth step
+        optimizer.found_inf = flag.fill_(float(step == 3))
+        optimizer.step(grad_scale=torch.tensor(0.5, device=flag.device))
+
+
+def stored(optimizer):
+    """All tensors of the states, in order."""
+    out = []
+    for p in (p for group in optimizer.param_groups for p in group["params"]):
+        state = optimizer.state.get(p, {})
+        out += [
+            t for name in ("exp_avg", "exp_avg_sq") if name in state for t in state[name].alone().stored()
+        ]
+        out += [state[name] for name in ("remainder", "step") if name in state]
+    return [t.cpu() for t in out]
+
+
+def allocations(optimizer):
+    """The parts of host memory that the states lie in, consecutive except for less than an alignment."""
+    spans = sorted(
+        (t.data_ptr(), t.data_ptr() + t.nbytes)
+        for state in optimizer.state.values()
+        for t in (*state["exp_avg"].stored(), *state["exp_avg_sq"].stored(), state.get("remainder"))
+        if t is not None and t.numel()
+    )
+    return 1 + sum(after - end >= host_states.ALIGNMENT for (_, end), (after, _) in pairwise(spans))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_have_the_bits_of_resident_states(kind, device):
+    dtype, options = KINDS[kind]
+    (params, resident), (others, host) = (made(device, dtype, where, **options) for where in ("none", "cpu"))
+    train(params, resident, STEPS)
+    train(others, host, STEPS)
+    assert_equal(params, others)
+    assert_equal(stored(resident), stored(host))
+    assert state_bytes(resident) == state_bytes(host)
+
+
+def test_all_states_lie_in_one_pinned_allocation(device):
+    params, optimizer = made(device, torch.bfloat16, "cpu")
+    optimizer.init_states()
+    assert allocations(optimizer) == 1
+    moments = [state["exp_avg"] for state in optimizer.state.values()]
+    assert all(m.device.type == "cpu" and (m.is_pinned() or device.type == "cpu") for m in moments)
+    train(params, optimizer, 2)
+    optimizer.load_state_dict(through_file(optimizer.state_dict()))
+    assert allocations(optimizer) == 1
+
+
+@pytest.mark.parametrize("layout", ["stock", "compressed"])
+@pytest.mark.parametrize("there", ["none", "cpu"])
+def test_resumes_to_the_bit_on_either_side(layout, there, device):
+    options = {"checkpoint_layout": layout}
+    params, whole = made(device, torch.bfloat16, "cpu", **options)
+    train(params, whole, 5)
+    saved, weights = through_file(whole.state_dict()), [p.detach().clone() for p in params]
+    train(params, whole, 5, first=5)
+    others, resumed = made(device, torch.bfloat16, there, **options)
+    with torch.no_grad():
+        for p, w in zip(others, weights, strict=True):
+            p.copy_(w)
+    resumed.load_state_dict(saved)
+    train(others, resumed, 5, first=5)
+    assert_equal(params, others)
+    assert_equal(stored(whole), stored(resumed))
+
+
+def test_a_stock_adamw_reads_the_checkpoint(device):
+    params, optimizer = made(device, torch.float32, "cpu")
+    train(params, optimizer, 3)
+    stock = torch.optim.AdamW([{"params": params[:4]}, {"params": params[4:]}])
+    stock.load_state_dict(optimizer.state_dict())
+    for p, state in stock.state.items():
+        assert_equal(optimizer.moments(p), [state["exp_avg"].cpu(), state["exp_avg_sq"].cpu()])
+
+
+def test_a_copy_and_a_pickle_go_on(device):
+    params, optimizer = made(device, torch.float32, "cpu")
+    train(params, optimizer, 3)
+    file = io.BytesIO()
+    torch.save((params, optimizer), file)
+    file.seek(0)
+    pickled = torch.load(file, weights_only=False)
+    copied = copy.deepcopy((params, optimizer))
+    train(params, optimizer, 3, first=3)
+    for others, other in (copied, pickled):
+        train(others, other, 3, first=3)
+        assert_equal(params, others)
+        assert allocations(other) == 1
+
+
+def test_flat_partitions_take_one_allocation(device):
+    flats = [torch.nn.Parameter(torch.randn(n, device=device)) for n in (5000, 9000)]
+    optimizer = CoatAdamW(flats, min_numel=0, offload="cpu")
+    optimizer.set_fragments(
+        (p, [Fragment(0, 1300, 0, True), Fragment(1300, p.numel() - 1300, 0, False)], 0) for p in flats
+    )
+    assert allocations(optimizer) == 1
+    for p in flats:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "total, available, ranks, refused",
+    [(100, 100, 1, False), (100, 40, 1, True), (100, 100, 4, True), (1000, 60, 4, False)],
+)
+def test_too_little_host_memory_is_found_before_it_is_allocated(
+    total, available, ranks, refused, device, monkeypatch, tmp_path
+):
+    """One process of four may find memory that the other three have taken already."""
+    p = torch.nn.Parameter(torch.ones(2**20, device=device))
+    # codes, a scale of each group of both moments, an exponent of each group of one; and the end
+    size = 2 * 2**20 + 2 * 4 * 2**13 + 2**13 + 256
+    unit = -(-size // (50 * 1024))
+    info = tmp_path / "meminfo"
+    info.write_text(f"MemTotal: {total * unit} kB\nMemAvailable: {available * unit} kB\n")
+    monkeypatch.setattr(host_states, "MEMORY_INFO", info)
+    monkeypatch.setattr(host_states, "CGROUP", tmp_path)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    optimizer = CoatAdamW([p], offload="cpu")
+    if not refused:
+        optimizer.init_states()
+        return
+    with pytest.raises(HostMemoryError, match=rf"{size:,} bytes in each of {ranks} processes"):
+        optimizer.init_states()
+    assert not optimizer.state[p].get("remainder")
+
+
+def test_limits_of_the_cgroup_count(monkeypatch, tmp_path):
+    monkeypatch.setattr(host_states, "CGROUP", tmp_path)
+    total, available = host_states.host_memory()
+    (tmp_path / "memory.max").write_text("max\n")
+    assert host_states.host_memory()[0] == total
+    (tmp_path / "memory.max").write_text("5000\n")
+    (tmp_path / "memory.current").write_text("3000\n")
+    assert host_states.host_memory() == (5000, 2000) and available > 2000
+
+
+def test_an_unknown_place_is_refused():
+    with pytest.raises(ValueError, match="CoatAdamW: offload: expected one of 'none', 'cpu'; found 'gpu'"):
+        CoatAdamW([torch.nn.Parameter(torch.ones(3))], offload="gpu")
