@@ -174,7 +174,7 @@ class StateSampler:
             grad = torch.cat(grads).float()
             for factor in factors:
                 grad = grad * factor.to(grad.device)
-            self._samples[rule] = _Sample(places, _copied(places, optimizer.state), grad)
+            self._samples[rule] = _Sample(places, _copied(places, optimizer.state), grad.to(rule.device))
 
     def _choose(self, p: torch.Tensor, i: int, m: Moment) -> list[_Place]:
         """Groups of a piece, evenly spread over each tensor in it."""

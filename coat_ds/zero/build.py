@@ -36,6 +36,7 @@ def optimizer_for_engine(coat: CoatConfig, config: Mapping[str, Any], optimizer:
         "keep_fp32": rule,
         "checkpoint_layout": coat.optimizer.checkpoint_layout,
         "compiled": offloads(config),
+        "offload": coat.optimizer.offload,
         "log": say,
     }
 
@@ -148,7 +149,7 @@ def _fused_adam_class() -> type[CoatAdamW]:
 def idle_options(found: CoatAdamW, wanted: OptimizerConfig) -> list[str]:
     """A line for each key of the block whose value differs from the option of the script's own CoatAdamW."""
     usual = OptimizerConfig()
-    asked = {name: getattr(wanted, name) for name in (*LAYOUT, "keep_fp32", "checkpoint_layout")}
+    asked = {name: getattr(wanted, name) for name in (*LAYOUT, "keep_fp32", "checkpoint_layout", "offload")}
     return [
         f"coat.optimizer.{name}: found {value!r}, of no effect: the script's own CoatAdamW is used as it is. "
         f"Give it {name}={value!r}, or drop the key."

@@ -211,8 +211,11 @@ def _without_states(wrapper) -> Iterator[None]:
 def _move_states(
     optimizer: CoatAdamW, device: str, pin_memory: bool, non_blocking: bool
 ) -> list[torch.Tensor]:
-    """Puts all states on `device`, into pinned memory if they come from a GPU. Returns the old tensors."""
-    moved = []
+    """Puts all states on `device`, into pinned memory if they come from a GPU. Returns the old tensors.
+    States that stream from host memory stay there."""
+    moved: list[torch.Tensor] = []
+    if optimizer.offloads:
+        return moved
     for state in optimizer.state.values():
         first, second = (state.get(name) for name in MOMENTS)
         together = isinstance(first, Moment) and isinstance(second, Moment) and first.is_beside(second)

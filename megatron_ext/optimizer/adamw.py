@@ -114,7 +114,7 @@ class MegatronAdamW(CoatAdamW, torch.optim.AdamW):
         if "remainder" in state:
             param = torch.empty(p.shape, dtype=torch.float32, device="cpu")
             for part in parts_of(p.numel()):
-                held = (x.view(-1)[part] for x in (p, state["remainder"]))
+                held = (x.view(-1)[part].to(p.device) for x in (p, state["remainder"]))
                 param.view(-1)[part] = join_master(*held)
         return {
             "param": param if param.dtype == torch.float32 else param.cpu().float(),

@@ -166,7 +166,8 @@ def install(coat: CoatConfig | None = None) -> None:
         patch.check()
     require("megatron-core", f"{_DISTRIBUTED}._get_model_param_range_map", ("param",), _WAY_OUT)
     # `link` sets which tensors keep FP32 moments: Megatron passes no names
-    options = {name: getattr(coat.optimizer, name) for name in LAYOUT} | {"keep_fp32": (), "log": _say}
+    options = {name: getattr(coat.optimizer, name) for name in (*LAYOUT, "offload")}
+    options |= {"keep_fp32": (), "log": _say}
     adam = functools.partial(MegatronAdamW, counts_in_groups=not IS_TORCH.original(), **options)
 
     BUILD.apply(functools.partial(_building, coat, adam))

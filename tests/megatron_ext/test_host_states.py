@@ -1,0 +1,71 @@
+"""`"offload": "cpu"` in Megatron's optimizers on two ranks: the bits of resident states, and checkpoints."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from coat_ds.config import CoatConfig
+from coat_ds.optim import host_states
+from tests.megatron_ext.test_optimizer import MODES, SHARDINGS, Trainer
+from tests.util import run_distributed
+
+
+def _installed(offload):
+    from megatron_ext.optimizer import seam
+
+    seam.uninstall()
+    seam.install(CoatConfig.from_dict({"enabled": True, "optimizer": {"offload": offload}}))
+
+
+def _same(xs, ys):
+    return len(xs) == len(ys) and all(map(torch.equal, xs, ys))
+
+
+def _allocations(trainer):
+    return [
+        len(o.optimizer._host._pages)
+        for o in getattr(trainer.optimizer, "chained_optimizers", [trainer.optimizer])
+    ]
+
+
+def _run(mode, folder):
+    _installed("none")
+    resident = Trainer(mode)
+    losses = resident.steps(0, 1, 2)
+    _installed("cpu")
+    host = Trainer(mode)
+    found = {"losses": host.steps(0, 1, 2) == losses, "states": _same(resident.tensors(), host.tensors())}
+    for sharding in SHARDINGS[mode]:
+        host.save(f"{folder}/{sharding}", sharding)
+    after = host.steps(3)
+    for sharding in SHARDINGS[mode]:
+        for offload in ("none", "cpu"):
+            _installed(offload)
+            again = Trainer(mode).load(f"{folder}/{sharding}", sharding)
+            same = again.steps(3) == after and _same(again.tensors(), host.tensors())
+            found[f"{sharding} into {offload}"] = same
+    found["one allocation"] = _allocations(host) == _allocations(again) == [1]
+    return found
+
+
+def _train(folder):
+    from megatron_ext import cpu
+    from megatron_ext.model import initialize_model_parallel
+
+    cpu.enable()
+    dist.init_process_group("gloo")
+    initialize_model_parallel()
+    host_states.CHUNK = 13 * 256
+    with cpu.no_cuda():
+        return {mode: _run(mode, f"{folder}/{mode}") for mode in MODES}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    return run_distributed(_train, 2, str(tmp_path_factory.mktemp("states")))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_optimizers_step_as_with_resident_states(found, mode):
+    for rank in found:
+        assert rank[mode] == dict.fromkeys(rank[mode], True)
