@@ -279,6 +279,12 @@ def fit(results: Results) -> str:
             f"{percent(smallest['ms'] / coat['ms'] - 1)} slower; [loss](numerics.md#pre-training)",
         ],
         [
+            "`states`",
+            '`"optimizer": {"offload": "cpu"}` in the block',
+            "all of them",
+            "[copies in each step](#states-in-host-memory)",
+        ],
+        [
             "`gradients`, `weights`",
             "a higher ZeRO `stage`",
             "2 bytes per parameter each, divided by the GPUs",

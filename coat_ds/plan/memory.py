@@ -40,6 +40,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 
+from coat_ds.optim.host_states import CHUNK, SLOTS
 from coat_ds.plan.experts import BF16, FP32, Experts
 from coat_ds.plan.gathers import Gathered, Module, replay
 from coat_ds.plan.layout import Layout
@@ -105,7 +106,8 @@ class Prediction:
 
     moments: tuple[Memory, ...]
     host: float
-    """Bytes in the CPU's memory for each GPU: of masters, states and gradients, and of parts of weights."""
+    """Bytes in the CPU's memory for each GPU: of masters, states and gradients, and of parts of weights; of
+    states alone, if they stream."""
     in_one_piece: float
     """Bytes of the gradients that ZeRO-1 allocates after each backward, in one tensor."""
     may_wait: bool
@@ -196,6 +198,8 @@ class _Stage:
     def _held(self) -> dict[str, float]:
         sizes, layout, system = self.sizes, self.layout, self.system
         masters, states = (0, 0) if self.on_cpu else self._states()
+        if system.streams:
+            states = 0
         weights = BF16 * self.parameters
         if layout.stage == 3:
             weights = 0 if layout.parameter_device == "cpu" else weights / layout.data
@@ -228,8 +232,12 @@ class _Stage:
 
     def _on_host(self) -> float:
         layout = self.layout
-        # and gradients in FP32
-        found = sum(self._states()) + FP32 * self.part if self.on_cpu else 0
+        found = 0.0
+        if self.on_cpu:
+            # and gradients in FP32
+            found = sum(self._states()) + FP32 * self.part
+        elif self.system.streams:
+            found = self._states()[1]
         if layout.parameter_device == "cpu":
             found += BF16 * self.part
         return found
@@ -510,7 +518,9 @@ class _Stage:
         if system.optimizer == "transformer_engine":
             # both moments in FP32, and gradients; what was flat is gone by then
             flat, wide = 0, (2 if self.in_one_buffer else 3) * FP32 * part
-        more = {"gathered": self._second_copies(), "temporaries": flat + wide}
+        # the chunks of states that are on the GPU at once
+        chunks = self._states()[1] * min(1, SLOTS * CHUNK / self.part) if system.streams else 0
+        more = {"gathered": self._second_copies(), "temporaries": flat + wide + chunks}
         return self._at("step", held, gradients=gradients, **more)
 
     def _stay_narrow(self) -> bool:

@@ -91,6 +91,8 @@ GPUS = {
 }
 # bytes a second between a GPU and the CPU, as measured from pinned memory to an H200
 HOST_LINK = 55 * GB
+# and in each direction, if both run at once (90.4 GB/s in all on an H100)
+TWO_WAY_LINK = 45 * GB
 # seconds an element of AdamW on 16 cores: 4.4 ns of one (benchmarks/results/adamw_cpu.csv)
 CPU_STEP = 4.4e-9 / 16
 # bytes per element that the optimizer's step moves besides reading and writing states and masters
@@ -166,6 +168,12 @@ def step_time(sizes: Sizes, layout: Layout, system: System, gpu: Gpu) -> Time:
     optimizer = stepped * per_element / gpu.copy
     if system.offload or layout.optimizer_device == "cpu":
         optimizer = stepped * ((_GRADIENT + _WEIGHT) / HOST_LINK + CPU_STEP)
+    elif system.streams:
+        # and 16 more bits of each master; nothing hides the copies
+        streamed = system.state_bytes() + 2 * (
+            system.bf16_masters and system.coat.optimizer.bf16_params == "exact"
+        )
+        optimizer = max(optimizer, stepped * streamed / TWO_WAY_LINK)
     bubble = (layout.pipeline - 1) / count * compute
     times = (count * products, count * attention, count * moved / gpu.copy, optimizer, messages, bubble)
     return Time(*(1e3 * seconds for seconds in times))

@@ -63,6 +63,11 @@ class System:
         cached = self.layers == "coat" and self.coat.activations.weight_cache == "fp8"
         return cached or self.layers == "transformer_engine"
 
+    @property
+    def streams(self) -> bool:
+        """States are in host memory and pass through the GPU in the step."""
+        return self.optimizer == "coat" and self.coat.optimizer.offload == "cpu"
+
     def state_bytes(self) -> float:
         """Bytes an element of what is compressed; the rest keeps FP32 moments."""
         if self.optimizer == "coat":
@@ -120,6 +125,7 @@ def coat(name: str, block: Mapping | None = None, **fields) -> System:
 # gradients in E4M3 make up for sums with fewer bits
 FASTEST = {"weight_cache": "fp8", "fast_accumulation": "all", "backward_format": "e4m3"}
 _STOCHASTIC = {"optimizer": {"bf16_params": "stochastic"}}
+_STREAMED = {"optimizer": {"offload": "cpu"}}
 
 
 @functools.cache
@@ -136,6 +142,7 @@ def rungs() -> dict[str, System]:
         coat("COAT, recomputed attention", recomputed),
         coat("COAT, smallest, recomputed attention", recomputed | _STOCHASTIC, bf16_masters=True),
         coat("COAT, recompute", {"fp8_activation_checkpointing": True}, recompute="full"),
+        coat("COAT, streamed states", recomputed | _STREAMED, bf16_masters=True),
         coat("COAT, offload", recomputed, offload=True),
     )
     return {system.name: system for system in found}

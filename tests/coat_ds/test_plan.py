@@ -99,6 +99,25 @@ def test_what_is_offloaded_takes_the_cpus_memory(stage):
         assert prediction.peak.weights == 2 * NORMS
 
 
+def test_states_that_stream_take_the_cpus_memory():
+    resident, streamed = (
+        coat("of BF16 masters", {"optimizer": {"offload": where}}, bf16_masters=True)
+        for where in ("none", "cpu")
+    )
+    spread = Layout(gpus=4, stage=2, sequence=8)
+    here, there = (plan.predict(SMALL, spread, system) for system in (resident, streamed))
+    assert (here.host, there.host) == (0, here.peak.states)
+    assert there.peak.states == 0 and there.peak.masters == here.peak.masters > 0
+    # a model smaller than a chunk passes through in one
+    (step,) = (memory for memory in there.moments if memory.moment == "step")
+    (usual,) = (memory for memory in here.moments if memory.moment == "step")
+    assert step.temporaries - usual.temporaries == pytest.approx(there.host)
+    # norms' FP32 moments are not in the time
+    times = (plan.step_time(SMALL, spread, s, plan.GPUS["h100"]).optimizer for s in (resident, streamed))
+    least = there.host / 45e9 * 1e3
+    assert next(times) < 0.1 * least and next(times) == pytest.approx(least, rel=0.1)
+
+
 def test_layers_are_recorded_where_they_are_small():
     """As `uses_graphs` draws the line: tokens of all ranks times a rank's part of a layer."""
     for tensor in (1, 2):
