@@ -204,7 +204,9 @@ def runs_of(states: list[torch.Tensor]) -> tuple[list[Run], list[int]]:
             places.append(0)
             continue
         at = t.data_ptr()
-        if runs and 0 <= at - runs[-1].stop < ALIGNMENT:
+        # between two whole tensors there is nothing; in front of a part there are bytes of an earlier chunk,
+        # whose copy back may be on its way
+        if runs and at % ALIGNMENT == 0 and 0 <= at - runs[-1].stop < ALIGNMENT:
             runs[-1] = runs[-1]._replace(stop=at + t.nbytes)
         else:
             # at the same distance from an aligned address as in host memory
@@ -237,6 +239,9 @@ class Passage:
         chunks = list(chunks_of(bucket, group_size))
         plans = [runs_of([t for x in chunk for t in x.states]) for chunk in chunks]
         self._make_slots(max(runs[-1].end for runs, _ in plans))
+        if self._is_cuda:
+            # a parameter that a group lists twice is stepped twice
+            self._in.wait_stream(self._out)
         for chunk, (runs, places) in zip(chunks, plans, strict=True):
             number, self._next = self._next, (self._next + 1) % SLOTS
             slot = self._slots[number]
@@ -350,7 +355,8 @@ def allocate(size: int, device: torch.device) -> Pages:
 
 def check_room(size: int) -> None:
     """Raises HostMemoryError if the host has no room for `size` bytes in each process of this job."""
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    # torchrun's name, and that of DeepSpeed's launcher
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
     total, available = host_memory()
     # other ranks may have allocated their part already: what is available is compared with this rank's part
     if size * ranks > total or size > available:
@@ -366,11 +372,9 @@ def host_memory() -> tuple[int, int]:
     lines = (line.split() for line in MEMORY_INFO.read_text().splitlines())
     info = {words[0]: 1024 * int(words[1]) for words in lines}
     total, available = info["MemTotal:"], info["MemAvailable:"]
-    for limit, usage in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
-        if (CGROUP / limit).exists() and (most := (CGROUP / limit).read_text().strip()).isdigit():
-            total = min(total, int(most))
-            available = min(available, int(most) - int((CGROUP / usage).read_text()))
+    if (limit := CGROUP / "memory.max").exists() and (most := limit.read_text().strip()).isdigit():
+        stat = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
+        # cached files give way
+        used = int((CGROUP / "memory.current").read_text()) - int(stat["file"]) + int(stat["shmem"])
+        total, available = min(total, int(most)), min(available, int(most) - used)
     return total, available

@@ -6,12 +6,17 @@ from itertools import pairwise
 
 import pytest
 import torch
+from torch.distributed.fsdp import fully_shard
 
 from coat_ds import CoatAdamW, state_bytes
 from coat_ds.optim import host_states
 from coat_ds.optim.fragments import Fragment
-from coat_ds.optim.host_states import HostMemoryError
+from coat_ds.optim.host_states import HostMemoryError, Operands, chunks_of, runs_of
+from coat_ds.optim.moment import Moment
+from coat_ds.optim.shards import local
 from tests.coat_ds.optimizers import assert_equal, through_file
+from tests.coat_ds.test_dtensor import VOCABULARY, build
+from tests.util import run_distributed
 
 SHAPES = [(100, 130), (7,), (64, 64), (5000,), (3, 33, 100), (0,), (), (1, 4096)]
 EXPANDED = {"exp_avg_format": "fp8_expanded", "exp_avg_sq_format": "fp8_expanded"}
@@ -127,6 +132,26 @@ def test_resumes_to_the_bit_on_either_side(layout, there, device):
     assert_equal(stored(whole), stored(resumed))
 
 
+@pytest.mark.parametrize("room", [256, 512, 2048])
+def test_no_chunk_copies_bytes_of_an_earlier_one(room):
+    """The copy back of the earlier chunk may still run when the later one is copied in."""
+    params = [torch.nn.Parameter(torch.ones(n)) for n in (host_states.CHUNK - room, 3000)]
+    optimizer = CoatAdamW(params, min_numel=0, offload="cpu")
+    optimizer.init_states()
+    states = [optimizer.state[p] for p in params]
+    whole = [
+        Operands(p.detach(), p.detach(), s["exp_avg"].piece, s["exp_avg_sq"].piece, s["step"], None, None)
+        for p, s in zip(params, states, strict=True)
+    ]
+    earlier: set[int] = set()
+    chunks = list(chunks_of(whole, 128))
+    for chunk in chunks:
+        tensors = [t for x in chunk for t in x.states]
+        runs, _ = runs_of(tensors)
+        assert earlier.isdisjoint(b for run in runs for b in range(run.start, run.stop))
+        earlier |= {b for t in tensors for b in range(t.data_ptr(), t.data_ptr() + t.nbytes)}
+
+
 def test_a_stock_adamw_reads_the_checkpoint(device):
     params, optimizer = made(device, torch.float32, "cpu")
     train(params, optimizer, 3)
@@ -163,6 +188,40 @@ def test_flat_partitions_take_one_allocation(device):
     optimizer.step()
 
 
+def shards(offload):
+    """Weights and states of this rank's shards after six steps, resumed after three by another optimizer."""
+    model = build(dtype=torch.bfloat16)
+    for part in model:
+        fully_shard(part)
+    fully_shard(model)
+    out, saved = [], None
+    for first in (0, 3):
+        optimizer = CoatAdamW(model.named_parameters(), lr=1e-2, min_numel=100, offload=offload)
+        if saved is not None:
+            optimizer.load_state_dict(saved)
+        for step in range(first, first + 3):
+            tokens = torch.randint(0, VOCABULARY, (4, 16), generator=torch.Generator().manual_seed(step))
+            model(tokens).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        saved = optimizer.state_dict()
+        states = [optimizer.state[p][name] for p in model.parameters() for name in ("exp_avg", "remainder")]
+        out += [local(p).clone() for p in model.parameters()] + [local(x).clone() for x in states]
+    return [x.decode() if isinstance(x, Moment) else x for x in out]
+
+
+def shard_both():
+    torch.distributed.init_process_group("gloo")
+    host_states.CHUNK = 13 * 256
+    return [shards(offload) for offload in ("none", "cpu")]
+
+
+def test_shards_of_fsdp2_step_as_resident_ones():
+    """Over two ranks. One row of the last layer lies on the second, of three."""
+    for resident, host in run_distributed(shard_both, 2):
+        assert_equal(resident, host)
+
+
 @pytest.mark.parametrize(
     "total, available, ranks, refused",
     [(100, 100, 1, False), (100, 40, 1, True), (100, 100, 4, True), (1000, 60, 4, False)],
@@ -195,7 +254,9 @@ def test_limits_of_the_cgroup_count(monkeypatch, tmp_path):
     (tmp_path / "memory.max").write_text("max\n")
     assert host_states.host_memory()[0] == total
     (tmp_path / "memory.max").write_text("5000\n")
-    (tmp_path / "memory.current").write_text("3000\n")
+    (tmp_path / "memory.current").write_text("4000\n")
+    # 1000 bytes of files, which give way, and shared memory, which does not
+    (tmp_path / "memory.stat").write_text("anon 2500\nfile 1500\nshmem 500\n")
     assert host_states.host_memory() == (5000, 2000) and available > 2000
 
 
