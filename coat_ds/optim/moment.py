@@ -65,14 +65,16 @@ class Moment(StoredTensor):
         """`x` (any shape, floating point) as a moment on the same device."""
         return cls.zeros(x.shape, layout, group_size, x.device).encode_(x)
 
-    def recover_(self, x: torch.Tensor) -> bool:
+    def recover_(self, x: torch.Tensor, worker: torch.device | None = None) -> bool:
         """Writes `x` (same number of elements, any floating point, on any device), in codes that decode to
         exactly `x` where such codes exist. Returns whether they exist for all groups.
+
+        worker: the device that encodes, part by part; by default the moment's.
         """
         exact, x = True, x.reshape(-1)
         for piece, beside in self.each_piece():
             into, values = Stored(piece.codec, piece.storage), x[piece.begin : piece.end]
-            exact &= recover_(into, values, self.group_size, beside)
+            exact &= recover_(into, values, self.group_size, beside, worker)
         return exact
 
     def beside(self, second: "Moment | None") -> Self:
@@ -129,8 +131,12 @@ class Moment(StoredTensor):
     def decode(self, device: torch.device | str | None = None) -> torch.Tensor:
         """The values as a plain tensor on `device`, by default the moment's, which may lack the memory."""
         x = torch.empty(self.numel(), dtype=torch.float32, device=device or self.device)
+        # states in pinned memory belong to a GPU, which decodes them many times as fast
+        pinned = self.device.type == "cpu" and any(t.is_pinned() for t in self.pieces[0].storage)
+        worker = torch.device("cuda") if pinned else self.device
         for codec, part, other, within, where in self._parts():
-            x[where] = codec.decode(part, self.group_size, other)[within]
+            other = None if other is None else other.to(worker)
+            x[where] = codec.decode(part.to(worker), self.group_size, other)[within].to(x.device)
         return x.view(self.shape)
 
     def encode_(self, x: torch.Tensor, only_changed: bool = False) -> Self:

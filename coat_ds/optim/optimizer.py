@@ -413,7 +413,7 @@ class CoatAdamW(torch.optim.Optimizer):
         second = local(self.state[p]["exp_avg_sq"]) if name == "exp_avg" else None
         device = self.state_device(p)
         moment = Moment.zeros(values.shape, layout, group["group_size"], device).beside(second)
-        exact = moment.recover_(values)
+        exact = moment.recover_(values, p.device)
         self.state[p][name] = laid_out_like(p, moment)
         self._count_arrival(exact)
 

@@ -29,12 +29,14 @@ def recover_(
     values: torch.Tensor,
     group_size: int,
     beside: Stored | None = None,
+    worker: torch.device | None = None,
 ) -> bool:
     """Overwrites `into` by `values` (one for each code, any floating point, on any device), in codes that
     decode to exactly them where such codes exist. Other groups are encoded as new values. It works in parts,
     because comparing takes several times the memory of the values.
 
     beside: the second moment, already recovered, to which a relative code is relative.
+    worker: the device that encodes the parts, by default that of `into`.
 
     Returns whether such codes exist for all groups. Differences by FP32 rounding, from decoding on another
     device, are allowed.
@@ -42,7 +44,8 @@ def recover_(
     codec, exact, values = into.codec, True, values.detach().reshape(-1)
     seconds = itertools.repeat(None) if beside is None else beside.parts(group_size)
     for (where, own), second in zip(into.storage.parts(group_size), seconds, strict=False):
-        part = values[where].to(own.codes.device, torch.float32)
+        part = values[where].to(worker or own.codes.device, torch.float32)
+        second = None if second is None else second.to(part.device)
         if codec.relative:
             # re-encoding the decoded values gives the same codes (codecs/ratio.py)
             found = codec.encode(part, group_size, beside=second)

@@ -73,7 +73,7 @@ def restored(
         same = (held.arrangement, held.group_size) == (layout, group_size)
         return (held, True) if same else (held.rearranged(layout, group_size, second), False)
     moment = Moment.zeros(value.shape, layout, group_size, device).beside(second)
-    return moment, moment.recover_(value)
+    return moment, moment.recover_(value, param.device)
 
 
 def stored_formats(

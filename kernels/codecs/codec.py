@@ -41,6 +41,10 @@ class Storage(NamedTuple):
     def nbytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in self)
 
+    def to(self, device: torch.device) -> "Storage":
+        """The storage on `device`; itself if it is there."""
+        return Storage(*(t.to(device) for t in self))
+
     def parts(self, group_size: int) -> Iterator[tuple[slice, "Storage"]]:
         """Slices of elements, and views of their storage, `AT_ONCE` elements each."""
         for part in parts_of(self.codes.numel()):
@@ -142,6 +146,9 @@ class Stored(NamedTuple):
 
     codec: Codec
     storage: Storage
+
+    def to(self, device: torch.device) -> "Stored":
+        return Stored(self.codec, self.storage.to(device))
 
     def roots(self, group_size: int) -> torch.Tensor:
         """Square roots of the stored values, FP32 [n]. They are positive and finite even where a value is
