@@ -204,8 +204,8 @@ def runs_of(states: list[torch.Tensor]) -> tuple[list[Run], list[int]]:
             places.append(0)
             continue
         at = t.data_ptr()
-        # between two whole tensors there is nothing; in front of a part there are bytes of an earlier chunk,
-        # whose copy back may be on its way
+        # between two whole tensors there is only padding; before a part there are bytes of an earlier chunk,
+        # whose copy back may still run
         if runs and at % ALIGNMENT == 0 and 0 <= at - runs[-1].stop < ALIGNMENT:
             runs[-1] = runs[-1]._replace(stop=at + t.nbytes)
         else:
