@@ -32,8 +32,6 @@ SECTIONS = {
     "Megatron": [
         ("megatron_ext.layer_specs", [""]),
         ("megatron_ext.hybrid_specs", [""]),
-        ("megatron_ext.with_optimizer", [""]),
-        ("megatron_ext.with_checkpoints", [""]),
         ("megatron_ext.mpu", ["sum_shared_gradients"]),
     ],
 }

@@ -184,7 +184,7 @@ SECTIONS: dict[str, list[Row]] = {
             condition="Muon's own states are stock; megatron-core 0.19.2, Emerging-Optimizers 0.4.0; "
                       "`dist_muon` over data parallelism: not run"),
         Row("Recompute, full and selective", cpu=2, h100=2, h200=1,
-            condition="in FP8 by `with_checkpoints`; of `layernorm`: refused",
+            condition="in FP8 by `fp8_activation_checkpointing`; of `layernorm`: refused",
             proof=(UNITS, "recompute.csv"),
             megatron=({"recompute_granularity": "selective", "recompute_modules": ["mlp"]},)),
         Row("Multi-latent attention (MLA, DeepSeek)", cpu=2, h200=1,

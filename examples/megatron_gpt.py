@@ -3,7 +3,7 @@
     python examples/megatron_gpt.py
 
 Without a GPU it runs on the CPU, in less than a minute. Megatron-LM's own script needs no code at all, only
-`--spec megatron_ext.with_optimizer coat_layer_spec`.
+`--spec megatron_ext.spec coat_layer_spec`.
 """
 
 import argparse

@@ -28,7 +28,7 @@ Settings come from environment variables:
     JOB              name of the rendezvous, the same on all nodes (default coat)
     PYTHON           the interpreter, at the same path on all nodes
     MEGATRON_PATH    checkout of Megatron-LM (megatron)
-    SPEC             module of the layer spec (megatron; default megatron_ext.with_optimizer)
+    COAT_CONFIG      JSON file with a "coat" block, at the same path on all nodes (megatron)
 
 Checks of every node come first: versions, GPUs, sizes, disk, NCCL's variables. `--dry-run` prints each node's
 command instead. Both need the network only with more than one node.

@@ -220,7 +220,7 @@ def _megatron_arguments(s: Settings) -> list[str]:
         *(item for name, value in flags.items() for item in (f"--{name}", str(value))),
         *(f"--{name}" for name in switches),
         *data,
-        *("--spec", s.spec, "coat_layer_spec"),
+        *("--spec", "megatron_ext.spec", "coat_layer_spec"),
     ]
 
 

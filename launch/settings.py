@@ -49,7 +49,6 @@ class Settings:
     max_restarts: int
     job: str
     megatron_path: str | None
-    spec: str
 
     @property
     def world_size(self) -> int:
@@ -102,7 +101,6 @@ class Settings:
             max_restarts=number("MAX_RESTARTS", 0, 0),
             job=job,
             megatron_path=env.get("MEGATRON_PATH"),
-            spec=env.get("SPEC", "megatron_ext.with_optimizer"),
         )
         settings._check_sizes(env.get("DATA_SIZE"))
         return settings

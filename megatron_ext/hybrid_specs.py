@@ -1,4 +1,4 @@
-"""Stack specs for `--spec megatron_ext.hybrid_specs <name>` and for `HybridModel`.
+"""Stack specs, for `megatron_ext.spec` and for scripts with `HybridModel`.
 
 `coat_hybrid_stack_spec`, `sdpa_hybrid_stack_spec`: attention, feed-forward and experts ('*', '-' and 'E' in
 `--hybrid-layer-pattern`) are parts of the layers of `coat_layer_spec` and `sdpa_layer_spec`. All other kinds

@@ -1,4 +1,4 @@
-"""Layer specs for `--spec megatron_ext.layer_specs <name>` and for `GPTModel(config, <spec>, ...)`.
+"""Layer specs, for `megatron_ext.spec` and for scripts with `GPTModel(config, <spec>, ...)`.
 
 `coat_layer_spec`: linear layers compute in FP8, and tensors saved for backward have 8 bits, except
 attention's.
@@ -31,7 +31,6 @@ try:
     )
     from packaging.version import Version
 
-    from megatron_ext import options
     from megatron_ext.layers.attention import (
         CoatCoreAttention,
         NoCrossAttention,
@@ -195,18 +194,17 @@ def sdpa_parts(config, experts: bool) -> TransformerLayerSubmodules:
 
     Raises ValueError for unsupported arguments, naming the argument to change.
     """
-    options.check_compress()
-    if (line := options.idle_activations()) is not None:
-        say_once(line)
     if experts:
         repair_router()
         if config.moe_grouped_gemm:
-            raise ValueError("sdpa_layer_spec: --moe-grouped-gemm is not supported; remove it")
+            raise ValueError(
+                'sdpa_layer_spec ("activations": false): --moe-grouped-gemm is not supported; remove it'
+            )
     if config.multi_latent_attention and config.tensor_model_parallel_size > 1:
         raise ValueError(
-            f"sdpa_layer_spec: --tensor-model-parallel-size is {config.tensor_model_parallel_size}, over "
-            "which Megatron's own --multi-latent-attention loses a part of the gradients. Remove it, or "
-            "take coat_layer_spec."
+            'sdpa_layer_spec ("activations": false): --tensor-model-parallel-size is '
+            f"{config.tensor_model_parallel_size}, over which Megatron's own --multi-latent-attention loses a "
+            "part of the gradients. Remove it, or take FP8 layers."
         )
     return _local_parts(config, experts)
 
@@ -227,7 +225,7 @@ def coat_parts(config, experts: bool) -> TransformerLayerSubmodules:
     if config.fp16 or config.params_dtype == torch.float16:
         raise ValueError(
             "coat_layer_spec: --fp16 is not supported, layers compute in BF16 or FP32. Use --bf16, or "
-            "sdpa_layer_spec for Megatron's own layers."
+            '"activations": false for Megatron\'s own layers.'
         )
     if getattr(config, "mlp_chunks_for_training", 1) > 1:
         raise ValueError(

@@ -1,19 +1,11 @@
 """The configuration of Megatron-LM's own scripts, which have no arguments for a plugin.
 
-The module of the spec chooses the features:
-
-    --spec megatron_ext.layer_specs coat_layer_spec        FP8 layers
-    --spec megatron_ext.with_optimizer coat_layer_spec     and FP8 optimizer states
-    --spec megatron_ext.with_checkpoints coat_layer_spec   and FP8 inputs of recompute
-
-For the hybrid stack it is `coat_hybrid_stack_spec`, in megatron_ext.hybrid_specs and the last two.
-
-The block of a DeepSpeed config sets their options, in the JSON file that the variable `COAT_CONFIG` names:
+`megatron_ext.spec` reads the block of a DeepSpeed config in the JSON file that the variable `COAT_CONFIG`
+names:
 
     {"coat": {"enabled": true, "activations": {"weight_cache": "fp8"}}}
 
-With `fp8_activation_checkpointing` the second module compresses the inputs of recompute too. Options of
-single linear layers are set in the file of Megatron's `--te-precision-config-file`:
+Options of single linear layers are set in the file of Megatron's `--te-precision-config-file`:
 
     configs: {wide: {coat: {backward_format: e4m3}}, plain: {coat: {enabled: false}}}
     matchers:
@@ -30,8 +22,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from coat_ds.config import ActivationsConfig, CoatConfig, CoatConfigError, OptimizerConfig, difference
-from megatron_ext.layers import recompute
+from coat_ds.config import ActivationsConfig, CoatConfig, CoatConfigError
 
 VARIABLE = "COAT_CONFIG"
 # the keys of `coat.activations` that apply to a single linear layer
@@ -85,7 +76,7 @@ def _read(path: str | None) -> CoatConfig:
     except CoatConfigError as error:
         raise CoatConfigError(f"{where}: {error}") from None
     for key, value, wanted, why in (
-        ("enabled", config.enabled, True, "--spec asks for it"),
+        ("enabled", config.enabled, True, "--spec switches COAT on"),
         (
             "optimizer.checkpoint_layout",
             config.optimizer.checkpoint_layout,
@@ -106,49 +97,25 @@ def _read(path: str | None) -> CoatConfig:
 def activations() -> ActivationsConfig:
     """The settings of layers without other settings.
 
-    Raises CoatConfigError if the file requests what the spec's module has not installed.
+    Raises CoatConfigError if `COAT_CONFIG` names a file in a script without `megatron_ext.spec`.
     """
-    config = coat_config()
-    if not config.activations.enabled:
+    if VARIABLE in os.environ and "megatron_ext.spec" not in sys.modules:
         raise CoatConfigError(
-            f"{VARIABLE}: coat.activations.enabled: found false with the FP8 layers of coat_layer_spec. "
-            "Set it to true, or take sdpa_layer_spec."
+            f"{named_file()}: expected layers of megatron_ext.spec, which applies the file; found layers of "
+            f"megatron_ext.layer_specs. Take coat_layer_spec from megatron_ext.spec, or unset {VARIABLE}."
         )
-    check_compress()
-    return config.activations
+    return coat_config().activations
 
 
-def check_compress() -> None:
-    """Raises CoatConfigError if the file requests compressed recompute and the spec's module has not
-    installed it."""
-    if coat_config().fp8_activation_checkpointing and not recompute.installed():
-        raise CoatConfigError(
-            f"{VARIABLE}: coat.fp8_activation_checkpointing: found true, but nothing compresses. Take the "
-            "spec from megatron_ext.with_checkpoints or megatron_ext.with_optimizer."
-        )
-
-
-def idle_activations() -> str | None:
-    """A line if the file sets options of layers: Megatron's own layers ignore them."""
-    found = coat_config().activations
-    return _idle(found, ActivationsConfig(enabled=found.enabled), "sdpa_layer_spec", "coat_layer_spec")
-
-
-def idle_optimizer() -> str | None:
-    """A line if the file sets options of the optimizer: Megatron's own optimizer ignores them."""
-    found = coat_config().optimizer
-    usual = OptimizerConfig(enabled=found.enabled)
-    return _idle(found, usual, "a spec without the optimizer", "the spec from megatron_ext.with_optimizer")
-
-
-def _idle(found: ActivationsConfig | OptimizerConfig, usual: Any, beside: str, instead: str) -> str | None:
-    if found == usual:
-        return None
-    key, value, _ = difference(found, usual)
-    return (
-        f"{named_file()}: {found.KEY}.{key}: found {value!r}, of no effect with {beside}. Take {instead}, "
-        "or drop the key."
-    )
+def what_is_on(config: CoatConfig) -> str:
+    """A line that lists the features and where their settings come from."""
+    features = {
+        "FP8 layers": config.activations.enabled,
+        "8-bit optimizer states": config.optimizer.enabled,
+        "FP8 inputs of recompute": config.fp8_activation_checkpointing,
+    }
+    listed = ", ".join(f"{name} {'on' if on else 'off'}" for name, on in features.items())
+    return f"{listed} ({named_file() or f'defaults: {VARIABLE} is not set'})"
 
 
 def layer_activations(quant_config: Any, base: ActivationsConfig) -> ActivationsConfig:

@@ -334,14 +334,13 @@ def _pasted(best: advice.Choice, base: dict, megatron: list[str] | None) -> str:
     words = f"--micro-batch-size {best.layout.micro_batch}"
     if best.system.recompute == "full":
         words += " --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-    if best.system.layers != "coat":
+    block = best.system.block().get("coat")
+    if block is None:
         return words
-    module = "with_checkpoints" if best.system.coat.fp8_activation_checkpointing else "with_optimizer"
-    block = json.dumps({"coat": best.system.block()["coat"]}, indent=2)
-    words += f" --spec megatron_ext.{module} coat_layer_spec"
+    words += " --spec megatron_ext.spec coat_layer_spec"
     if removed := unplanned.refused_by_spec(megatron):
         words = f"without {', '.join(removed)}, which the spec refuses\n{words}"
-    return f"{words}\nand in the file that COAT_CONFIG names\n{block}"
+    return f"{words}\nand in the file that COAT_CONFIG names\n{json.dumps({'coat': block}, indent=2)}"
 
 
 def _as_json(model, spread, gpu, limit, choices, best, pasted) -> dict:

@@ -51,8 +51,7 @@ def _kind_of(config) -> str:
     if kind is None:
         raise ValueError(
             f"CoatMLP: activation_func is {config.activation_func!r}, expected SiLU, GELU or squared ReLU. "
-            "Use --swiglu, --squared-relu or neither, or megatron_ext.layer_specs sdpa_layer_spec for BF16 "
-            "layers."
+            'Use --swiglu, --squared-relu or neither, or "activations": false for Megatron\'s own layers.'
         )
     return kind
 

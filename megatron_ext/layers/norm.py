@@ -27,7 +27,7 @@ class CoatNorm(TakesActivations, torch.nn.Module):
         if config.normalization not in ("RMSNorm", "LayerNorm"):
             raise ValueError(
                 f"CoatNorm: normalization is {config.normalization!r}, expected RMSNorm or LayerNorm. "
-                "Use one of them, or megatron_ext.layer_specs sdpa_layer_spec for BF16 layers."
+                'Use one of them, or "activations": false for Megatron\'s own layers.'
             )
         self.eps = eps
         self.begin_with(config)

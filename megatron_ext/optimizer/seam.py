@@ -88,13 +88,12 @@ def _check_host(host: Any, model_chunks: Iterable[torch.nn.Module]) -> None:
     }.items():
         if found:
             raise CoatConfigError(
-                f"{argument}: not supported by megatron_ext.with_optimizer. Remove it, or take the spec from "
-                "megatron_ext.layer_specs."
+                f"{argument}: not supported with 8-bit optimizer states. Remove it, {_WAY_OUT}."
             )
 
 
 _MODULE = "megatron.core.optimizer"
-_WAY_OUT = "or take the spec from megatron_ext.layer_specs"
+_WAY_OUT = 'or write "optimizer": {"enabled": false} in the file of COAT_CONFIG'
 _patch = functools.partial(Patch, "Megatron's optimizer", "megatron-core", way_out=_WAY_OUT)
 
 _DISTRIBUTED = f"{_MODULE}.distrib_optimizer:DistributedOptimizer"

@@ -243,8 +243,6 @@ def _chaining(init: Callable) -> Callable:
         # a subclass that distributes layers over ranks is a part of another chain
         if type(self) is ChainedOptimizer:
             given = [part.coat_config for part in chained_optimizers if hasattr(part, "coat_config")]
-            if not given and (line := options.idle_optimizer()) is not None:
-                _say(line, logging.WARNING)
             self.coat_watch = watch_optimizer(self, (given or [options.coat_config()])[0].watch)
             _say_layers(_chunks_of_chain(self))
 

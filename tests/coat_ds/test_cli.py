@@ -236,7 +236,7 @@ def test_megatrons_arguments(capsys):
     words += " --micro-batch-size 2 --vocab-size 32000 --swiglu --tensor-model-parallel-size 2 --bf16"
     text = said(capsys, "plan", "--gpus", "4", "--fit", "40GB", "--megatron", *words.split())
     assert "4 x H100, Megatron, tensor 2, micro-batch 2 x 2048 tokens" in text
-    assert "--spec megatron_ext.with_optimizer coat_layer_spec" in text and "offload" not in text
+    assert "--spec megatron_ext.spec coat_layer_spec" in text and "offload" not in text
 
 
 def test_what_is_made_again_is_asked_of_megatron(capsys):
@@ -253,7 +253,7 @@ def test_what_is_made_again_is_asked_of_megatron(capsys):
     assert pasted.startswith(
         "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
     )
-    assert "--spec megatron_ext.with_checkpoints coat_layer_spec" in pasted
+    assert "--spec megatron_ext.spec coat_layer_spec" in pasted
     assert json.loads(pasted[pasted.index("{") :])["coat"]["fp8_activation_checkpointing"] is True
     # a small model is fastest in BF16, which needs no more words
     words = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --vocab-size 512 --seq-length 8192"

@@ -104,7 +104,7 @@ def test_the_command_plans_them(capsys):
     assert "64 x H200, Megatron, expert 8, micro-batch 1 x 4096 tokens" in out
     assert "experts: 8 in a layer, 2 for a token, over 8 GPUs; under COAT they multiply in FP8" in out
     assert "Tokens are taken to be spread evenly over experts" in out
-    assert "--spec megatron_ext.with_optimizer coat_layer_spec" in out
+    assert "--spec megatron_ext.spec coat_layer_spec" in out
 
 
 @pytest.mark.parametrize(

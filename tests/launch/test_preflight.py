@@ -201,7 +201,7 @@ def test_dry_run_prints_what_each_node_runs(tmp_path):
     first, second = dry_run("megatron_pretrain.sh", MEGATRON_PATH="/megatron", PIPELINE_SIZE="2")
     script = first.index("/megatron/pretrain_gpt.py")
     assert first[script:] == second[second.index("/megatron/pretrain_gpt.py") :]
-    assert first[first.index("--spec") :][:3] == ["--spec", "megatron_ext.with_optimizer", "coat_layer_spec"]
+    assert first[first.index("--spec") :][:3] == ["--spec", "megatron_ext.spec", "coat_layer_spec"]
 
 
 def test_each_node_is_told_its_part(tmp_path):

@@ -157,7 +157,7 @@ def test_copies_of_a_config_have_what_it_was_told(copied):
 
 @pytest.mark.parametrize("name", ["coat_layer_spec", "sdpa_layer_spec"])
 def test_megatron_finds_the_specs_by_name(name):
-    # the code of `--spec megatron_ext.layer_specs <name>`
+    # the code of `--spec`
     spec = import_module(["megatron_ext.layer_specs", name])
     layers = build(spec).decoder.layers
     assert len(layers) == SHAPE.num_layers and all(type(layer) is spec.module for layer in layers)

@@ -2,16 +2,19 @@
 
 import dataclasses
 import json
-import subprocess
+import logging
+import os
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron.core.transformer.spec_utils import import_module
 
 from coat_ds.config import ActivationsConfig, CoatConfig, CoatConfigError
-from megatron_ext import cpu, installing, options
-from tests.megatron_ext.layers import build
+from megatron_ext import options
+from tests.util import run_distributed
 
 
 @pytest.fixture
@@ -38,7 +41,6 @@ def test_a_file_is_the_block_of_deepspeed(file):
     block = {"enabled": True, "activations": {"group_size": 32}, "optimizer": {"group_size": 64}}
     file({"coat": block})
     assert options.coat_config() == CoatConfig.from_dict(block)
-    assert options.activations().group_size == 32
 
 
 @pytest.mark.parametrize(
@@ -70,76 +72,73 @@ def test_an_empty_variable_is_an_error(file, monkeypatch):
         options.coat_config()
 
 
-def test_what_the_module_of_the_spec_does_not_bring_is_an_error(file):
-    file({"coat": {"enabled": True, "optimizer": {"enabled": False}}})
-    with pytest.raises(CoatConfigError, match="coat.optimizer.enabled.*with_optimizer"):
-        installing.install(optimizer=True)
-
-
-GPT = ["coat_layer_spec", "sdpa_layer_spec"]
-HYBRID = ["coat_hybrid_stack_spec", "sdpa_hybrid_stack_spec"]
-# the specs of a module, and whether it brings the optimizer and compressed recompute
-WANTED = {
-    "megatron_ext.layer_specs": (GPT, False, False),
-    "megatron_ext.hybrid_specs": (HYBRID, False, False),
-    "megatron_ext.with_optimizer": (GPT + HYBRID, True, False),
-    "megatron_ext.with_checkpoints": (GPT + HYBRID, False, True),
+# a block, and whether layers are FP8, states have 8 bits and inputs of recompute are FP8
+FEATURES = {
+    "no file": (None, (True, True, False)),
+    "defaults": ({}, (True, True, False)),
+    "layers": ({"activations": {"group_size": 32}, "optimizer": {"enabled": False}}, (True, False, False)),
+    "states": ({"activations": False}, (False, True, False)),
+    "everything": ({"fp8_activation_checkpointing": True}, (True, True, True)),
+    "nothing": ({"activations": False, "optimizer": {"enabled": False}}, (False, False, False)),
 }
-IMPORTS = f"""
-import importlib, sys
-from megatron.core.transformer.spec_utils import ModuleSpec, import_module
-from megatron_ext.optimizer import seam as optimizer
-from megatron_ext.layers import recompute
-for name, (specs, *wanted) in {WANTED!r}.items():
-    for spec in specs:
-        # as Megatron does
-        assert isinstance(import_module([name, spec]), ModuleSpec)
-    assert [optimizer.installed(), recompute.installed()] == wanted, name
-    optimizer.uninstall(), recompute.uninstall()
-"""
 
 
-def test_modules_of_specs_bring_what_they_are_named_for():
-    # importing the module has effects
-    subprocess.run([sys.executable, "-c", IMPORTS], check=True, timeout=300)
-
-
-def test_compressed_recompute_comes_with_the_optimizer_if_the_file_says_so(file):
-    from megatron_ext.layers import recompute
-    from megatron_ext.optimizer import seam as optimizer
-
-    for compress in (False, True):
-        file({"coat": {"enabled": True, "fp8_activation_checkpointing": compress}})
-        try:
-            installing.install(optimizer=True)
-            assert optimizer.installed() and recompute.installed() == compress
-            assert options.activations().enabled
-        finally:
-            recompute.uninstall()
-            optimizer.uninstall()
-
-
-def test_keys_of_what_the_spec_does_not_bring_are_named(megatron, file, caplog):
+def _import_specs(folder):
+    """For each block: what the import of the spec installs, logs and gives to layers. Without
+    it layers refuse the file."""
     from coat_ds.layers import log
-    from megatron_ext.layer_specs import sdpa_layer_spec
-    from megatron_ext.optimizer import seam as optimizer
-    from tests.megatron_ext.test_optimizer import Trainer
+    from megatron_ext import hybrid_specs, layer_specs
+    from megatron_ext.layers import recompute
+    from megatron_ext.optimizer import seam
 
-    optimizer.uninstall()
-    log.say_anew()
-    block = {"enabled": True}
-    path = file({"coat": block | {"activations": {"group_size": 32}, "optimizer": {"group_size": 64}}})
-    for layers in ("sdpa", "coat"):
-        caplog.clear()
-        with cpu.no_cuda():
-            Trainer("plain", layers)
-        found = [line for line in caplog.messages if "of no effect" in line]
-        wanted = [("activations", 32)] * (layers == "sdpa") + [("optimizer", 64)]
-        for line, (part, size) in zip(found, wanted, strict=True):
-            assert f"COAT_CONFIG={path}: coat.{part}.group_size: found {size}, of no effect" in line
-    file({"coat": block | {"fp8_activation_checkpointing": True}})
-    with pytest.raises(CoatConfigError, match="coat.fp8_activation_checkpointing: found true, but nothing"):
-        build(sdpa_layer_spec)
+    lines, handler = [], logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger(log.__name__).addHandler(handler)
+    path, found = Path(folder, "coat.json"), {}
+    for case, (block, _) in FEATURES.items():
+        os.environ.pop("COAT_CONFIG", None)
+        if block is not None:
+            path.write_text(json.dumps({"coat": {"enabled": True, **block}}))
+            os.environ["COAT_CONFIG"] = str(path)
+        options._read.cache_clear()
+        sys.modules.pop("megatron_ext.spec", None)
+        if block is not None:
+            with pytest.raises(CoatConfigError, match="Take coat_layer_spec from megatron_ext.spec"):
+                options.activations()
+        lines.clear(), log.say_anew()
+        # as Megatron does
+        made = [
+            import_module(["megatron_ext.spec", f"coat_{kind}_spec"]) for kind in ("layer", "hybrid_stack")
+        ]
+        fp8 = made == [layer_specs.coat_layer_spec, hybrid_specs.coat_hybrid_stack_spec]
+        assert fp8 or made == [layer_specs.sdpa_layer_spec, hybrid_specs.sdpa_hybrid_stack_spec]
+        found[case] = (fp8, seam.installed(), recompute.installed()), list(lines), options.activations()
+        seam.uninstall(), recompute.uninstall()
+    return found
+
+
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory):
+    # importing a spec has effects: in another process
+    return run_distributed(_import_specs, 1, str(tmp_path_factory.mktemp("specs")))[0]
+
+
+@pytest.mark.parametrize("case", FEATURES)
+def test_the_block_decides_what_the_spec_installs(imported, case):
+    block, wanted = FEATURES[case]
+    installed, (line,), activations = imported[case]
+    assert installed == wanted
+    layers, states, inputs = ("on" if on else "off" for on in wanted)
+    assert f"FP8 layers {layers}, 8-bit optimizer states {states}, FP8 inputs of recompute {inputs}" in line
+    assert ("defaults: COAT_CONFIG is not set" if block is None else "coat.json") in line
+    assert activations == CoatConfig.from_dict({"enabled": True, **(block or {})}).activations
+
+
+@pytest.mark.parametrize("name", ["with_optimizer", "with_checkpoints"])
+def test_removed_modules_end_the_run_and_name_the_spec(name):
+    # as Megatron does: 0.16 ignores an ImportError
+    with pytest.raises(RuntimeError, match="--spec megatron_ext.spec coat_layer_spec"):
+        import_module([f"megatron_ext.{name}", "coat_layer_spec"])
 
 
 def _precision(content, **matchers):

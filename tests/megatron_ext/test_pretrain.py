@@ -57,10 +57,10 @@ SAVED, END = 2, 5
 # the script of a model, our specs for it, and the argument that sets two layers of attention and feed-forward
 _PATTERN = "*-*-"
 if Path(MEGATRON, "pretrain_hybrid.py").exists():
-    _HYBRID = "pretrain_hybrid.py", "hybrid_stack_spec", {"hybrid_layer_pattern": _PATTERN}
+    _HYBRID = "pretrain_hybrid.py", "coat_hybrid_stack_spec", {"hybrid_layer_pattern": _PATTERN}
 else:
     _OLD = {"hybrid_override_pattern": _PATTERN, "num_layers": len(_PATTERN), "is_hybrid_model": ""}
-    _HYBRID = "pretrain_mamba.py", "hybrid_stack_spec", _OLD
+    _HYBRID = "pretrain_mamba.py", "coat_hybrid_stack_spec", _OLD
 # as in DeepSeek: a dense layer, and one with experts in grouped GEMMs
 _LATENT = {
     "num_layers": 2,
@@ -79,18 +79,18 @@ _LATENT = {
     **dict.fromkeys(("multi_latent_attention", "qk_layernorm", "moe_grouped_gemm"), ""),
 }
 MODELS = {
-    "gpt": ("pretrain_gpt.py", "layer_spec", {"num_layers": 2}),
+    "gpt": ("pretrain_gpt.py", "coat_layer_spec", {"num_layers": 2}),
     "hybrid": _HYBRID,
-    "latent": ("pretrain_gpt.py", "layer_spec", _LATENT),
+    "latent": ("pretrain_gpt.py", "coat_layer_spec", _LATENT),
 }
 # the hybrid stack reads checkpoints of GPTModel since 0.19
 GPT_INTO_HYBRID = Path(MEGATRON, "megatron/core/dist_checkpointing/gpt_checkpoint_interop.py").exists()
 
 
-def pretrain(model, layers="coat", processes=1, variables=None, check=True, **arguments):
+def pretrain(model, processes=1, coat_config=None, check=True, **arguments):
     """(loss, norm of the gradient) by iteration, as Megatron logs them, and the whole output.
 
-    The optimizer's states are FP8. `layers` "coat" are FP8, `layers` "sdpa" are BF16.
+    coat_config: the file of COAT_CONFIG; without one layers are FP8 and states have 8 bits.
     """
     script, spec, shape = MODELS[model]
     # Megatron compiles with the python3 and python3-config of the path
@@ -106,12 +106,12 @@ def pretrain(model, layers="coat", processes=1, variables=None, check=True, **ar
     }
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}"]
     command += [f"--master_port={free_port()}", "-m", "megatron_ext.cpu", f"{MEGATRON}/{script}"]
-    command += ["--spec", "megatron_ext.with_optimizer", f"{layers}_{spec}"]
+    command += ["--spec", "megatron_ext.spec", spec]
     for name, value in (ARGUMENTS | shape | {"train_iters": END} | arguments).items():
         command += [f"--{name.replace('_', '-')}", *str(value).split()]
     run = subprocess.run(
         command,
-        env=os.environ | environment | (variables or {}),
+        env=os.environ | environment | ({"COAT_CONFIG": str(coat_config)} if coat_config else {}),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -128,7 +128,7 @@ def interrupted(request, tmp_path_factory):
     ranks."""
     folder = tmp_path_factory.mktemp("checkpoint")
     logged, output = pretrain(request.param, processes=2, save=folder, save_interval=SAVED, **DISTRIBUTED)
-    assert "COAT: AdamW states" in output
+    assert "COAT: AdamW states" in output and "COAT_CONFIG is not set" in output
     # another run resumes from there, not from the end
     (folder / "latest_checkpointed_iteration.txt").write_text(str(SAVED))
     return request.param, logged, folder
@@ -141,11 +141,17 @@ def test_trains(interrupted):
     assert 4.5 < logged[1][0] < 5.2 and logged[END][0] < logged[1][0] - 0.5
 
 
-def test_layers_compute_in_fp8(interrupted):
+def test_layers_compute_in_fp8(interrupted, tmp_path):
     model, logged, _ = interrupted
     if model == "latent":
         pytest.skip("sdpa_layer_spec takes no grouped experts")
-    plain, _ = pretrain(model, layers="sdpa", processes=2, train_iters=SAVED, **DISTRIBUTED)
+    path = tmp_path / "coat.json"
+    path.write_text('{"coat": {"enabled": true, "activations": false}}')
+    plain, output = pretrain(model, processes=2, coat_config=path, train_iters=SAVED, **DISTRIBUTED)
+    assert (
+        f"FP8 layers off, 8-bit optimizer states on, FP8 inputs of recompute off (COAT_CONFIG={path})"
+        in output
+    )
     # equal layers would give equal bits, as `test_goes_on_to_the_bit` shows
     assert all(plain[iteration] != logged[iteration] for iteration in plain)
     # normed output and weights of 0.02 make logits of 0.02 * sqrt(64) = 0.16. FP8 changes these by less than
@@ -194,7 +200,7 @@ def test_options_reach_the_run(tmp_path):
         "te_precision_config_file": tmp_path / "layers.yaml",
         **dict.fromkeys(("use_distributed_optimizer", "use_precision_aware_optimizer"), ""),
     }
-    logged, output = pretrain("gpt", variables={"COAT_CONFIG": str(tmp_path / "coat.json")}, **arguments)
+    logged, output = pretrain("gpt", coat_config=tmp_path / "coat.json", **arguments)
     assert logged[END][0] < logged[1][0] - 0.5
     # a group of 64 costs 2 + 10 / 64 bytes, plus norms in FP32 and the masters' 16 bits
     assert re.search(r"COAT: AdamW states 4\.1\d\d bytes per parameter", output)
@@ -209,7 +215,7 @@ def test_readings_reach_the_writers_and_the_fallback_the_checkpoint(tmp_path):
     block = {"enabled": True, "optimizer": {"min_numel": 0}}
     block["watch"] = {"every": SAVED, "folder": str(tmp_path / "readings"), **limits}
     (tmp_path / "coat.json").write_text(json.dumps({"coat": block}))
-    options = {"variables": {"COAT_CONFIG": str(tmp_path / "coat.json")}, "processes": 2, **DISTRIBUTED}
+    options = {"coat_config": tmp_path / "coat.json", "processes": 2, **DISTRIBUTED}
     options["tensorboard_dir"] = tmp_path / "board"
     folder = tmp_path / "checkpoint"
     logged, output = pretrain("gpt", save=folder, save_interval=SAVED, **options)
@@ -230,7 +236,7 @@ def test_readings_reach_the_writers_and_the_fallback_the_checkpoint(tmp_path):
 def test_errors_name_the_file_and_the_key(tmp_path):
     path = tmp_path / "coat.json"
     path.write_text('{"coat": {"enabled": true, "optimizer": {"group_sise": 64}}}')
-    _, output = pretrain("gpt", variables={"COAT_CONFIG": str(path)}, check=False)
+    _, output = pretrain("gpt", coat_config=path, check=False)
     assert f"COAT_CONFIG={path}: coat.optimizer.group_sise: unknown key" in output
 
 

@@ -1,5 +1,6 @@
 """The block's `activations` in layers that a script built before the engine, and the log lines about them."""
 
+import importlib
 import json
 import logging
 import os
@@ -120,6 +121,8 @@ def work(folder):
     with open(path, "w") as file:
         json.dump({"coat": {"enabled": True, "activations": {"backward_format": "e4m3"}}}, file)
     with mock.patch.dict(os.environ, {VARIABLE: path}):
+        # with it layers take the file's settings
+        importlib.import_module("megatron_ext.spec")
         out["file"] = refused(gpt(), activations={"backward_format": "e5m2"})
         out["file, silent block"] = engine_of(gpt()).coat.layers
 

@@ -156,7 +156,7 @@ def nothing_in_fp8(folder: Path) -> None:
 
 
 def megatron(content: object) -> Callable[[Path], object]:
-    """The first calls of Megatron's layers, with a file that COAT_CONFIG names; None: no file."""
+    """What `megatron_ext.spec` reads first: the file that COAT_CONFIG names; None: no file."""
 
     def run(folder: Path) -> None:
         from megatron_ext import options
@@ -168,7 +168,7 @@ def megatron(content: object) -> Callable[[Path], object]:
             patch.setenv("COAT_CONFIG", str(path))
             options._read.cache_clear()
             try:
-                options.activations()
+                options.coat_config()
             finally:
                 options._read.cache_clear()
 

@@ -1,5 +1,7 @@
 """Mistakes with models, the optimizer, Megatron, versions and the command `coat`."""
 
+import importlib
+
 import torch
 
 import coat_ds
@@ -159,14 +161,12 @@ MISTAKES = {
             ("COAT_CONFIG=", "coat.activation: unknown key", "Did you mean 'activations'"),
         ),
         Mistake(
-            "FP8 switched off in a model with FP8 layers",
-            megatron({"coat": BLOCK | {"activations": False}}),
-            ("COAT_CONFIG", "coat.activations.enabled: found false", "take sdpa_layer_spec"),
-        ),
-        Mistake(
-            "compressed recompute without its spec",
-            megatron({"coat": BLOCK | {"fp8_activation_checkpointing": True}}),
-            ("coat.fp8_activation_checkpointing: found true", "megatron_ext.with_checkpoints"),
+            "a removed module of the spec",
+            lambda folder: importlib.import_module("megatron_ext.with_optimizer"),
+            (
+                "--spec megatron_ext.with_optimizer was removed",
+                "Give --spec megatron_ext.spec coat_layer_spec",
+            ),
         ),
         Mistake(
             "what only DeepSpeed has",
