@@ -160,7 +160,8 @@ def test_engine_says_what_layers_are(found):
     assert layers.left == {"output_layer": "the model's own"}
     assert "8 of 9 linear layers in FP8 (e4m3, gradients in e4m3)" in said
     assert "1 left as before (output_layer): the model's own" in said
-    ((level, line),) = found["lines"]
+    # after the table of states
+    level, line = found["lines"][-1]
     assert level == "INFO" and line.endswith(said)
 
 
