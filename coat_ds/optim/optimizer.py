@@ -373,7 +373,9 @@ class CoatAdamW(torch.optim.Optimizer):
             if value is None:
                 layout = self._layouts.layout_of(p, group, name)
                 moment = Moment.zeros(local(p).shape, layout, group["group_size"], self.state_device(p))
-                state[name] = laid_out_like(p, moment)
+                # zeros are stored alike in every pair, and encoding them again takes long on a CPU
+                second = local(state["exp_avg_sq"]) if name == "exp_avg" else None
+                state[name] = laid_out_like(p, moment.beside(second))
             elif not isinstance(local(value), Moment) or is_distributed(value) != is_distributed(p):
                 # universal checkpoints put plain values here
                 self._take_moment(p, group, name, value)
