@@ -1,5 +1,6 @@
-"""Attention by torch's scaled_dot_product_attention that saves q, k, v and its output unquantized or in 8
-bits, in 1 x G groups along the channels.
+"""Attention by torch's scaled_dot_product_attention, or by torch's variable-length attention for packed
+documents and sliding windows. It saves q, k, v and its output unquantized or in 8 bits, in 1 x G groups along
+the channels.
 
 The backward kernel is the backend's own; before it runs, groups are converted back to the input's dtype. The
 output carries its origin, which is the copy that attention saves of it, so the next projection saves no
@@ -8,6 +9,7 @@ second copy.
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -15,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from coat_kernels.autograd.derivatives import once_differentiable
 from coat_kernels.autograd.origin import ADDITIVE, Origin, note, noted, with_origin
 from coat_kernels.fp8 import Fp8Format
 from coat_kernels.groups.op import dequantize_groups, quantize_groups
@@ -48,8 +51,9 @@ def switched_on(backends: Sequence[SDPBackend]) -> list[SDPBackend]:
 
 
 class _Order(NamedTuple):
-    """The order in memory of [b, n, s, d] as [tokens, channels]: permuting by `there` produces it, `back`
-    undoes it. columns: recomputes an output that is saved unquantized, for an `Origin`."""
+    """The order in memory of [b, n, s, d], or of [tokens, n, d], as [tokens, channels]: permuting by `there`
+    produces it, `back` undoes it. columns: recomputes an output that is saved unquantized, for an
+    `Origin`."""
 
     there: tuple[int, ...]
     back: tuple[int, ...]
@@ -57,8 +61,9 @@ class _Order(NamedTuple):
 
 
 def _to_tokens(x: torch.Tensor, there: tuple[int, ...]) -> torch.Tensor:
-    """[b, n, s, d] as [s * b, n * d] or [b * s, n * d]; a view if memory already has that order."""
-    return x.permute(there).reshape(x.shape[0] * x.shape[2], -1)
+    """[b, n, s, d] as [s * b, n * d] or [b * s, n * d], and [tokens, n, d] as [tokens, n * d]; a view if
+    memory already has that order."""
+    return x.permute(there).reshape(-1, x.shape[1] * x.shape[-1])
 
 
 def _columns_sequence_first(output: torch.Tensor, largest: torch.Tensor, fmt: Fp8Format) -> Quantized:
@@ -71,9 +76,14 @@ def _columns_batch_first(output: torch.Tensor, largest: torch.Tensor, fmt: Fp8Fo
     return quantize_tensor(rows, largest, fmt, rows=False, columns=True)
 
 
+def _columns_packed(output: torch.Tensor, largest: torch.Tensor, fmt: Fp8Format) -> Quantized:
+    return quantize_tensor(output, largest, fmt, rows=False, columns=True)
+
+
 # tokens of one position are adjacent, or tokens of one sequence
 _SEQUENCE_FIRST = _Order((2, 0, 1, 3), (1, 2, 0, 3), _columns_sequence_first)
 _BATCH_FIRST = _Order((0, 2, 1, 3), (0, 2, 1, 3), _columns_batch_first)
+_PACKED = _Order((0, 1, 2), (0, 1, 2), _columns_packed)
 
 
 class _Compressed:
@@ -247,6 +257,132 @@ def causal_attention(
     origin = None
     if keeps:
         origin = compressed.origin_of(output) if compressed else Origin((output.detach(),), order.columns)
+    return with_origin(y, origin) if origin else y
+
+
+class Packed(NamedTuple):
+    """Documents that follow one another in the tokens of a batch. A token attends to itself and to earlier
+    tokens of its document."""
+
+    starts: torch.Tensor
+    """The first token of each document, and the number of tokens: int32 [documents + 1], on the device."""
+    longest: int
+    """Number of tokens of the longest document."""
+    window: int | None = None
+    """Number of tokens before itself that a token attends to; None means all of its document."""
+
+    def mask(self, b: int, s: int) -> torch.Tensor:
+        """Which keys each token of the batch attends to: bool [b, 1, s, s]."""
+        starts = self.starts
+        tokens = torch.arange(b * s, dtype=starts.dtype, device=starts.device)
+        document = torch.searchsorted(starts, tokens, right=True).view(b, 1, s)
+        seen = (document[..., :, None] == document[..., None, :]).tril()
+        return seen if self.window is None else seen.triu(-self.window)
+
+
+@functools.cache
+def _varlen() -> Callable | None:
+    """torch's variable-length attention; None in a torch without windows for it, before 2.11."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    parameters = inspect.signature(varlen_attn).parameters
+    if "window_size" not in parameters:
+        return None
+    # before torch 2.12 grouped queries need no argument
+    return functools.partial(varlen_attn, enable_gqa=True) if "enable_gqa" in parameters else varlen_attn
+
+
+def takes_packed(dtype: torch.dtype, device: torch.device, d: int, e: int) -> bool:
+    """Whether `packed_attention` takes queries and keys of `d` channels and values of `e` channels. On GPUs
+    it is FlashAttention, which torch has since 2.11 with windows."""
+    if device.type == "cpu":
+        return True
+    half = dtype in (torch.bfloat16, torch.float16)
+    return device.type == "cuda" and half and d == e <= 256 and d % 8 == 0 and _varlen() is not None
+
+
+class _PackedReference(torch.autograd.Function):
+    """Packed attention in plain PyTorch: the specification, and the path of CPUs. Scores are at least FP32.
+    It saves what FlashAttention saves."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, starts, packed: Packed, scale: float):
+        scores, values = _scores(q, k, v, packed, scale)
+        lse = scores.logsumexp(-1)
+        output = torch.einsum("htu,uhe->the", (scores - lse[..., None]).exp(), values)
+        output = output.to(q.dtype).contiguous()
+        ctx.save_for_backward(q, k, v, starts, output, lse)
+        ctx.how = packed.longest, packed.window, scale
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        q, k, v, starts, output, lse = ctx.saved_tensors
+        longest, window, scale = ctx.how
+        scores, values = _scores(q, k, v, Packed(starts, longest, window), scale)
+        p, grad, groups = (scores - lse[..., None]).exp(), grad.to(scores.dtype), k.shape[1]
+        dv = torch.einsum("htu,the->uhe", p, grad)
+        dp = torch.einsum("the,uhe->htu", grad, values)
+        ds = p * (dp - (grad * output).sum(-1).t()[..., None]) * scale
+        keys = k.to(scores.dtype).repeat_interleave(q.shape[1] // groups, 1)
+        dq = torch.einsum("htu,uhd->thd", ds, keys)
+        dk = torch.einsum("htu,thd->uhd", ds, q.to(scores.dtype))
+        dk, dv = (t.unflatten(1, (groups, -1)).sum(2) for t in (dk, dv))
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
+
+
+def _scores(q, k, v, packed: Packed, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The masked scores [heads, tokens, tokens] and the values of all heads, at least in FP32."""
+    wide, times = torch.promote_types(q.dtype, torch.float32), q.shape[1] // k.shape[1]
+    q, k, v = q.to(wide), *(t.to(wide).repeat_interleave(times, 1) for t in (k, v))
+    hidden = ~packed.mask(1, len(q))[0]
+    return (torch.einsum("thd,uhd->htu", q, k) * scale).masked_fill(hidden, -torch.inf), v
+
+
+def packed_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    packed: Packed,
+    *,
+    scale: float | None = None,
+    group_size: int | None = None,
+    saved_format: str = DEFAULT_FORMAT,
+) -> torch.Tensor:
+    """Causal attention with grouped queries inside of each document, without a mask. A sliding window costs
+    what it computes.
+
+    Args:
+        q: [b, s, n, d]; k: [b, s, groups, d]; v: [b, s, groups, e], of one dtype, which `takes_packed`.
+        packed: documents of the b * s tokens. They cover all tokens.
+        scale, group_size, saved_format: as in `causal_attention`.
+
+    Returns [b, s, n * e] with its origin.
+    """
+    b, s, n, d = q.shape
+    scale = d**-0.5 if scale is None else scale
+    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+    keeps = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    compressed, hooks = None, contextlib.nullcontext()
+    if keeps and group_size is not None:
+        compressed = _Compressed(group_size, saved_format, q, v, _PACKED)
+        hooks = torch.autograd.graph.saved_tensors_hooks(compressed.pack, compressed.unpack)
+    with hooks:
+        if q.is_cuda:
+            starts, longest = packed.starts, packed.longest
+            size = (-1 if packed.window is None else packed.window, 0)
+            output = _varlen()(q, k, v, starts, starts, longest, longest, scale=scale, window_size=size)
+        else:
+            output = _PackedReference.apply(q, k, v, packed.starts, packed, scale)
+    y = output.view(b, s, -1)
+    if not keeps:
+        return y
+    origin = Origin((output.detach().flatten(1),), _PACKED.columns)
+    if compressed is not None:
+        origin = compressed.origin_of(output)
     return with_origin(y, origin) if origin else y
 
 

@@ -1,6 +1,7 @@
 """`coat_ds.convert`: FP8 linear layers and 8-bit saved activations for any model."""
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -183,10 +184,10 @@ def _give_back(model: nn.Module) -> None:
         if (forward := replaced(module)) is not None:
             forward.remove()
         module.__dict__.pop(attention.LEFT, None)
-        if module.__dict__.pop(attention.STATE, None) is not None:
+        if (kept := module.__dict__.pop(attention.STATE, None)) is not None:
             config: Any = module.config
             if config._attn_implementation == attention.NAME:
-                config._attn_implementation_internal = attention.STOCK
+                config._attn_implementation_internal = kept.loaded
 
 
 def _not_converted(model: nn.Module, activations: ActivationsConfig, may: Callable) -> list[str]:
@@ -372,26 +373,33 @@ _BUILDERS = {
 
 
 def _convert_attention(model: nn.Module, conversion: Conversion, may: Callable) -> None:
-    """Makes modules that use transformers' AttentionInterface choose "coat" instead of "sdpa"."""
+    """Makes modules that use transformers' AttentionInterface choose "coat" instead of "sdpa" or
+    FlashAttention."""
     kept = attention.kept_attention_of(conversion.activations)
     configs: dict[int, Any] = {}
-    for name, module in model.named_modules():
-        if not attention.uses_interface(module):
-            continue
+    modules = [item for item in model.named_modules() if attention.uses_interface(item[1])]
+    # modules with one config have one implementation
+    stays: dict[int, str] = {}
+    for _, module in modules:
+        if (why := attention.why_flash_stays(module)) is not None:
+            stays[id(getattr(module, "config", None))] = why
+    for name, module in modules:
         config = getattr(module, "config", None)
-        found = getattr(config, "_attn_implementation", None)
-        why = None
+        found: Any = getattr(config, "_attn_implementation", None)
+        flash, why = attention.is_flash(found), None
         if not may(name, module):
             why = "the filter"
+        elif flash:
+            why = stays.get(id(config))
         elif found not in (attention.STOCK, attention.NAME):
-            why = f"its implementation is {found!r}, not {attention.STOCK!r}"
+            why = f"its implementation is {found!r}, not {attention.STOCK!r} or FlashAttention"
         elif attention.asks_for_stock(module):
             why = f"its model asks for {attention.STOCK!r} by name"
         if why is not None:
             module.__dict__[attention.LEFT] = True
             conversion.leave("attention", name, why)
         else:
-            module.__dict__[attention.STATE] = kept
+            module.__dict__[attention.STATE] = replace(kept, loaded=found) if flash else kept
             conversion.take("attention", name)
             configs[id(config)] = config
     if configs:

@@ -41,6 +41,9 @@ ATTENDED = "attended"
 TABLES = "tables"
 # tuple of the mask to add or None, for each dtype, on a Boolean mask. Written and read by attention
 ADDITIVE = "additive"
+# (address of cu_seq_lens_q, PackedMask), on cu_seq_lens_q or the model's PackedMask. Written and read by the
+# adapter of transformers' packed batches
+BORDERS = "borders"
 
 
 class Origin(NamedTuple):

@@ -1,9 +1,10 @@
 """Attention of transformers' models through AttentionInterface, saved in the format of the coat block.
 
-"coat" replaces "sdpa" and calls the same torch function, scaled_dot_product_attention. Causal attention over
-whole sequences uses the fastest backend. All other attention (masks, packed sequences, sliding windows,
-decoding with a cache, attention in both directions) calls transformers' own function. Both are saved in the
-same way, and the output projection reads what attention has saved, instead of saving its input a second time.
+"coat" replaces "sdpa" and FlashAttention. Causal attention over whole sequences uses the fastest backend of
+torch's scaled_dot_product_attention, packed documents and sliding windows use torch's variable-length
+attention. All other attention (masks, decoding with a cache, attention in both directions) calls
+transformers' own function for "sdpa". All are saved in the same way, and the output projection reads what
+attention has saved, instead of saving its input a second time.
 """
 
 import contextlib
@@ -19,14 +20,24 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from coat_ds.config import ActivationsConfig
 from coat_ds.layers.log import say_once
+from coat_ds.layers.modules.packed import PackedMask, coat_mask, packed_mask, traced_mask
 from coat_ds.layers.modules.replaced import DTYPES, autocast_dtype, is_evaluated
-from coat_kernels.attention import additive_mask, causal_attention, kept_attention, switched_on
+from coat_kernels.attention import (
+    additive_mask,
+    causal_attention,
+    kept_attention,
+    packed_attention,
+    switched_on,
+    takes_packed,
+)
 from coat_kernels.autograd.origin import ATTENDED, Origin, note, noted, origin_of
 from coat_kernels.groups.reference import DEFAULT_FORMAT
 
 NAME = "coat"
 # transformers' implementation with the same arithmetic
 STOCK = "sdpa"
+# parts of the names of FlashAttention, of its package or from the Hub
+_FLASH = re.compile("flash_attention|flash-attn")
 STATE = "coat_attention"
 # marks attention modules of a converted model that are not converted
 LEFT = "coat_left_attention"
@@ -39,11 +50,12 @@ _CHANGING = ("position_bias", "softcap", "cache")
 class KeptAttention:
     """The attribute `coat_attention` of a converted attention module: how it saves q, k, v and the output.
     group_size: elements of a group; None saves them unchanged. evaluates_stock: evaluation calls
-    transformers' function."""
+    transformers' function. loaded: the implementation that the model was loaded with."""
 
     group_size: int | None
     saved_format: str
     evaluates_stock: bool
+    loaded: str = STOCK
 
 
 def kept_attention_of(activations: ActivationsConfig) -> KeptAttention:
@@ -60,6 +72,21 @@ def uses_interface(module: torch.nn.Module) -> bool:
     """Whether the module's forward looks up its attention function in transformers."""
     forward = inspect.unwrap(type(module).forward)
     return "ALL_ATTENTION_FUNCTIONS" in getattr(getattr(forward, "__code__", None), "co_names", ())
+
+
+def is_flash(implementation: str | None) -> bool:
+    """Whether the name is one of FlashAttention's."""
+    return implementation is not None and _FLASH.search(implementation) is not None
+
+
+def why_flash_stays(module: torch.nn.Module) -> str | None:
+    """Why a module that was loaded with FlashAttention keeps it; None if COAT's attention computes the
+    same."""
+    if any("softcap" in name and value is not None for name, value in vars(module).items()):
+        return "FlashAttention stays, since its scores are soft-capped"
+    if "sinks" in module._parameters:
+        return "FlashAttention stays, since it has sinks"
+    return None if getattr(module, "is_causal", True) else "FlashAttention stays, since it is not causal"
 
 
 def asks_for_stock(module: torch.nn.Module) -> bool:
@@ -82,11 +109,9 @@ def _compares(name: str) -> bool:
 def register() -> None:
     """Registers "coat" in transformers. Further calls have no effect."""
     from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
     AttentionInterface.register(NAME, coat_attention)
-    # the same masks as for "sdpa", which are None for plain causal attention
-    AttentionMaskInterface.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS[STOCK])
+    AttentionMaskInterface.register(NAME, coat_mask)
 
 
 def is_transformers_own() -> bool:
@@ -115,14 +140,13 @@ def _own_storages(*heads: torch.Tensor) -> list[torch.Tensor]:
     return [x.clone(memory_format=torch.preserve_format) if wastes(x) else x for x in heads]
 
 
-def _is_plain_causal(module, query, key, mask, is_causal, rest) -> bool:
-    """Whether transformers' own function would compute causal attention, with equally long queries and keys
-    and without a mask."""
+def _is_plain_causal(module, query, key, is_causal, rest) -> bool:
+    """Whether transformers' own function would compute causal attention, with equally long queries and keys,
+    if it gets no mask."""
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     return (
-        mask is None
-        and bool(is_causal)
+        bool(is_causal)
         and 1 < query.shape[2] == key.shape[2]
         and query.shape[1] % key.shape[1] == 0
         and not any(rest.get(name) is not None for name in _CHANGING)
@@ -161,18 +185,31 @@ def coat_attention(
             "loads for DPO. It runs in BF16, and its log-probabilities are not those of FP8 layers with the "
             "same weights. Call coat_ds.convert on it, too."
         )
+    causal = _is_plain_causal(module, query, key, is_causal, rest)
+    b, s = query.shape[0], query.shape[2]
     # torch.compile does not see notes, and tensors on "meta" have no values
-    if kept is None or compiling or query.is_meta or (kept.evaluates_stock and is_evaluated(module)):
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **arguments)
+    if compiling or query.is_meta:
+        mask = traced_mask(attention_mask, rest, b, s) if causal else attention_mask
+        return sdpa_attention_forward(module, query, key, value, mask, **arguments)
+    found = packed_mask(attention_mask, rest, b, s) if causal else None
+    packed = None if found is None or dropout else found.packed
+    stock = kept is None or (kept.evaluates_stock and is_evaluated(module))
     dtype = autocast_dtype(query)
     if dtype is not None and query.dtype in DTYPES:
         # autocast would cast inside torch's function, and the saved casts could not be recognised as heads
         query, key, value = (x.to(dtype) for x in (query, key, value))
-    if kept.group_size is None:
+    if packed is None or not takes_packed(query.dtype, query.device, query.shape[-1], value.shape[-1]):
+        packed, mask = None, attention_mask if found is None else found
+        attention_mask = mask.whole() if isinstance(mask, PackedMask) else mask
+        if stock:
+            return sdpa_attention_forward(module, query, key, value, attention_mask, **arguments)
+    how = {} if stock else {"group_size": kept.group_size, "saved_format": kept.saved_format}
+    if how.get("group_size") is None:
         query, key, value = _own_storages(query, key, value)
-    how = {"group_size": kept.group_size, "saved_format": kept.saved_format}
-    if _is_plain_causal(module, query, key, attention_mask, is_causal, rest):
-        heads = [x.transpose(1, 2) for x in (query, key, value)]
+    heads = [x.transpose(1, 2) for x in (query, key, value)]
+    if packed is not None:
+        y = packed_attention(*heads, packed, scale=scaling, **how)
+    elif causal and attention_mask is None:
         y = causal_attention(*heads, scale=scaling, dropout=dropout, batch_first=True, **how)
     else:
         y = any_attention(module, query, key, value, attention_mask, arguments, **how)

@@ -24,6 +24,7 @@ from coat_ds.layers.modules.feed_forward import Fp8GatedFeedForward
 from coat_ds.layers.modules.linear import is_fused
 from coat_ds.layers.modules.merged_linear import MergedLinear, is_hooked, joined, parameters_of
 from coat_ds.layers.modules.norm import Fp8Norm
+from coat_ds.layers.modules.packed import PackedMask, packed_mask
 from coat_ds.layers.modules.replaced import (
     Replaced,
     autocast_dtype,
@@ -32,7 +33,13 @@ from coat_ds.layers.modules.replaced import (
     is_evaluated,
     replaced,
 )
-from coat_kernels.attention import additive_mask, causal_attention
+from coat_kernels.attention import (
+    Packed,
+    additive_mask,
+    causal_attention,
+    packed_attention,
+    takes_packed,
+)
 from coat_kernels.autograd.origin import TABLES, note, noted
 from coat_kernels.graphs import Graphs
 
@@ -50,6 +57,11 @@ ARGUMENTS = (
     "logits_to_keep",
     "labels",
     "return_dict",
+    # borders of packed documents
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "max_length_q",
+    "max_length_k",
 )
 # the name since transformers 5.24, and before
 CACHES = ("cache", "past_key_values")
@@ -92,7 +104,10 @@ class Fp8DecoderLayer(Replaced):
                     )
             return self.stock(hidden_states, *args, **kwargs)
         # bound here and not passed as arguments: reentrant checkpoints copy tensor arguments, without notes
-        blocks = partial(self.by_blocks, *kwargs["position_embeddings"], kwargs.get("attention_mask"))
+        mask = packed_mask(kwargs.get("attention_mask"), kwargs, *hidden_states.shape[:2])
+        if mask is None:
+            mask = kwargs.get("attention_mask")
+        blocks = partial(self.by_blocks, *kwargs["position_embeddings"], mask)
         if checkpoints_in_forward(self.module):
             return getattr(self.module, CHECKPOINT)(blocks, hidden_states)
         return blocks(hidden_states)
@@ -118,7 +133,7 @@ class Fp8DecoderLayer(Replaced):
     def by_blocks(
         self, cos: torch.Tensor, sin: torch.Tensor, mask: torch.Tensor | None, x: torch.Tensor
     ) -> torch.Tensor:
-        """cos and sin [1 or b, s, d], a mask for torch's attention or None, x [b, s, h] -> [b, s, h]."""
+        """cos and sin [1 or b, s, d], a mask, `PackedMask` or None, x [b, s, h] -> [b, s, h]."""
         input_norm, attention, mlp_norm, mlp = self.parts
         qkv, o, first, down = products = self.products
         kept, head_norms, feed_forward = attention.__dict__[STATE], self.head_norms, replaced(mlp)
@@ -129,7 +144,14 @@ class Fp8DecoderLayer(Replaced):
         parameters += (norm.weight for norm in head_norms)
         # the blocks take [tokens, 1, h], so that each token needs its own row of angles
         constants = [_by_token(t, x.shape[0]) for t in (cos, sin)]
-        if mask is not None:
+        d, packed, why_eager = attention.head_dim, None, None
+        if isinstance(mask, PackedMask) and takes_packed(x.dtype, x.device, d, d):
+            starts, *packed = mask.packed
+            constants.append(starts)
+            if len(starts) > len(x) + 1:
+                why_eager = "for packed batches, whose documents differ"
+        elif mask is not None:
+            mask = mask.whole() if isinstance(mask, PackedMask) else mask
             constants.append(additive_mask(mask, x.dtype))
         saved = {"group_size": kept.group_size, "saved_format": kept.saved_format}
         options = LayerOptions(
@@ -141,31 +163,36 @@ class Fp8DecoderLayer(Replaced):
             activation=feed_forward.options,
             fc2=replaced(down[0]).options(),
             head_norms=tuple([replaced(norm).options for norm in head_norms]),
-            groups=qkv[1].weight.shape[0] // attention.head_dim,
-            d=attention.head_dim,
+            groups=qkv[1].weight.shape[0] // d,
+            d=d,
             recomputed=(kept.group_size, kept.saved_format) if self.recomputes else None,
             batch_first=True,
             apart=True,
         )
-        attend = partial(_attend, attention, {} if self.recomputes else saved)
+        attend = partial(_attend, attention, packed, {} if self.recomputes else saved)
         compute = partial(_compute, options, attend, (len(qkv), len(first)), mask is not None)
-        if not self.uses_graphs(x):
+        if not self.uses_graphs(x, why_eager):
             return compute(x, *constants, *parameters)
         weights = [linears[0].weight for linears in products]
-        uses = partial(options.uses, weights, kept, attention.scaling)
+        uses = partial(options.uses, weights, kept, attention.scaling, packed and tuple(packed))
         evaluates = not self.module.training
         return self.graphs.call(compute, x, parameters, uses, constants=constants, evaluates=evaluates)
 
-    def uses_graphs(self, x: torch.Tensor) -> bool:
-        """Whether the fused layer runs as CUDA graphs."""
+    def uses_graphs(self, x: torch.Tensor, why_not: str | None = None) -> bool:
+        """Whether the fused layer runs as CUDA graphs, for which there may be a reason not to."""
         if self.cuda_graphs is False:
             return False
         weights = [linear.weight for linears in self.products for linear in linears]
-        return fused_layer.uses_graphs(self.cuda_graphs, x, weights)
+        return fused_layer.uses_graphs(self.cuda_graphs, x, weights, why_not=why_not)
 
 
-def _attend(attention: nn.Module, saved: dict, q, k, v, *mask: torch.Tensor) -> torch.Tensor:
-    """Attention of heads [b, s, n, d] by the scaling of `attention`: [b, s, n * d]."""
+def _attend(
+    attention: nn.Module, packed: list | None, saved: dict, q, k, v, *mask: torch.Tensor
+) -> torch.Tensor:
+    """Attention of heads [b, s, n, d] by the scaling of `attention`: [b, s, n * d]. packed: the fields of
+    `Packed` after the first one, which is in place of the mask."""
+    if packed is not None:
+        return packed_attention(q, k, v, Packed(*mask, *packed), scale=attention.scaling, **saved)
     if not mask:
         return causal_attention(q, k, v, scale=attention.scaling, batch_first=True, **saved)
     heads = (t.transpose(1, 2) for t in (q, k, v))
@@ -182,8 +209,8 @@ def _compute(
     sin: torch.Tensor,
     *tensors: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The layer's output. `tensors`: the mask if `masked`, and the parameters in the order of `fused_layer`,
-    those of the first GEMM of attention and of the feed-forward in `merged` parts."""
+    """The layer's output. `tensors`: the mask, or starts of documents, if `masked`, and the parameters in the
+    order of `fused_layer`, those of the first GEMM of attention and of the feed-forward in `merged` parts."""
     given, (in_qkv, in_first) = iter(tensors), merged
     mask, weights = _next(given, int(masked)), []
     for count in (1, in_qkv, 1, 1, in_first, 1):
@@ -310,7 +337,7 @@ def _is_foreign(name: str, value: object) -> bool:
 def _is_mask(mask: object, x: torch.Tensor) -> bool:
     """Whether `mask` is None, or a constant that torch's attention takes with heads of dtype `x.dtype`."""
     return mask is None or (
-        type(mask) is torch.Tensor
+        type(mask) in (torch.Tensor, PackedMask)
         and mask.dim() == 4
         and mask.dtype in (torch.bool, x.dtype)
         and not mask.requires_grad

@@ -1,0 +1,144 @@
+"""Packed batches and sliding windows of transformers' models, without a mask of sequence x sequence.
+
+transformers builds one mask for all layers. `coat_mask` returns a `PackedMask` where it finds documents or a
+window: borders of documents, which `packed_attention` reads. Any other reader of a `PackedMask` reads the
+boolean mask, which is then computed once.
+"""
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from coat_kernels.attention import Packed
+from coat_kernels.autograd.origin import BORDERS, note, noted
+
+
+class PackedMask(torch.Tensor):
+    """A boolean mask [b, 1, s, s] without memory. Every operation of torch on it reads `whole()`."""
+
+    packed: Packed
+
+    @staticmethod
+    def __new__(cls, packed: Packed, b: int, s: int):
+        shape, device = (b, 1, s, s), packed.starts.device
+        mask = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
+        mask.packed, mask.computed = packed, None
+        return mask
+
+    def whole(self) -> torch.Tensor:
+        """The mask as a plain tensor."""
+        if self.computed is None:
+            # training may use a mask that an evaluation computed
+            with torch.inference_mode(False):
+                self.computed = self.packed.mask(self.shape[0], self.shape[-1])
+        return self.computed
+
+    def __repr__(self, **how):
+        return f"PackedMask({self.packed})"
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        args, kwargs = tree_map_only(cls, cls.whole, (args, kwargs or {}))
+        return function(*args, **kwargs)
+
+
+def coat_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    *,
+    mask_function,
+    attention_mask: torch.Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    **rest,
+) -> torch.Tensor | None:
+    """The mask of a model whose attention is converted: a `PackedMask` for documents or a sliding window,
+    else transformers' own mask for "sdpa".
+
+    mask_function(row, head, query, key): whether a token attends to another. It is read on the two diagonals
+    next to the main one. Without functions of the model's own, which come with `use_vmap`, transformers
+    combines causality, a window, chunks, documents and blocks that attend in both directions. A token that
+    does not attend to its predecessor begins a document or a chunk. A token that attends to its successor is
+    in such a block, and the batch gets the mask for "sdpa". The CPU waits for the device once per mask.
+    """
+    from transformers.masking_utils import sdpa_mask
+
+    device = torch.device(rest.get("device", "cpu"))
+    plain = not rest.get("use_vmap", True) and attention_mask is None and device.type != "meta"
+    square = (
+        q_length == kv_length > 1 and not isinstance(q_offset, torch.Tensor) and q_offset == kv_offset == 0
+    )
+    skipped = allow_is_causal_skip and (local_size is None or kv_length < local_size)
+    if plain and square and not skipped and not torch.compiler.is_compiling():
+        packed = _read(mask_function, batch_size, q_length, device)
+        if packed is not None:
+            window = None if local_size is None or packed.longest <= local_size else local_size - 1
+            return PackedMask(packed._replace(window=window), batch_size, q_length)
+    return sdpa_mask(
+        batch_size,
+        q_length,
+        kv_length,
+        q_offset,
+        kv_offset,
+        mask_function=mask_function,
+        attention_mask=attention_mask,
+        local_size=local_size,
+        allow_is_causal_skip=allow_is_causal_skip,
+        **rest,
+    )
+
+
+def _read(mask_function, b: int, s: int, device: torch.device) -> Packed | None:
+    """The documents of `mask_function`; None if a token attends to its successor."""
+    rows, later = torch.arange(b, device=device)[:, None], torch.arange(1, s, device=device)[None]
+    head = torch.zeros_like(rows)
+    joined = mask_function(rows, head, later, later - 1).expand(b, s - 1)
+    ahead = mask_function(rows, head, later - 1, later).any()
+    first = torch.cat([torch.ones_like(joined[:, :1]), ~joined], 1).flatten()
+    return None if ahead else _from_first(first.nonzero().flatten(), b * s)
+
+
+def _from_first(first: torch.Tensor, tokens: int) -> Packed:
+    # training may use documents that an evaluation found
+    with torch.inference_mode(False):
+        starts = torch.cat([first, first.new_tensor([tokens])]).to(torch.int32)
+        return Packed(starts, int(starts.diff().max()))
+
+
+def packed_mask(mask: torch.Tensor | None, arguments: dict, b: int, s: int) -> PackedMask | None:
+    """The documents of a batch [b, s], from `cu_seq_lens_q` in the `arguments` of a layer, else from the
+    mask; None if the mask is a plain tensor or nothing is packed."""
+    if mask is not None and type(mask) is not PackedMask:
+        return None
+    given = arguments.get("cu_seq_lens_q")
+    if given is None:
+        return mask
+    # each mask of a model, such as that of windows, has its own
+    holder = given if mask is None else mask
+    known, found = noted(holder, BORDERS) or (None, None)
+    if known == given.data_ptr():
+        return found
+    starts = given.to(torch.int32)
+    if mask is not None:
+        starts = torch.cat([starts, mask.packed.starts]).unique()
+    longest, last = torch.stack([starts.diff().max(), given[-1]]).tolist()
+    if last != b * s:
+        raise ValueError(
+            f"cu_seq_lens_q: expected documents of all {b * s} tokens of the batch, found documents of "
+            f"{last}. Give the padding at the end a document of its own."
+        )
+    found = PackedMask(Packed(starts, longest, None if mask is None else mask.packed.window), b, s)
+    note(holder, BORDERS, (given.data_ptr(), found))
+    return found
+
+
+def traced_mask(mask: torch.Tensor | None, arguments: dict, b: int, s: int) -> torch.Tensor | None:
+    """`mask`, without keys of other documents than `cu_seq_lens_q` gives, by operations that torch.compile
+    traces."""
+    given = arguments.get("cu_seq_lens_q")
+    if given is None or (mask is not None and mask.dtype != torch.bool):
+        return mask
+    documents = Packed(given.to(torch.int32), s).mask(b, s)
+    return documents if mask is None else mask & documents

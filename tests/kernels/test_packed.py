@@ -1,0 +1,130 @@
+"""Variable-length attention: results and gradients of documents one by one, and what it saves."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from coat_kernels.agreement import E4M3_RMS, ROUNDING
+from coat_kernels.attention import Packed, packed_attention, takes_packed
+from coat_kernels.autograd.origin import origin_of
+from coat_kernels.fp8 import E4M3
+from coat_kernels.tensorwise.quantize import quantize_tensor
+from tests.util import rel_rms
+
+N, D = 4, 32
+LENGTHS = {
+    "one document": [37],
+    "ends inside of groups": [5, 33, 1, 17, 40],
+    "200 documents": [1 + i % 7 for i in range(200)],
+}
+LAYOUTS = pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+
+
+def packed(lengths, device, window=None) -> Packed:
+    starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device=device)
+    return Packed(starts, max(lengths), window)
+
+
+def qkv(tokens, device, groups=N, dtype=torch.bfloat16):
+    torch.manual_seed(0)
+    shapes = [(1, tokens, n, D) for n in (N, groups, groups)]
+    return [torch.randn(s).to(device, dtype).requires_grad_() for s in shapes]
+
+
+def one_by_one(inputs, lengths, window=None, scale=None) -> torch.Tensor:
+    """Each document by torch's attention in FP64."""
+    found = []
+    for q, k, v in zip(*(x[0].double().split(lengths) for x in inputs), strict=True):
+        seen = torch.ones(len(q), len(q), dtype=torch.bool, device=q.device).tril()
+        mask = seen if window is None else seen.triu(-window)
+        heads = (x.transpose(0, 1)[None] for x in (q, k, v))
+        y = F.scaled_dot_product_attention(*heads, attn_mask=mask, scale=scale, enable_gqa=True)
+        found.append(y[0].transpose(0, 1).flatten(1))
+    return torch.cat(found)[None]
+
+
+@LAYOUTS
+@pytest.mark.parametrize("groups", [N, 2])
+@pytest.mark.parametrize("window", [None, 8])
+def test_documents_are_attended_one_by_one(window, groups, lengths, device):
+    inputs = qkv(sum(lengths), device, groups)
+    grad = torch.randn(1, sum(lengths), N * D, dtype=torch.bfloat16, device=device)
+    expected = one_by_one(inputs, lengths, window, scale=0.3)
+    y = packed_attention(*inputs, packed(lengths, device, window), scale=0.3)
+    # The output is rounded to BF16. Tensor cores also round probabilities and, in backward, gradients of
+    # scores. Each rounding is at most 2^-9 of its number.
+    assert rel_rms(y, expected) < 2**-8
+    found = torch.autograd.grad(y, inputs, grad)
+    for a, e in zip(found, torch.autograd.grad(expected, inputs, grad.double()), strict=True):
+        assert rel_rms(a, e) < 2**-6
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_the_reference_is_exact(rows):
+    """Documents may lie in several rows of a batch."""
+    lengths = [7, 13, 20]
+    inputs = [x.detach().view(rows, -1, *x.shape[2:]) for x in qkv(40, "cpu", 2, torch.float64)]
+    inputs = [x.requires_grad_() for x in inputs]
+    y = packed_attention(*inputs, packed(lengths, "cpu", 5))
+    expected = one_by_one([x.view(1, 40, *x.shape[2:]) for x in inputs], lengths, 5).view(y.shape)
+    grad = torch.randn_like(y)
+    pairs = [(y, expected), *zip(*(torch.autograd.grad(t, inputs, grad) for t in (y, expected)), strict=True)]
+    # sums of at most 40 x 32 terms in FP64
+    for a, e in pairs:
+        assert rel_rms(a, e) < 40 * 32 * 2**-53
+
+
+@LAYOUTS
+@pytest.mark.parametrize("fmt", ROUNDING)
+def test_gradients_see_one_rounding_of_each_tensor(fmt, lengths, device):
+    inputs, documents = qkv(sum(lengths), device, 2), packed(lengths, device)
+    exact = packed_attention(*inputs, documents)
+    grad = torch.randn_like(exact)
+    expected = torch.autograd.grad(exact, inputs, grad)
+    y = packed_attention(*inputs, documents, group_size=16, saved_format=fmt)
+    assert y.equal(exact)
+    # as of causal_attention (test_attention.py)
+    score = 2**0.5 * ROUNDING[fmt]
+    bounds = (2 * score + 2 * ROUNDING[fmt],) * 2 + (1.5 * score,)
+    for a, e, bound in zip(torch.autograd.grad(y, inputs, grad), expected, bounds, strict=True):
+        assert rel_rms(a, e) < bound + 2**-9
+
+
+@pytest.mark.parametrize("group_size", [None, 16])
+def test_what_is_saved(group_size, device):
+    """q, k, v and the output, a number for each head of a token, and the borders: no mask."""
+    lengths, kept = LENGTHS["ends inside of groups"], {}
+    tokens = sum(lengths)
+
+    def pack(x):
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    inputs, documents = qkv(tokens, device, 2), packed(lengths, device)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        packed_attention(*inputs, documents, group_size=group_size)
+    elements = tokens * D * (2 * N + 2 * 2)
+    heads = 2 * elements if group_size is None else elements + elements // group_size * 2
+    # torch's operator also saves 16 bytes for a generator of random numbers
+    assert sum(kept.values()) <= heads + 4 * N * tokens + 4 * (len(lengths) + 1) + 16
+
+
+@pytest.mark.parametrize("group_size", [None, 16])
+def test_the_output_has_its_origin(group_size, device):
+    """The output projection recomputes its input from what attention has saved."""
+    y = packed_attention(*qkv(37, device), packed([30, 7], device), group_size=group_size)
+    largest = y.detach().abs().amax().float()
+    origin = origin_of(y)
+    found = origin.columns(*origin.tensors, largest, E4M3)
+    expected = quantize_tensor(y.detach()[0], largest, E4M3, rows=False, columns=True)
+    assert found.scale.equal(expected.scale)
+    found, expected = found.columns.float(), expected.columns.float()
+    # saved in groups, values are rounded once more, and some fall on the neighbouring code of E4M3
+    assert rel_rms(found, expected) <= (0 if group_size is None else E4M3_RMS)
+
+
+def test_heads_that_flash_attention_does_not_take():
+    gpu, half = torch.device("cuda"), torch.bfloat16
+    assert takes_packed(torch.float32, torch.device("cpu"), 20, 12)
+    for dtype, d, e in ((torch.float32, 64, 64), (half, 64, 32), (half, 20, 20), (half, 512, 512)):
+        assert not takes_packed(dtype, gpu, d, e)
