@@ -37,7 +37,7 @@ def gradients(y, grad, inputs):
     return torch.autograd.grad(y, inputs, grad)
 
 
-@pytest.mark.parametrize("tokens", [(1,), (7, 3), (33,), (16, 4)], ids=str)
+@pytest.mark.parametrize("tokens", [(1,), (7,), (7, 3), (17,), (16, 4), (1001,)], ids=str)
 @pytest.mark.parametrize("bias", [False, True])
 def test_linear_against_autograd(tokens, bias, device):
     """The error of a GEMM is that of its two rounded operands, independent of each other: sqrt(2) * E4M3_RMS

@@ -62,6 +62,8 @@ ARGUMENTS = (
     "cu_seq_lens_k",
     "max_length_q",
     "max_length_k",
+    # the number of each token's document, which only layers without attention read
+    "seq_idx",
 )
 # the name since transformers 5.24, and before
 CACHES = ("cache", "past_key_values")

@@ -61,7 +61,8 @@ def coat_mask(
     next to the main one. Without functions of the model's own, which come with `use_vmap`, transformers
     combines causality, a window, chunks, documents and blocks that attend in both directions. A token that
     does not attend to its predecessor begins a document or a chunk. A token that attends to its successor is
-    in such a block, and the batch gets the mask for "sdpa". The CPU waits for the device once per mask.
+    in such a block, and the batch gets the mask for "sdpa". The CPU waits for the device here and in no
+    layer.
     """
     from transformers.masking_utils import sdpa_mask
 

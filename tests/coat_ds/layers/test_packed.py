@@ -100,6 +100,17 @@ def test_borders_and_positions_are_one_form(attention_format, monkeypatch):
     assert len(taken) == 3 * len(model.model.layers)
 
 
+def test_trls_batches_without_padding_are_packed(monkeypatch):
+    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+    made = masks_made(monkeypatch)
+    model = coat_ds.convert(FAMILIES["llama"].build())
+    collator = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
+    found = collator([{**d, "labels": d["input_ids"]} for d in documents(LENGTHS["several"])])
+    same(run(model, found), run(model, flat(LENGTHS["several"])))
+    assert not made
+
+
 @FORMATS
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_no_mask_is_saved(name, attention_format):
