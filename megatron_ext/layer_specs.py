@@ -204,7 +204,7 @@ def sdpa_parts(config, experts: bool) -> TransformerLayerSubmodules:
         raise ValueError(
             'sdpa_layer_spec ("activations": false): --tensor-model-parallel-size is '
             f"{config.tensor_model_parallel_size}, over which Megatron's own --multi-latent-attention loses "
-            "part of the gradients. Remove it, or take FP8 layers."
+            "a part of the gradients. Remove it, or take FP8 layers."
         )
     return _local_parts(config, experts)
 
