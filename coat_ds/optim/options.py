@@ -152,7 +152,8 @@ def formats_of(group: dict[str, Any]) -> FormatNames:
     first = None if first == "auto" else first
     if first not in EXP_AVG_FORMATS or second not in EXP_AVG_SQ_FORMATS:
         return BOTH_FP32
-    return tuple(codec_of(group, name).name for name in MOMENTS)
+    codec = get_codec(second)
+    return first_codec(first, codec).name, codec.name
 
 
 def has_remainder(p: torch.Tensor, group: dict[str, Any]) -> bool:

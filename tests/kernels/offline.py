@@ -25,6 +25,7 @@ if len(sys.argv) > 2:
 import coat_ds  # noqa: E402
 from coat_kernels import groups, linear, norm, rope, tensorwise  # noqa: E402
 from coat_kernels.adamw import AdamWOptions, storing  # noqa: E402
+from coat_kernels.codecs.codec import decode_kernel_launch, encode_kernel_launch  # noqa: E402
 from coat_kernels.fp8 import E4M3  # noqa: E402
 from tests.families import FAMILIES  # noqa: E402
 from tests.kernels.steps import OPTIONS, states  # noqa: E402
@@ -119,6 +120,8 @@ def others() -> None:
     table = torch.empty(8, 64)
     rope.rotate_qkv_backward_triton(q, q, q, table, table)
     codecs, pair = states("ratio8", "log8", 1280, "cpu")
+    for codec in (codecs["exp_avg_codec"], codecs["exp_avg_sq_codec"]):
+        decode_kernel_launch(codec, encode_kernel_launch(codec, torch.empty(1280), 128), 128)
     moments, grad = storing.Moments(*pair), torch.empty(10, 128)
     storing.storing_sums_triton(moments, moments, grad, torch.ones(10), AdamWOptions(**codecs, **OPTIONS))
 
