@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-# The names of all notes, with their types and who writes and reads them. Besides these, only a parameter's
+# The names of all notes, with their types, writers and readers. Besides these, only a parameter's
 # `coat_gradient_leaves` (`coat_kernels.graphs.LEAVES`) is an attribute on a framework's tensor.
 # Origin. Written by norms, activations and attention, read by linear layers
 ORIGIN = "origin"
