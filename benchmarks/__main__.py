@@ -16,6 +16,7 @@ from benchmarks import (  # noqa: F401  (they register themselves)
     first_step,
     layer,
     megatron_step,
+    memorize,
     models,
     numerics,
     report,

@@ -49,6 +49,7 @@ VARIANTS["coat" + LONG_MEMORY] = SYSTEMS["COAT"]
 VARIANTS["coat-paper" + LONG_MEMORY] = System({"optimizer": _PAPER})
 VARIANTS["coat-fp32" + LONG_MEMORY] = System({"optimizer": _STORED["coat-optimizer-fp32"]})
 VARIANTS["coat-recomputed-attention"] = SYSTEMS["COAT, recomputed attention"]
+VARIANTS["coat-e4m3"] = System({"activations": {"backward_format": "e4m3"}})
 # each part of "smallest" alone
 VARIANTS["coat-8bit-attention"] = SYSTEMS["COAT, 8-bit attention"]
 VARIANTS["coat-no-masters"] = System({"optimizer": {"bf16_params": "stochastic"}}, bf16_masters=True)
