@@ -13,7 +13,7 @@ from benchmarks.converge.recipe import BF16, Recipe, Run
 from benchmarks.converge.table import beside, curves_of
 
 # what is compared, as `benchmarks.converge.recipe.VARIANTS` calls it
-SYSTEMS = (BF16, "coat", "coat-fastest", "coat-smallest", "coat-recomputed-attention")
+SYSTEMS = (BF16, "coat", "coat-fastest", "coat-smallest", "coat-recomputed-attention", "coat-e4m3")
 COLORS = {system: f"C{i}" for i, system in enumerate(SYSTEMS)}
 
 
