@@ -1,10 +1,15 @@
-"""How fast a few steps learn one batch by heart: BF16 and COAT, whole and in parts, over seeds."""
+"""How fast a few steps learn one batch by heart: BF16, COAT in parts, and BF16 with rounded operands."""
+
+import functools
 
 import torch
+import torch.nn.functional as F
 
 import coat_ds
 from benchmarks.common.harness import Table, benchmark
 from benchmarks.common.memory import release
+from coat_kernels.fp8 import E4M3, E5M2
+from coat_kernels.tensorwise import largest_magnitude, quantize_tensor
 
 TOKENS = 4, 512
 # hidden size, feed-forward, layers, vocabulary
@@ -18,6 +23,47 @@ VARIANTS: dict[str, tuple[dict | None, bool]] = {
     "COAT": ({}, True),
     "COAT, E4M3 gradients": ({"backward_format": "e4m3"}, True),
 }
+# the operands of linear layers that are rounded to FP8 and back in stock layers: the forward's input and
+# weight; the gradient, and backward's input and weight
+ROUNDED = {
+    "rounded: forward": ("x", "weight"),
+    "rounded: forward input": ("x",),
+    "rounded: forward weight": ("weight",),
+    "rounded: backward": ("grad", "backward x", "backward weight"),
+    "rounded: all": ("x", "weight", "grad", "backward x", "backward weight"),
+}
+
+
+class _RoundedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, rounded):
+        ctx.save_for_backward(x, weight)
+        ctx.rounded = rounded
+        return F.linear(rounded("x", x), rounded("weight", weight))
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        grad = ctx.rounded("grad", grad)
+        grad_weight = grad.flatten(0, -2).T @ ctx.rounded("backward x", x).flatten(0, -2)
+        return grad @ ctx.rounded("backward weight", weight), grad_weight, None
+
+
+def _rounded(chosen: tuple[str, ...], name: str, x: torch.Tensor) -> torch.Tensor:
+    """`x` rounded to E4M3, a gradient to E5M2, if `chosen` has the name of the operand."""
+    if name not in chosen:
+        return x
+    fmt = E5M2 if name == "grad" else E4M3
+    x2d = x.flatten(0, -2).contiguous()
+    q = quantize_tensor(x2d, largest_magnitude(x2d), fmt)
+    return (q.rows.float() * q.scale).to(x.dtype).view_as(x)
+
+
+def _round_operands(model: torch.nn.Module, chosen: tuple[str, ...]) -> None:
+    for name, layer in model.named_modules():
+        if isinstance(layer, torch.nn.Linear) and name != "lm_head":
+            rounded = functools.partial(_rounded, chosen)
+            layer.forward = lambda x, w=layer.weight, r=rounded: _RoundedLinear.apply(x, w, r)
 
 
 def options(parser) -> None:
@@ -52,9 +98,11 @@ def losses(family: str, variant: str, seed: int, lr: float, steps: int, quick: b
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     sizes = QUICK if quick else SIZES
     model = _model(family, sizes, seed, device)
-    activations, states = VARIANTS[variant]
+    activations, states = VARIANTS.get(variant, (None, False))
     if activations is not None:
         coat_ds.convert(model, activations)
+    if variant in ROUNDED:
+        _round_operands(model, ROUNDED[variant])
     weights = list(model.parameters())
     masters = [w.detach().float().requires_grad_() for w in weights]
     adamw = coat_ds.CoatAdamW if states else torch.optim.AdamW
@@ -75,16 +123,19 @@ def losses(family: str, variant: str, seed: int, lr: float, steps: int, quick: b
         found.append(model(input_ids=tokens, labels=tokens).loss.item())
         if activations is not None:
             coat_ds.unconvert(model)
+        if variant in ROUNDED:
+            _round_operands(model, ())
         found.append(model(input_ids=tokens, labels=tokens).loss.item())
     return found
 
 
 @benchmark(needs_gpu=False, options=options)
 def memorize(arguments, table: Table) -> None:
-    """How fast a few steps learn one batch by heart: BF16 and COAT, whole and in parts, over seeds.
+    """How fast a few steps learn one batch by heart: BF16, COAT whole and in parts, BF16 with roundings.
 
     Layers as Mistral's and Qwen3's, h 1024, 8 layers, random weights, one batch of 4 x 512 random tokens in
-    every step, FP32 masters, AdamW 0.9, 0.95, weight decay 0.1, clip 1.0, a constant learning rate. Columns:
+    every step, FP32 masters, AdamW 0.9, 0.95, weight decay 0.1, clip 1.0, a constant learning rate. "rounded"
+    are stock layers in which linear layers round operands to FP8 before a BF16 GEMM. Columns:
     - loss_start, loss: before the first and after the last step, nats a token, in the layers that train;
     - over_bf16: the last loss above BF16's of the same seed; over_bf16_mean: that, mean over all steps;
     - over_bf16_stock: the last loss above BF16's, of the final weights in stock layers.
@@ -93,7 +144,7 @@ def memorize(arguments, table: Table) -> None:
         for lr in arguments.lr:
             for seed in range(1, arguments.seeds + 1):
                 stock: list[float] = []
-                for variant in VARIANTS:
+                for variant in (*VARIANTS, *ROUNDED):
                     found = losses(family, variant, seed, lr, arguments.steps, arguments.quick)
                     release()
                     stock = stock or found
