@@ -8,22 +8,31 @@ from coat_launch import config_path
 
 RUNS = ("bf16", "coat")
 SHAPE_FLAGS = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups")
-# a longer series of steps with a loss or gradients that are not finite ends the run
-MAX_FAILURES = 10
 
 
-def positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number above 0, found {text}")
-    return value
+def number(kind: type, least: float, below: float = math.inf) -> Callable[[str], float]:
+    """A converter for argparse."""
+
+    def convert(text: str) -> float:
+        value = kind(text)
+        if not least <= value < below:
+            limit = "" if below == math.inf else f", below {below}"
+            raise argparse.ArgumentTypeError(f"expected a number of at least {least}{limit}, found {text}")
+        return value
+
+    # argparse names it where the text is no number
+    convert.__name__ = kind.__name__
+    return convert
 
 
-def rate(text: str) -> float:
-    value = float(text)
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"expected a number, 0 or more, found {text}")
-    return value
+def path(text: str) -> str:
+    # a shell variable that is not set leaves an empty path, which pathlib reads as the current folder
+    if not text:
+        raise argparse.ArgumentTypeError("found an empty path: name one, or drop the option")
+    return text
+
+
+positive = number(int, 1)
 
 
 def parse_args(argv: list[str] | None = None, description: str | None = None) -> argparse.Namespace:
@@ -33,28 +42,30 @@ def parse_args(argv: list[str] | None = None, description: str | None = None) ->
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    _add_model(parser.add_argument_group("model").add_argument)
-    _add_data(parser.add_argument_group("data").add_argument)
+    _add_model_and_data(parser.add_argument_group("model and data").add_argument)
     _add_training(parser.add_argument_group("training").add_argument)
     _add_output(parser.add_argument_group("output").add_argument)
     args = parser.parse_args(argv)
     args.eval_interval = args.eval_interval or max(1, args.steps // 5)
-    args.warmup_given = args.warmup_steps is not None
-    args.warmup_steps = args.steps // 10 if args.warmup_steps is None else args.warmup_steps
-    _check(args, parser.error)
+    tensor_ranks = args.tensor_model_parallel_size
+    if args.compare and (args.variant or args.resume):
+        parser.error("--compare makes both runs: drop --variant, and the folder of --resume")
+    if args.sequence_parallel and (tensor_ranks == 1 or args.seq_length % tensor_ranks):
+        parser.error(
+            f"--sequence-parallel: --seq-length {args.seq_length} has to divide by "
+            f"--tensor-model-parallel-size, and that to be above 1, found {tensor_ranks}"
+        )
     return args
 
 
-def _add_model(add: Callable) -> None:
+def _add_model_and_data(add: Callable) -> None:
     add("--model-config", default=config_path("model_quickstart.json"), help="JSON file with the shape")
     for flag in SHAPE_FLAGS:
         add("--" + flag.replace("_", "-"), type=positive, help="in place of the model config's")
-
-
-def _add_data(add: Callable) -> None:
     add(
         "--data",
         nargs="+",
+        type=path,
         default=[],
         metavar="PATH",
         help="text files, .jsonl files with a text in each line, folders of them, or Megatron indexed "
@@ -70,25 +81,17 @@ def _add_training(add: Callable) -> None:
     add("--steps", type=positive, default=120, help="optimizer steps (default %(default)s)")
     add("--micro-batch-size", type=positive, help="sequences per rank and pass; else the JSON's, else 4")
     add("--global-batch-size", type=positive, help="sequences per step, by accumulation; else the JSON's")
-    add("--lr", type=rate, help='peak learning rate (default: the JSON\'s; 2e-3 for its "auto")')
-    add("--warmup-steps", type=int, help="linear warmup, then cosine to 10%% (default a tenth of --steps)")
+    add("--lr", type=number(float, 0), help='peak learning rate (default: the JSON\'s; 2e-3 for its "auto")')
     add(
-        "--tensor-model-parallel-size",
-        type=positive,
-        default=1,
-        help="ranks that share each layer (default %(default)s)",
+        "--warmup-steps",
+        type=number(int, 0),
+        help="linear warmup, then cosine to 10%% (default a tenth of --steps)",
     )
+    add("--tensor-model-parallel-size", type=positive, default=1, help="ranks that share each layer")
     add(
         "--sequence-parallel",
         action="store_true",
         help="split the sequence between the layers over the same ranks",
-    )
-    add(
-        "--non-finite",
-        choices=("stop", "skip"),
-        default="stop",
-        help="at a loss that is NaN or infinite: stop, or log a line and skip the step, and stop after "
-        f"{MAX_FAILURES} in a row (default %(default)s)",
     )
     add(
         "--distributed-timeout",
@@ -97,7 +100,8 @@ def _add_training(add: Callable) -> None:
         metavar="SECONDS",
         help="seconds until a rank that does not answer ends the run (default %(default)s)",
     )
-    add("--seed", type=int, default=1234, help="weights, order and split of the data (default %(default)s)")
+    # torch's limit is twice this, and Megatron adds a few thousands
+    add("--seed", type=number(int, 0, 2**63), default=1234, help="of weights, order and split of the data")
     add("--deepspeed-config", default=config_path("ds_zero1_coat.json"), help="DeepSpeed JSON")
     # not --run, which torchrun reads as an abbreviation of its own options
     add("--variant", choices=RUNS, help="override the JSON: bf16 disables the coat block")
@@ -108,47 +112,19 @@ def _add_training(add: Callable) -> None:
 def _add_output(add: Callable) -> None:
     add(
         "--output",
+        type=path,
         default="runs/gpt",
         help="folder for metrics, plot, summary, checkpoints (default %(default)s)",
     )
     add("--eval-interval", type=positive, help="steps between validations (default a fifth of --steps)")
-    add(
-        "--eval-batches", type=positive, default=8, help="global batches per validation (default %(default)s)"
-    )
+    add("--eval-batches", type=positive, default=8, help="global batches per validation (default 8)")
     add("--save-interval", type=positive, help="steps between checkpoints in OUTPUT/<run>/checkpoints")
     add(
-        "--load",
+        "--resume",
         nargs="?",
         const="",
         metavar="FOLDER",
-        help="go on from the newest whole checkpoint in this folder (or from this checkpoint), without a "
-        "value in OUTPUT/<run>/checkpoints",
+        help="go on from the newest whole checkpoint in this folder (or from this checkpoint). Without a "
+        "value: in OUTPUT/<run>/checkpoints, and start where there is none yet",
     )
-    add("--resume", action="store_true", help="as --load, but start where there is no checkpoint yet")
     add("--keep-checkpoints", type=positive, metavar="N", help="remove all but the newest N (default: none)")
-
-
-def _check(args: argparse.Namespace, refuse: Callable[[str], object]) -> None:
-    if args.compare and args.variant:
-        refuse("--compare makes both runs: drop --variant")
-    if args.compare and args.load:
-        refuse("--compare resumes each run from its own folder: give --load without one")
-    if args.sequence_parallel and args.tensor_model_parallel_size == 1:
-        refuse("--sequence-parallel: needs --tensor-model-parallel-size above 1, found 1")
-    if args.sequence_parallel and args.seq_length % args.tensor_model_parallel_size:
-        refuse(
-            f"--sequence-parallel: --seq-length {args.seq_length} does not divide by "
-            f"--tensor-model-parallel-size {args.tensor_model_parallel_size}"
-        )
-    if args.resume and args.load is not None:
-        refuse("--resume is --load that may find nothing: give one of them")
-    # a shell variable that is not set leaves an empty path, which pathlib reads as the current folder
-    for name, paths in (("data", args.data), ("output", [args.output])):
-        if "" in paths:
-            refuse(f"--{name}: found an empty path. Name one, or drop the option")
-    for name in ("warmup_steps", "seed"):
-        if (value := getattr(args, name)) < 0:
-            refuse(f"--{name.replace('_', '-')}: expected 0 or more, found {value}")
-    # torch's limit is twice this, and Megatron adds a few thousands
-    if args.seed >= 2**63:
-        refuse(f"--seed: expected a number below 2^63, found {args.seed}. Give a smaller one")

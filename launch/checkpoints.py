@@ -34,18 +34,12 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from coat_launch.json_file import read_object
-from coat_launch.report import OutputError, atomic_write
+from coat_launch.errors import LaunchError
+from coat_launch.files import atomic_write, read_object
 
 MANIFEST = "manifest.json"
-# the key of the manifest's own hash
-SEAL = "sha256"
 PARTIAL, DAMAGED, UNIVERSAL = ".partial", ".damaged", ".universal.partial"
 _NAME = re.compile(r"step(\d+)")
-
-
-class CheckpointError(ValueError):
-    """A checkpoint from which a run cannot resume; the message names the checkpoint and the fix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,12 +101,6 @@ def _named(folder: Path) -> list[Path]:
     return sorted(found, key=_step, reverse=True)
 
 
-def sealed(manifest: dict) -> dict:
-    """`manifest` with the SHA-256 of its content."""
-    content = json.dumps(manifest, sort_keys=True).encode()
-    return {**manifest, SEAL: hashlib.sha256(content).hexdigest()}
-
-
 def save(
     engine, folder: Path, step: int, layout: Layout, client_state: dict, *, keep: int | None = None
 ) -> None:
@@ -121,24 +109,23 @@ def save(
     client_state: what `load` returns in addition to DeepSpeed's own; plain containers, numbers and tensors.
     keep: how many of the newest checkpoints stay; all without it.
 
-    Raises OutputError, on the rank on which it happens, if a file cannot be written or differs when read
-    back.
+    Raises LaunchError, on the rank on which it happens, if a file cannot be written, or is read back with
+    other bits.
     """
     name = f"step{step}"
     partial = folder / from_main(lambda: f"{name}.{uuid.uuid4().hex[:8]}{PARTIAL}")
-    if is_main():
-        with _writing(folder):
+    with _writing(folder):
+        if is_main():
             folder.mkdir(parents=True, exist_ok=True)
             for rest in folder.glob("*" + PARTIAL):
                 shutil.rmtree(rest)
-    state = {**client_state, "rng": _gather(_rng_state())}
-    with _writing(folder):
+        # collective: no rank makes the new folder before
+        state = {**client_state, "rng": _gather(_rng_state())}
         engine.save_checkpoint(str(folder), tag=partial.name, client_state=state, save_latest=False)
         written = from_main(lambda: sorted(path for path in partial.iterdir() if path.is_file()))
         files = _each_its_share(written, _read_back)
-    if is_main():
-        manifest = sealed({"step": step, "layout": dataclasses.asdict(layout), "files": files})
-        with _writing(folder):
+        if is_main():
+            manifest = {"step": step, "layout": dataclasses.asdict(layout), "files": files}
             atomic_write(partial / MANIFEST, json.dumps(manifest, indent=1).encode())
             _sync(partial)
             partial.rename(folder / name)
@@ -147,8 +134,7 @@ def save(
             whole = [path for path in _named(folder) if (path / MANIFEST).is_file()]
             for old in whole[keep:] if keep else ():
                 # a half-removed checkpoint must not look like a complete one
-                old.rename(old.with_name(old.name + PARTIAL))
-                shutil.rmtree(old.with_name(old.name + PARTIAL))
+                shutil.rmtree(old.rename(old.with_name(old.name + PARTIAL)))
     dist.barrier()
 
 
@@ -158,23 +144,23 @@ def find(folder: Path, *, set_aside: bool = False) -> Checkpoint | None:
     Rank 0 reports damaged checkpoints on stderr, and the previous one is tried. With `set_aside` damaged ones
     are then also renamed, so that they neither count for `keep` nor block the name of a new one.
 
-    Returns None if there is no checkpoint. Raises CheckpointError if all are damaged.
+    Returns None if there is no checkpoint. Raises LaunchError if all are damaged.
     """
     candidates = from_main(lambda: [folder] if _step(folder) >= 0 else _named(folder))
     for number, path in enumerate(candidates):
-        fault, layout = _verify(path)
-        if fault is None:
+        found = _verify(path)
+        if isinstance(found, Checkpoint):
             # not before: if all are damaged, the next start would treat the folder as empty
             for damaged in candidates[:number] if set_aside and is_main() else ():
                 aside = damaged.with_name(damaged.name + DAMAGED)
                 shutil.rmtree(aside, ignore_errors=True)
                 damaged.rename(aside)
-            return Checkpoint(path, layout)
+            return found
         if is_main():
             then = ". The one before it is tried" if path != candidates[-1] else ""
-            print(f"checkpoint {path} is damaged: {fault}{then}", file=sys.stderr)
+            print(f"checkpoint {path} is damaged: {found}{then}", file=sys.stderr)
     if candidates:
-        raise CheckpointError(
+        raise LaunchError(
             f"{folder}: every checkpoint in it is damaged. Restore one from a copy, or remove them to "
             "start from step 0"
         )
@@ -188,14 +174,14 @@ def load(engine, found: Checkpoint, layout: Layout, scratch: Path) -> dict:
     config needs `"checkpoint": {"load_universal": true}` for it. Random states, one per rank, are restored
     only with the same number of ranks.
 
-    Raises CheckpointError if DeepSpeed cannot convert between the layouts, if a file contains more than data,
+    Raises LaunchError if DeepSpeed cannot convert between the layouts, if a file contains more than data,
     and if it lacks what this model and this optimizer need.
     """
     folder, tag = found.path.parent, found.path.name
     converted = found.layout != layout
     if converted:
         if not layout.can_convert(found.layout):
-            raise CheckpointError(
+            raise LaunchError(
                 f"{found.path} was written by {found.layout}, this is {layout}: universal checkpoints go "
                 "between data-parallel sizes of ZeRO 1 and 2, and of ZeRO 3, without tensor parallelism. "
                 "Go on with the sizes and the stage it was written with"
@@ -220,60 +206,39 @@ def load(engine, found: Checkpoint, layout: Layout, scratch: Path) -> dict:
     return state
 
 
-def _verify(path: Path) -> tuple[str | None, Layout | None]:
-    """What is wrong with a checkpoint, None if nothing; and its layout."""
-
-    def read() -> tuple[dict, Layout] | str:
-        if not (path / MANIFEST).exists():
-            return (
-                f"it has no {MANIFEST}, as those of before 21 November 2026, which DeepSpeed's own "
-                "load_checkpoint reads"
-            )
-        try:
-            manifest = read_object(path / MANIFEST)
-            seal = manifest.pop(SEAL, None)
-            if unknown := manifest.keys() - {"step", "layout", "files"}:
-                raise ValueError(f"unknown key {min(unknown)!r}")
-            # older manifests have none
-            if seal is not None and sealed(manifest)[SEAL] != seal:
-                return f"{MANIFEST} was changed: its SHA-256 differs from the one in it"
-            # a folder that was renamed by hand would resume at a wrong step
-            if manifest["step"] != _step(path):
-                return f"{MANIFEST} is of step {manifest['step']}"
-            files, layout = manifest["files"], Layout(**manifest["layout"])
-            if any(type(value) is not int for value in dataclasses.astuple(layout)):
-                raise ValueError(f"layout {manifest['layout']}")
-            for name, wanted in files.items():
-                plain = Path(name).name == name and "\0" not in name
-                if not plain or type(wanted["bytes"]) is not int or type(wanted["sha256"]) is not str:
-                    raise ValueError(f"file {name!r}: {wanted}")
-        except KeyError as error:
-            return f"{MANIFEST} has no {error}"
-        except (ValueError, TypeError, AttributeError) as error:
-            return f"{MANIFEST} cannot be read ({error})"
-        # DeepSpeed would read it regardless
-        for file in sorted(path.glob("*.pt")):
-            if file.name not in files:
-                return f"{MANIFEST} has no {file.name}"
-        return files, layout
-
-    manifest = from_main(read)
+def _verify(path: Path) -> Checkpoint | str:
+    """The checkpoint, or what is wrong with it. Collective."""
+    manifest = from_main(lambda: _read_manifest(path))
     if isinstance(manifest, str):
-        return manifest, None
-    files, layout = manifest
+        return manifest
+    layout, digests = manifest
 
     def fault(file: Path) -> str | None:
-        wanted = files[file.name]
         try:
-            size = file.stat().st_size
-            if size != wanted["bytes"]:
-                return f"{file.name} has {size} bytes instead of {wanted['bytes']}"
-            return None if _sha256(file) == wanted["sha256"] else f"{file.name} has another SHA-256"
-        except OSError as error:
-            return f"{file.name} cannot be read ({error.strerror})"
+            return None if _sha256(file) == digests[file.name] else f"{file.name} has another SHA-256"
+        except (OSError, ValueError) as error:
+            return f"{file.name} cannot be read ({error})"
 
-    faults = [f for f in _each_its_share([path / name for name in files], fault).values() if f]
-    return (faults[0] if faults else None), layout
+    faults = _each_its_share([path / name for name in digests], fault).values()
+    return next(filter(None, faults), Checkpoint(path, layout))
+
+
+def _read_manifest(path: Path) -> tuple[Layout, dict[str, str]] | str:
+    """The layout of a checkpoint and the SHA-256 of its files, or why it has none."""
+    try:
+        manifest = read_object(path / MANIFEST)
+        layout = Layout(**manifest["layout"])
+        digests = {name: wanted["sha256"] for name, wanted in manifest["files"].items()}
+        step = manifest["step"]
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        return f"its {MANIFEST} cannot be used ({error})"
+    # a folder that was renamed by hand would resume at a wrong step
+    if step != _step(path):
+        return f"{MANIFEST} is of step {step}"
+    # DeepSpeed would read it regardless
+    if extra := {file.name for file in path.glob("*.pt")} - digests.keys():
+        return f"{MANIFEST} has no {min(extra)}"
+    return layout, digests
 
 
 def _read_back(file: Path) -> dict:
@@ -306,7 +271,7 @@ def _writing(folder: Path) -> Iterator[None]:
         known = any(name in str(error) for name in ("PytorchStreamWriter", "inline_container", "iostream"))
         if isinstance(error, RuntimeError) and not known:
             raise
-        raise OutputError(
+        raise LaunchError(
             f"cannot write a checkpoint to {folder} ({error}): make room, or choose another folder with "
             "--output. The checkpoints there are whole"
         ) from error
@@ -315,22 +280,17 @@ def _writing(folder: Path) -> Iterator[None]:
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
     """Turns every error that torch and DeepSpeed raise over the content of a checkpoint into a
-    CheckpointError."""
+    LaunchError."""
     try:
         yield
-    except (CheckpointError, OutputError, torch.OutOfMemoryError, dist.DistError):
+    except (LaunchError, torch.OutOfMemoryError, dist.DistError):
         raise
-    except pickle.UnpicklingError as error:
-        # the text before it is torch's advice to trust the file
-        why = str(error).rpartition("WeightsUnpickler error:")[2].strip()
-        raise CheckpointError(
-            f"{path}: a file holds more than data and was not read ({why}). Take a checkpoint that this "
-            "program has written"
-        ) from error
     except Exception as error:
-        raise CheckpointError(
-            f"{path}: its files are whole, but do not hold what this run needs ({type(error).__name__}: "
-            f"{error}). Go on with the model and the optimizer that it was written with, or take another"
+        # the text before it is torch's advice to trust a file that holds more than data
+        why = str(error).rpartition("WeightsUnpickler error:")[2].strip()
+        raise LaunchError(
+            f"{path}: its files are whole, but do not hold what this run can load ({type(error).__name__}: "
+            f"{why}). Go on with the model and the optimizer that it was written with, or take another"
         ) from error
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from coat_launch.errors import DataError
+from coat_launch.errors import LaunchError
 from coat_launch.indexed import SUFFIXES, file_of, read_indexed
 from coat_launch.split import Split, document_table, hold_out
 from coat_launch.text import read_documents, standard_library, tokenise
@@ -40,14 +40,16 @@ def load_corpus(
         vocab_size: number of ids, for indexed data without a tokenizer.
         validation_share: fraction of the tokens to hold out, in whole documents.
 
-    Raises DataError for every input that cannot be used.
+    Raises LaunchError for every input that cannot be used.
     """
     text_tokenizer = Tokenizer.from_file(tokenizer) if tokenizer is not None else Tokenizer.bytes()
-    if paths:
-        texts, prefixes = _find_sources([Path(p) for p in paths])
-    else:
-        texts, prefixes = standard_library(), []
-    size = _vocabulary_size(texts, prefixes, text_tokenizer, tokenizer is not None, vocab_size)
+    texts, prefixes = _find_sources([Path(p) for p in paths]) if paths else (standard_library(), [])
+    size = _vocabulary_size(text_tokenizer if texts or tokenizer is not None else None, vocab_size)
+    if texts and prefixes and tokenizer is None:
+        raise LaunchError(
+            f"--data mixes text ({texts[0]}) with token ids ({prefixes[0]}): "
+            "give the tokenizer the ids were made with (--tokenizer)"
+        )
     sources, tables = [], []
     if texts:
         tokens, lengths = tokenise(read_documents(texts), text_tokenizer)
@@ -60,14 +62,14 @@ def load_corpus(
     table = np.concatenate(tables)
     if not len(table):
         where = ", ".join(map(str, paths)) or "the standard library"
-        raise DataError(f"--data {where}: no usable text: every document is empty")
+        raise LaunchError(f"--data {where}: no usable text: every document is empty")
 
     train, validation = hold_out(table, validation_share, seed, seq_length)
     splits = []
     for name, part in (("training", train), ("validation", validation)):
         split = Split(sources, part, seq_length=seq_length, vocab_size=size, seed=seed)
         if not len(split):
-            raise DataError(
+            raise LaunchError(
                 f"the {name} part of the corpus has {split.num_tokens} tokens, less than one sequence of "
                 f"{seq_length} and its label: give more data or a smaller --seq-length"
             )
@@ -75,24 +77,17 @@ def load_corpus(
     return Corpus(*splits, size)
 
 
-def _vocabulary_size(
-    texts: list[Path], prefixes: list[Path], tokenizer: Tokenizer, is_given: bool, vocab_size: int | None
-) -> int:
-    """`vocab_size` if given, else the tokenizer's. Raises DataError if neither is given, or if it is less."""
-    known_size = tokenizer.vocab_size if texts or is_given else None
-    if texts and prefixes and not is_given:
-        raise DataError(
-            f"--data mixes text ({texts[0]}) with token ids ({prefixes[0]}): "
-            "give the tokenizer the ids were made with (--tokenizer)"
+def _vocabulary_size(tokenizer: Tokenizer | None, given: int | None) -> int:
+    if tokenizer is None and given is None:
+        raise LaunchError(
+            "--data: an indexed dataset does not contain the number of ids: give the tokenizer that it was "
+            "made with (--tokenizer), or the number (--vocab-size)"
         )
-    if known_size is None and vocab_size is None:
-        raise DataError(
-            f"{prefixes[0]}: an indexed dataset does not contain the number of ids: "
-            "give --tokenizer or --vocab-size"
+    if tokenizer is not None and given is not None and given < tokenizer.vocab_size:
+        raise LaunchError(
+            f"--vocab-size {given} is less than the {tokenizer.vocab_size} ids of the tokenizer"
         )
-    if known_size is not None and vocab_size is not None and vocab_size < known_size:
-        raise DataError(f"--vocab-size {vocab_size} is less than the {known_size} ids of the tokenizer")
-    return vocab_size if vocab_size is not None else known_size
+    return given if given is not None else tokenizer.vocab_size
 
 
 def padded_vocab_size(vocab_size: int, multiple: int = 128) -> int:
@@ -104,23 +99,22 @@ def _find_sources(paths: Iterable[Path]) -> tuple[list[Path], list[Path]]:
     """Text files and prefixes of indexed datasets, in the order given, folders sorted."""
     texts, prefixes = [], []
     for path in paths:
+        files, found = [path], []
         if path.is_dir():
-            inside = [p for p in sorted(path.rglob("*")) if p.is_file() and not _hidden(p.relative_to(path))]
-            found = [p for p in inside if p.stat().st_size]
-            if not found:
-                raise DataError(f"--data {path}: the folder holds no file with text")
-            prefixes += sorted({p.with_suffix("") for p in found if p.suffix in SUFFIXES})
-            texts += [p for p in found if p.suffix not in SUFFIXES]
-        elif path.suffix in SUFFIXES:
-            prefixes.append(path.with_suffix(""))
-        elif path.is_file():
-            if not path.stat().st_size:
-                raise DataError(f"--data {path}: the file is empty")
-            texts.append(path)
-        elif file_of(path, ".idx").exists() or file_of(path, ".bin").exists():
-            prefixes.append(path)
-        else:
-            raise DataError(f"--data {path}: no such file, folder or indexed dataset. Correct the path.")
+            files = [p for p in sorted(path.rglob("*")) if p.is_file() and not _hidden(p.relative_to(path))]
+        if not files:
+            raise LaunchError(f"--data {path}: the folder holds no files")
+        for file in files:
+            if file.suffix in SUFFIXES:
+                found.append(file.with_suffix(""))
+            elif file.is_file():
+                texts.append(file)
+            elif file_of(file, ".idx").exists():
+                found.append(file)
+            else:
+                raise LaunchError(f"--data {file}: no such file, folder or indexed dataset. Correct the path")
+        # both files of a dataset are one
+        prefixes += dict.fromkeys(found)
     return texts, prefixes
 
 

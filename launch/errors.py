@@ -1,9 +1,5 @@
-"""Errors in the entry point's inputs. Each message names the input and the fix."""
+"""The one error of this package."""
 
 
 class LaunchError(ValueError):
-    """Arguments that are not supported."""
-
-
-class DataError(ValueError):
-    """Data that cannot be used for training."""
+    """Arguments, data, files or nodes that cannot be used. The message names them and the fix."""

@@ -15,16 +15,11 @@ from coat_launch.errors import LaunchError
 def load_model_shape(args: argparse.Namespace):
     from megatron_ext.model import load_shape
 
+    given = {flag: value for flag in SHAPE_FLAGS if (value := getattr(args, flag)) is not None}
     try:
-        shape = load_shape(args.model_config)
+        return dataclasses.replace(load_shape(args.model_config), **given)
     except ValueError as error:
-        raise LaunchError(f"--model-config {error}") from error
-    try:
-        return dataclasses.replace(
-            shape, **{f: v for f in SHAPE_FLAGS if (v := getattr(args, f)) is not None}
-        )
-    except ValueError as error:
-        raise LaunchError(f"--model-config {args.model_config}: {error}") from error
+        raise LaunchError(f"--model-config, or an option in place of its value: {error}") from error
 
 
 def build_model(args: argparse.Namespace, shape, coat, vocab_size: int) -> torch.nn.Module:

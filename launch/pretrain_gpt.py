@@ -16,21 +16,18 @@ one.
 """
 
 import argparse
-import contextlib
 import importlib.util
-import multiprocessing
 import os
 import signal
 import sys
+import threading
 import warnings
-from multiprocessing import resource_tracker
 from pathlib import Path
 
 try:
-    from coat_launch import checkpoints, report
+    from coat_launch import report
     from coat_launch.args import RUNS, parse_args
-    from coat_launch.errors import DataError, LaunchError
-    from coat_launch.output_lock import OutputLock
+    from coat_launch.errors import LaunchError
     from coat_launch.process_group import read_ranks
     from coat_launch.trainer import STOPPING, Signals, Stopped, Trainer
 except ModuleNotFoundError as error:
@@ -46,9 +43,9 @@ import torch
 STOPPED = 75
 
 
-def train_once(args: argparse.Namespace, last: bool = True) -> None:
-    """One run in this process. Writes OUTPUT/<run>/summary.json; the last run also writes the comparison of
-    all runs. Exits with one line for expected errors.
+def train(args: argparse.Namespace, signals: Signals) -> None:
+    """One run. Writes OUTPUT/<run>/summary.json, and the comparison of all runs there unless another one
+    follows. Exits with one line for expected errors.
     """
     # Megatron's warnings about packages that are not needed here, and torch's about calls that DeepSpeed
     # makes
@@ -56,88 +53,53 @@ def train_once(args: argparse.Namespace, last: bool = True) -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     from coat_ds import CoatConfigError
 
-    trainer, signals, lock = None, Signals(), OutputLock(args.output)
+    trainer = None
     try:
-        report.prepare_folder(args.output)
-        trainer = Trainer(args, lock)
-        report.prepare_folder(trainer.folder)
-        # an earlier run's summary must not remain if this run fails
-        (trainer.folder / "summary.json").unlink(missing_ok=True)
+        trainer = Trainer(args)
         summary = trainer.train(signals)
         if trainer.is_main:
             report.write_summary(trainer.folder / "summary.json", summary)
         torch.distributed.destroy_process_group()
-        if last and trainer.is_main:
+        if trainer.is_main and not args.compare:
             conclude(Path(args.output))
     except Stopped as stopped:
         if trainer.is_main:
             print(stopped, file=sys.stderr)
         torch.distributed.destroy_process_group()
-        sys.exit(STOPPED)
-    except (
-        LaunchError,
-        DataError,
-        report.OutputError,
-        checkpoints.CheckpointError,
-        CoatConfigError,
-    ) as error:
+        # torchrun would restart after another code, shortly before the scheduler ends the job
+        sys.exit(0 if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) else STOPPED)
+    except (LaunchError, CoatConfigError) as error:
         sys.exit(f"error: {error}")
     except torch.OutOfMemoryError as error:
         sys.exit(f"error: out of GPU memory: lower --micro-batch-size or --seq-length ({error})")
     except KeyboardInterrupt:
         step = trainer.step if trainer is not None else 0
-        print(
-            f"\nstopped after step {step}; what was measured is in {args.output}/metrics.jsonl",
-            file=sys.stderr,
-        )
-        lock.release()
+        print(f"\nstopped after step {step}; metrics are in {args.output}/metrics.jsonl", file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
         # gloo's interrupted thread may abort Python's own exit (pytorch/pytorch#190489)
         os._exit(130)
-    finally:
-        lock.release()
 
 
-def compare(args: argparse.Namespace) -> None:
-    """Both runs, each in a fresh process, so that each has its own peak memory. A signal between the runs
-    goes to the second one, so that all ranks end in the same step."""
-    port = int(os.environ.get("MASTER_PORT", 29500))
-    received: list[int] = []
-    process = None
-
-    def hand_on(number: int, _) -> None:
-        received.append(number)
-        # a run that has ended gets no signal
-        with contextlib.suppress(ProcessLookupError):
-            if process is not None:
-                os.kill(process.pid, number)
-
-    for number in STOPPING:
-        signal.signal(number, hand_on)
-    # it unblocks signals when it starts
-    resource_tracker.ensure_running()
-    for index, run in enumerate(RUNS):
-        if "WORLD_SIZE" in os.environ:
-            # the launcher's store still holds the keys of the previous run
-            os.environ.update(MASTER_PORT=str(port + 1 + index), TORCHELASTIC_USE_AGENT_STORE="False")
-        # signals stay pending until the run has its handlers
-        signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
-        process = multiprocessing.get_context("spawn").Process(
-            target=train_once,
-            args=(argparse.Namespace(**{**vars(args), "variant": run}), run == RUNS[-1]),
-        )
-        process.start()
-        if received:
-            os.kill(process.pid, received[-1])
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
-        try:
-            process.join()
-        except KeyboardInterrupt:
-            # the terminal sends the signal to the child too
-            process.join()
-        if process.exitcode:
-            sys.exit(process.exitcode)
+def compare(args: argparse.Namespace, argv: list[str]) -> None:
+    """Both runs, one after the other in this process: the second one in a program of its own, so that it has
+    its own peak memory. A signal that comes too late for the first run is the second one's."""
+    first, second = RUNS
+    signals = Signals()
+    train(argparse.Namespace(**{**vars(args), "variant": first}), signals)
+    if "WORLD_SIZE" in os.environ:
+        # the launcher's store still holds the keys of the first run
+        port = int(os.environ["MASTER_PORT"]) + 1
+        os.environ.update(MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="False")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # the next program starts with these signals blocked, and takes them when it has its handlers
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+    if signals.received:
+        signal.pthread_kill(threading.main_thread().ident, STOPPING[0])
+    rest = [word for word in argv if word != "--compare"]
+    module = [sys.executable, "-m", "coat_launch.pretrain_gpt"]
+    os.execv(sys.executable, [*module, *rest, "--variant", second])
 
 
 def conclude(output: Path) -> None:
@@ -147,7 +109,7 @@ def conclude(output: Path) -> None:
     report.write_summary(output / "summary.json", summary)
     print(f"\n{report.comparison_table(summary)}\n")
     try:
-        report.plot_runs(report.read_metrics(output / "metrics.jsonl"), summary, output / "loss.png")
+        report.plot_runs(report.read_metrics(output / "metrics.jsonl"), output / "loss.png")
         print(f"metrics.jsonl, loss.png and summary.json are in {output}")
     except ModuleNotFoundError as error:
         print(f"metrics.jsonl and summary.json are in {output}; for loss.png: pip install {error.name}")
@@ -162,18 +124,17 @@ def check_packages() -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
+    argv = sys.argv[1:] if argv is None else argv
     args = parse_args(argv, __doc__)
     try:
         check_packages()
         read_ranks(os.environ)
-        (compare if args.compare else train_once)(args)
-    except SystemExit as end:
-        # torchrun would treat it as a failure and restart, shortly before the scheduler ends the job
-        if end.code == STOPPED and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)):
-            sys.exit(0)
-        raise
     except LaunchError as error:
         sys.exit(f"error: {error}")
+    if args.compare:
+        compare(args, argv)
+    else:
+        train(args, Signals())
 
 
 if __name__ == "__main__":

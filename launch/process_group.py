@@ -2,14 +2,14 @@
 
 import datetime
 import os
-import re
 
 import torch
 
 from coat_launch.errors import LaunchError
 
-# the names in Open MPI and in a step of Slurm for torchrun's RANK, LOCAL_RANK and WORLD_SIZE
-RANK_VARIABLES = (
+TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+# the names for these in Open MPI and in a step of Slurm
+OTHERS = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE"),
     ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS"),
 )
@@ -20,27 +20,15 @@ def read_ranks(env: dict[str, str]) -> None:
 
     Raises LaunchError if these would not find each other: each would train alone.
     """
-    port = env.get("MASTER_PORT", "1")
-    if not re.fullmatch("[0-9]{1,5}", port) or not 0 < int(port) < 2**16:
-        raise LaunchError(f"MASTER_PORT: expected a number from 1 to 65535, found {port[:60]!r}")
-    if "WORLD_SIZE" in env:
-        _check_set(env, "RANK", "LOCAL_RANK", "WORLD_SIZE")
-        return
-    for rank, local_rank, size in RANK_VARIABLES:
-        if int(env.get(size, 1)) > 1:
-            _check_set(env, rank, local_rank, size)
-            env.update(RANK=env[rank], LOCAL_RANK=env[local_rank], WORLD_SIZE=env[size])
-            return
-
-
-def _check_set(env: dict[str, str], rank: str, local_rank: str, size: str) -> None:
-    """Raises LaunchError if a launcher has set the number of processes and not the other variables."""
-    for name in (rank, local_rank, "MASTER_ADDR", "MASTER_PORT"):
-        if not env.get(name):
-            value = "this process's number" if name in (rank, local_rank) else "where rank 0 runs"
+    for names in OTHERS:
+        if "WORLD_SIZE" not in env and int(env.get(names[-1], 1)) > 1:
+            env.update({ours: env[name] for ours, name in zip(TORCHRUN, names, strict=True) if name in env})
+    for name in (*TORCHRUN, "MASTER_ADDR", "MASTER_PORT"):
+        if "WORLD_SIZE" in env and not env.get(name):
             raise LaunchError(
-                f"{name}: not set, but this is one of {env[size]} processes ({size}): set it to {value}, or "
-                f"start by a script of launch/; to train in one process, unset {size}"
+                f"{name}: not set, but this is one of {env['WORLD_SIZE']} processes. Start them by a script "
+                "of launch/, which sets it; or train in one process, without WORLD_SIZE and the variables of "
+                "MPI and Slurm"
             )
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from coat_launch.errors import DataError
+from coat_launch.errors import LaunchError
 
 
 class Batch(NamedTuple):
@@ -47,25 +47,22 @@ class Split:
 
     def sample(self, index: int) -> np.ndarray:
         """Tokens of the sample at `index`, in the order of the documents: int64 [seq_length + 1]."""
-        out, pieces = np.empty(self._seq_length + 1, np.int64), []
+        out = np.empty(self._seq_length + 1, np.int64)
         position, filled = index * self._seq_length, 0
         document = int(np.searchsorted(self._ends, position, side="right"))
         while filled < len(out):
             source, start, length = self._documents[document]
             inside = position + filled - (self._ends[document] - length)
             count = min(int(length - inside), len(out) - filled)
-            out[filled : filled + count] = self._sources[source][start + inside : start + inside + count]
-            pieces.append((filled, self._sources[source], start + inside))
+            piece = self._sources[source][start + inside : start + inside + count]
+            if piece.max() >= self._vocab_size or piece.min() < 0:
+                raise LaunchError(
+                    f"--data {self._sources[source].filename}: found token ids from {piece.min()} to "
+                    f"{piece.max()}, but the vocabulary has {self._vocab_size} ids: give the tokenizer the "
+                    "data was made with (--tokenizer), or its size (--vocab-size)"
+                )
+            out[filled : filled + count] = piece
             filled, document = filled + count, document + 1
-        if out.max() >= self._vocab_size or out.min() < 0:
-            bad = int(np.flatnonzero((out < 0) | (out >= self._vocab_size))[0])
-            begin, source, first = next(piece for piece in reversed(pieces) if piece[0] <= bad)
-            # tokenised text contains only the tokenizer's ids
-            raise DataError(
-                f"--data {source.prefix}, token {first + bad - begin}: token id {out[bad]}, but the "
-                f"vocabulary has {self._vocab_size} ids: give the tokenizer the data was made with "
-                "(--tokenizer), or its size (--vocab-size)"
-            )
         return out
 
     def batch(self, positions: Iterable[int]) -> Batch:
@@ -84,11 +81,6 @@ class Split:
         The global batch is the samples `consumed` to `consumed + global_batch_size`, whatever the number of
         ranks; sample i of it belongs to rank i % ranks.
         """
-        if global_batch_size % (micro_batch_size * ranks):
-            raise DataError(
-                f"--global-batch-size {global_batch_size} is not a multiple of --micro-batch-size "
-                f"{micro_batch_size} times {ranks} data-parallel ranks"
-            )
         mine = range(consumed + rank, consumed + global_batch_size, ranks)
         for first in range(0, len(mine), micro_batch_size):
             yield self.batch(mine[first : first + micro_batch_size])

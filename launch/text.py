@@ -4,7 +4,6 @@ Every process tokenises for itself, so use the indexed format for a corpus of ma
 """
 
 import json
-import re
 import sysconfig
 import tempfile
 from array import array
@@ -13,15 +12,13 @@ from pathlib import Path
 
 import numpy as np
 
-from coat_launch.errors import DataError
+from coat_launch.errors import LaunchError
 from coat_launch.tokenizer import Tokenizer
 
 BLOCK_BYTES = 1 << 20
 _STDLIB_BYTES = 4 << 20
 # encodings: tables, and a batch that consists of tables would make the loss jump
 _STDLIB_SKIPPED = {"encodings", "test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-# JSON escapes that are half of a character (surrogates)
-_HALVES = re.compile("[\ud800-\udfff]")
 
 
 def standard_library() -> list[Path]:
@@ -35,7 +32,7 @@ def standard_library() -> list[Path]:
                 break
             chosen.append(path)
     if not chosen:
-        raise DataError(f"{root} holds no Python sources to train on: give text with --data")
+        raise LaunchError(f"{root} holds no Python sources to train on: give text with --data")
     return chosen
 
 
@@ -43,68 +40,39 @@ def read_documents(paths: Iterable[Path]) -> Iterator[Iterator[str]]:
     """One iterator of text blocks for each document."""
     for path in paths:
         if path.suffix == ".jsonl":
-            yield from _read_jsonl(path)
+            yield from (iter((text,)) for text in _read_jsonl(path))
         else:
             yield _read_text(path)
 
 
 def _read_text(path: Path) -> Iterator[str]:
     """Blocks that end at a line's end, so that no character and hardly any token is split."""
-    offset = 0
-    with open_file(path) as file:
+    with path.open("rb") as file:
         while block := file.read(BLOCK_BYTES):
             block += file.readline()
-            yield _decode(block, path, offset)
-            offset += len(block)
+            try:
+                yield block.decode()
+            except UnicodeDecodeError as error:
+                raise LaunchError(
+                    f"{path}: not UTF-8 ({error}): convert the file, or leave it out of --data"
+                ) from error
 
 
-def _read_jsonl(path: Path) -> Iterator[Iterator[str]]:
-    offset = 0
-    with open_file(path) as file:
+def _read_jsonl(path: Path) -> Iterator[str]:
+    with path.open("rb") as file:
         for number, line in enumerate(file, 1):
-            text = _decode(line, path, offset)
-            offset += len(line)
-            if not text.strip():
+            if not line.strip():
                 continue
             try:
-                record = json.loads(text)
-            # RecursionError: deeply nested objects; ValueError: also integers of thousands of digits
-            except (ValueError, RecursionError) as error:
-                why = (
-                    f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
-                )
-                raise DataError(
-                    f'{path}, line {number}: not JSON ({why}); expected one {{"text": "..."}} on each line, '
-                    f"found {text.strip()[:60]!r}"
+                text = json.loads(line)["text"]
+                # JSON can escape half of a character, which UTF-8 cannot hold
+                text.encode()
+            except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+                raise LaunchError(
+                    f'{path}, line {number}: expected {{"text": "..."}} in UTF-8, found {line[:60]!r} '
+                    f"({error})"
                 ) from error
-            if not isinstance(record, dict) or not isinstance(record.get("text"), str):
-                raise DataError(
-                    f'{path}, line {number}: expected an object with a string under "text", '
-                    f"found {text.strip()[:60]!r}"
-                )
-            if "\\u" in text and (half := _HALVES.search(record["text"])):
-                raise DataError(
-                    f'{path}, line {number}: "text" has half a character, \\u{ord(half[0]):04x}, at '
-                    f"{half.start()}; write such characters as both halves, or leave the line out"
-                )
-            yield iter((record["text"],))
-
-
-def open_file(path: Path):
-    try:
-        return path.open("rb")
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror})") from error
-
-
-def _decode(block: bytes, path: Path, offset: int) -> str:
-    try:
-        return block.decode()
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{path}: not UTF-8 at byte {offset + error.start} (0x{block[error.start]:02x}): "
-            "convert the file, or leave it out of --data"
-        ) from error
+            yield text
 
 
 def tokenise(documents: Iterable[Iterator[str]], tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
@@ -125,8 +93,8 @@ def tokenise(documents: Iterable[Iterator[str]], tokenizer: Tokenizer) -> tuple[
             file.flush()
             tokens = np.memmap(file, dtype, mode="r") if lengths else np.empty(0, dtype)
     except OSError as error:
-        raise DataError(
-            f"cannot keep the tokenised text in {tempfile.gettempdir()} ({error.strerror}): "
-            "make room there, or set TMPDIR to another folder"
+        raise LaunchError(
+            f"--data: cannot be read, or its tokens not be kept in {tempfile.gettempdir()} ({error}). Set "
+            "the permissions, make room there, or set TMPDIR to another folder"
         ) from error
     return tokens, np.array(lengths, np.int64)

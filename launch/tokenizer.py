@@ -3,11 +3,10 @@
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
-from coat_launch.errors import DataError
+from coat_launch.errors import LaunchError
 
 _END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|eos|>")
 
@@ -27,21 +26,18 @@ class Tokenizer:
 
     @classmethod
     def from_file(cls, path: str | os.PathLike) -> "Tokenizer":
-        """Reads a Hugging Face `tokenizer.json`. Raises DataError if it is missing or no tokenizer."""
-        if not Path(path).is_file():
-            raise DataError(f"--tokenizer {path}: no such file; expected a Hugging Face tokenizer.json")
+        """Reads a Hugging Face `tokenizer.json`. Raises LaunchError if it is missing or no tokenizer."""
         import tokenizers
 
         try:
             tokenizer = tokenizers.Tokenizer.from_file(str(path))
         # the library raises plain Exception
         except Exception as error:
-            raise DataError(f"--tokenizer {path}: not a Hugging Face tokenizer.json ({error})") from error
-        size = tokenizer.get_vocab_size(with_added_tokens=True)
-        known = (tokenizer.token_to_id(token) for token in _END_OF_DOCUMENT)
-        end = next((token for token in known if token is not None), None)
-        # ids may have gaps, so the size alone does not bound them
-        size = max(size, 1 + max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1))
+            raise LaunchError(f"--tokenizer {path}: not a Hugging Face tokenizer.json ({error})") from error
+        vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+        # ids may have gaps, so their number alone does not bound them
+        size = max(len(vocabulary), 1 + max(vocabulary.values(), default=-1))
+        end = next((vocabulary[token] for token in _END_OF_DOCUMENT if token in vocabulary), None)
         if end is None:
             end, size = size, size + 1
 

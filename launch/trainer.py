@@ -6,28 +6,21 @@ import datetime
 import functools
 import math
 import os
-import resource
+import re
 import signal
 import statistics
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from coat_ds.watch.outs import FILE
 from coat_launch import checkpoints, report
-from coat_launch.args import MAX_FAILURES
 from coat_launch.data import Corpus, Split, load_corpus
-from coat_launch.deepspeed_config import (
-    check_schedule,
-    read_deepspeed_config,
-    set_batch_sizes,
-    use_torch_adamw,
-)
+from coat_launch.deepspeed_config import read_deepspeed_config, set_batch_sizes, use_torch_adamw
 from coat_launch.errors import LaunchError
+from coat_launch.files import lock_folder, writing
 from coat_launch.model import build_model, load_model_shape, parameter_groups, warmup_cosine
-from coat_launch.output_lock import OutputLock
 from coat_launch.process_group import start_process_group
 
 # the first steps allocate memory and fill caches
@@ -60,11 +53,9 @@ class Signals:
 class Trainer:
     """One run: the engine, its data and its measurements."""
 
-    def __init__(self, args: argparse.Namespace, lock: OutputLock):
-        """`lock`: rank 0 takes it."""
-        self.args, self._lock = args, lock
+    def __init__(self, args: argparse.Namespace):
+        self.args = args
         self.config = read_deepspeed_config(args)
-        check_schedule(self.config, args)
         if args.tensor_model_parallel_size > 1:
             # kernels run in the order of their launch: communication starts before the GEMM that hides it
             os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
@@ -107,10 +98,11 @@ class Trainer:
             self._load(checkpoint)
 
     def _join_ranks(self) -> None:
-        """Starts the process groups and takes the lock; nothing is written before."""
+        """Starts the process groups, after the output is this run's."""
         args, timeout = self.args, datetime.timedelta(seconds=self.args.distributed_timeout)
         self.device = start_process_group(timeout)
-        self._on_main(lambda: self._lock.take(functools.partial(print, flush=True)))
+        if (why := checkpoints.from_main(self._take_output)) is not None:
+            raise LaunchError(why)
         world, tp_size = torch.distributed.get_world_size(), args.tensor_model_parallel_size
         if world % tp_size:
             raise LaunchError(
@@ -131,6 +123,14 @@ class Trainer:
         if os.environ.pop(VARIABLE, None) is not None and self.is_main:
             print(f"{VARIABLE} is of no effect: the block stands in --deepspeed-config", flush=True)
 
+    def _take_output(self) -> str | None:
+        """Locks the output for this process; the reason if that is not possible."""
+        try:
+            self._lock = lock_folder(self.args.output)
+        except LaunchError as error:
+            return str(error)
+        return None
+
     def _measure_saved_bytes(self, model: torch.nn.Module) -> float:
         """Bytes that a layer saves for backward, per token, by a pass over the first batch."""
         from megatron_ext.ledger import saved_bytes
@@ -148,7 +148,9 @@ class Trainer:
         import coat_ds
         from megatron_ext import mpu
 
-        schedule = functools.partial(warmup_cosine, warmup=self.args.warmup_steps, total=self.args.steps)
+        args = self.args
+        warmup = args.steps // 10 if args.warmup_steps is None else args.warmup_steps
+        schedule = functools.partial(warmup_cosine, warmup=warmup, total=args.steps)
         own_schedule = "scheduler" not in self.config
         coat_ds.install()
         engine, *_ = deepspeed.initialize(
@@ -175,9 +177,12 @@ class Trainer:
         """
         args = self.args
         if self.is_main:
-            if self._readings is not None and not self.resumed:
-                # readings of an earlier run
-                self._readings.unlink(missing_ok=True)
+            with writing(self.folder):
+                self.folder.mkdir(exist_ok=True)
+                # of an earlier run
+                (self.folder / "summary.json").unlink(missing_ok=True)
+                if self._readings is not None and not self.resumed:
+                    self._readings.unlink(missing_ok=True)
             self._metrics = report.MetricsWriter(
                 Path(args.output) / "metrics.jsonl", self.run, self.step if self.resumed else None
             )
@@ -188,24 +193,19 @@ class Trainer:
         finally:
             if self.is_main:
                 self._metrics.close()
-                self._progress.close()
-        if val_loss is None:
-            raise LaunchError(
-                f"--load: the checkpoint is at step {self.step}, --steps {args.steps} is not above it"
-            )
         return self._summary(val_loss, speeds)
 
-    def _train_to_the_end(self, signals: Signals) -> tuple[float | None, list[float]]:
-        """The last validation loss, None if there was nothing to do; the tokens per second of each step."""
-        args, val_loss, speeds, failures = self.args, None, [], 0
+    def _train_to_the_end(self, signals: Signals) -> tuple[float, list[float]]:
+        """The last validation loss, and the tokens per second of each step."""
+        args, val_loss, speeds = self.args, None, []
         if self.val_loss_start is None:
-            self.val_loss_start = val_loss = self._validate()
+            self.val_loss_start = self._validate()
         while self.step < args.steps:
             started = time.perf_counter()
             loss = self._train_step()
             speeds.append(self.global_batch_size * args.seq_length / (time.perf_counter() - started))
             self.step += 1
-            failures = self._record_step(loss, speeds[-1], failures)
+            self._record_step(loss, speeds[-1])
             last = self.step == args.steps
             if last or self.step % args.eval_interval == 0:
                 val_loss = self._validate()
@@ -214,40 +214,25 @@ class Trainer:
                 self._save()
             if stopping:
                 raise Stopped(f"stopped by a signal after step {self.step}, saved; go on with --resume")
-        if val_loss is None and args.resume:
-            # the previous run ended between its last checkpoint and its summary
-            val_loss = self._validate()
-        return val_loss, speeds
+        # None: the previous run ended between its last checkpoint and its summary
+        return self._validate() if val_loss is None else val_loss, speeds
 
-    def _record_step(self, loss: float, speed: float, failures: int) -> int:
-        """`failures` is the number of consecutive steps before this one that were not finite. Returns the
-        number including this step. Raises LaunchError if training has diverged.
-        """
+    def _record_step(self, loss: float, speed: float) -> None:
+        """Raises LaunchError if training has diverged."""
         # collective under tensor parallelism; None if DeepSpeed is configured not to compute it
         norm = self.engine.get_global_grad_norm()
-        finite = math.isfinite(loss) and (norm is None or math.isfinite(norm))
-        failures = 0 if finite else failures + 1
-        applied = self.engine.was_step_applied()
-        lost = not math.isfinite(loss) and (applied or self.args.non_finite == "stop")
-        if lost or failures == MAX_FAILURES:
+        if not math.isfinite(loss) or not math.isfinite(norm or 0.0):
             raise LaunchError(
-                f"training diverged: loss {loss} at step {self.step}, loss or gradients not finite "
-                f"in the last {failures} steps; lower --lr or raise --warmup-steps"
+                f"training diverged: loss {loss}, norm of the gradients {norm} at step {self.step}. Lower "
+                "--lr or raise --warmup-steps; --resume goes on from the last checkpoint"
             )
         if self.is_main:
-            values = {"lr": self.engine.get_lr()[0], "tokens_per_s": speed}
-            if math.isfinite(loss):
-                values["loss"] = loss
-            if finite and norm is not None:
+            values = {"lr": self.engine.get_lr()[0], "tokens_per_s": speed, "loss": loss}
+            if norm is not None:
                 values["grad_norm"] = float(norm)
-            if not finite:
-                done = "applied" if applied else "skipped"
-                values[done] = 1
-                self._progress.say(f"step {self.step} {done}: loss {loss}, norm of the gradients {norm}")
             memory = torch.cuda.memory_allocated() if self.device.type == "cuda" else None
             self._metrics.write(self.step, **values)
-            self._progress.update(loss=loss, tokens_per_s=speed, memory_bytes=memory)
-        return failures
+            self._progress.update(self.step, loss=loss, tokens_per_s=speed, memory_bytes=memory)
 
     def _batches(self, split: Split, consumed: int):
         for batch in split.micro_batches(
@@ -270,20 +255,6 @@ class Trainer:
         mean = torch.stack(losses).mean()
         torch.distributed.all_reduce(mean, group=self.group)
         return mean.item() / self.ranks
-
-    @staticmethod
-    def _on_main(action: Callable[[], object]) -> None:
-        """Runs the action on rank 0. An OutputError ends all ranks."""
-
-        def reason() -> str | None:
-            try:
-                action()
-            except report.OutputError as error:
-                return str(error)
-            return None
-
-        if (why := checkpoints.from_main(reason)) is not None:
-            raise report.OutputError(why)
 
     def _any_rank(self, flag: bool) -> bool:
         flags = torch.tensor(int(flag), device=self.device)
@@ -333,18 +304,15 @@ class Trainer:
     def _save(self) -> None:
         state = {"step": self.step, "val_loss_start": self.val_loss_start, "data": self._data_identity()}
         keep = self.args.keep_checkpoints
-        self._on_main(self._lock.check)
         checkpoints.save(self.engine, self.checkpoint_folder, self.step, self.layout, state, keep=keep)
 
     def _find_checkpoint(self) -> checkpoints.Checkpoint | None:
         """The checkpoint to resume from. Refuses to treat an older run's checkpoints as this run's."""
-        found, folder = None, Path(self.args.load or self.checkpoint_folder)
-        if self.args.resume or self.args.load is not None:
+        found, folder = None, Path(self.args.resume or self.checkpoint_folder)
+        if self.args.resume is not None:
             found = checkpoints.find(folder, set_aside=folder.resolve() == self.checkpoint_folder.resolve())
-        if found is None and self.args.load is not None:
-            raise LaunchError(
-                f"--load {folder}: no checkpoint there (no folder named as step100); drop --load to start"
-            )
+        if found is None and self.args.resume:
+            raise LaunchError(f"--resume {folder}: no checkpoint there (no folder named as step100)")
         newest = checkpoints.newest(self.checkpoint_folder)
         if newest is not None and (found is None or newest.resolve() != found.path.resolve()):
             raise LaunchError(
@@ -369,7 +337,7 @@ class Trainer:
             if data[key] != value:
                 given = f"--{key} {data[key]}" if key != TOKENS else "the --data and --tokenizer of that run"
                 raise LaunchError(
-                    f"--load {checkpoint.path}: the checkpoint was made with {key} {data[key]}, found "
+                    f"--resume {checkpoint.path}: the checkpoint was made with {key} {data[key]}, found "
                     f"{value}: the data would not go on where they stopped. Give {given}"
                 )
         if self.is_main:
@@ -390,8 +358,9 @@ class Trainer:
         if self.device.type == "cuda":
             peak, kind = torch.cuda.max_memory_allocated(), report.GPU_PEAK
         else:
-            # Linux counts in KiB
-            peak, kind = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "process"
+            # of this program alone: the one before it in the same process has its own
+            status = Path("/proc/self/status").read_text()
+            peak, kind = int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) * 1024, "process"
         largest = torch.tensor(peak, device=self.device)
         torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX)
         return {
