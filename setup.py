@@ -120,7 +120,7 @@ setup(
         "megatron": [f"megatron-core{VERSIONS['MEGATRON_CORE']}"],
         "huggingface": HUGGINGFACE,
         # what the entry point and the plots need in addition to the two frameworks
-        "launch": ["tokenizers", "tqdm", "matplotlib"],
+        "launch": ["tokenizers", "matplotlib", "psutil"],
         "docs": ["mkdocs==1.6.1", "mkdocs-material==9.8.1", "pymdown-extensions==12.3"],
         "test": [
             *HUGGINGFACE,

@@ -15,7 +15,6 @@ Settings come from environment variables:
     INTERFACE        network interface of NCCL, gloo and the rendezvous, as "eth0"
     TENSOR_SIZE      tensor parallel size (default 1)
     PIPELINE_SIZE    pipeline parallel size (megatron; default 1)
-    DATA_SIZE        data parallel size: the processes divided by the other sizes; a given value is checked
     MODEL_CONFIG     default configs/model_quickstart.json
     DEEPSPEED_CONFIG default configs/ds_zero1_coat.json
     DATA             paths of the data, separated by ":" (default: the training script's default)
@@ -30,7 +29,7 @@ Settings come from environment variables:
     MEGATRON_PATH    checkout of Megatron-LM (megatron)
     COAT_CONFIG      JSON file with a "coat" block, at the same path on all nodes (megatron)
 
-Checks of every node come first: versions, GPUs, sizes, disk, NCCL's variables. `--dry-run` prints each node's
+Checks of every node come first: versions, GPUs, sizes, NCCL's variables. `--dry-run` prints each node's
 command instead. Both need the network only with more than one node.
 """
 
@@ -43,7 +42,8 @@ from pathlib import Path
 
 try:
     from coat_launch import commands, preflight
-    from coat_launch.settings import KINDS, ClusterError, Settings
+    from coat_launch.errors import LaunchError
+    from coat_launch.settings import KINDS, Settings
 except ModuleNotFoundError as error:
     if error.name != "coat_launch":
         raise
@@ -74,7 +74,7 @@ def main(argv: list[str]) -> None:
         preflight.check(settings, env)
         if settings.hosts:
             own["DS_ENV_FILE"] = commands.write_for_deepspeed(settings, env, own)
-    except ClusterError as error:
+    except LaunchError as error:
         sys.exit(f"error: {error}")
     # the ranks react with a checkpoint; the agents ignore the signal
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)

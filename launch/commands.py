@@ -1,31 +1,25 @@
 """A node's command and its environment, and checks for values that DeepSpeed's launcher would change."""
 
-import fcntl
 import os
 import re
 import shlex
 import socket
-import struct
 import sys
 from pathlib import Path
 
-from coat_launch.settings import ClusterError, Settings
+import psutil
+
+from coat_launch.errors import LaunchError
+from coat_launch.files import writing
+from coat_launch.settings import Settings
 
 # this project's scripts
 HERE = Path(__file__).resolve().parent
 # prefixes of the variables that DeepSpeed's launcher passes to other nodes by itself
 HANDED_ON = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL")
-# Characters in variables that the launchers change. DeepSpeed quotes most values for a shell, but two of the
-# launchers use no shell, and srun splits at commas. pdsh uses one, but the file of variables has one line per
-# variable, and DeepSpeed strips its ends.
-SPOILT = {
-    "openmpi": r"[^\w@%+=:,./-]",
-    "slurm": r"[^\w@%+=:./-]",
-    "pdsh": r"[\r\n]|^\s|\s$",
-}
-# words that need no quotes: DeepSpeed passes these words to pdsh without quotes, a shell reads them and pdsh
-# expands "%"
-UNQUOTED = r"[\w@+=:,./-]+"
+# the characters that DeepSpeed and its launchers pass on as they are: pdsh expands "%", srun splits at ",",
+# and mpirun and srun know no quotes
+UNCHANGED = {"pdsh": r"[\w@^+=:,./-]*", "openmpi": r"[\w@%+=:,./-]*", "slurm": r"[\w@%+=:./-]*"}
 
 
 def environment(settings: Settings, env: dict[str, str]) -> dict[str, str]:
@@ -48,49 +42,27 @@ def environment(settings: Settings, env: dict[str, str]) -> dict[str, str]:
 
 
 def check_handed_on(settings: Settings, env: dict[str, str], own: dict[str, str], words: list[str]) -> None:
-    """Raises ClusterError for a value that DeepSpeed's launcher would change on its way to the ranks.
+    """Raises LaunchError for a value that DeepSpeed's launcher would change on its way to the ranks.
 
     env, own: the environment's variables, and the variables that are set in addition.
-    words: the arguments of the training script.
+    words: the training script and its arguments.
     """
     if not settings.hosts:
         return
-
-    def refuse(name: str, value: str, found: str, way_out: str) -> None:
-        raise ClusterError(
-            f"{name}: {value!r} would be changed by LAUNCHER={settings.launcher}, for "
-            f"{found!r} in it. {way_out}"
-        )
-
-    others = {"openmpi": "LAUNCHER=pdsh", "slurm": "launch/slurm.sbatch", "pdsh": "LAUNCHER=openmpi"}
-    elsewhere = f"Leave that out, or use {others[settings.launcher]}"
-    for name, value in _handed_on(env, own).items():
-        if spoilt := re.search(SPOILT[settings.launcher], value):
-            refuse(name, value, spoilt[0], elsewhere)
-    if settings.launcher == "openmpi" and ":" in words:
-        refuse(
-            "argument of the training script", ":", ":", "mpirun takes it for the start of another program"
-        )
-    if settings.launcher == "pdsh":
-        for name, value in (("folder to start in", os.getcwd()), ("PYTHON", sys.executable)):
-            if not re.fullmatch(UNQUOTED, value):
-                spoilt = next(c for c in value if not re.fullmatch(UNQUOTED, c))
-                refuse(name, value, spoilt, elsewhere)
-        for name in _handed_on(env, own):
-            if not name.isidentifier():
-                refuse("variable", name, next(c for c in name if not f"_{c}".isidentifier()), elsewhere)
+    places = {"folder to start in": os.getcwd(), "PYTHON": sys.executable}
+    arguments = {f"argument {number}": word for number, word in enumerate(words)}
+    for name, value in (places | arguments | _handed_on(env, own)).items():
+        if not re.fullmatch(UNCHANGED[settings.launcher], value):
+            raise LaunchError(
+                f"{name}: {value!r} would be changed by LAUNCHER={settings.launcher}, which passes on only "
+                f"{UNCHANGED[settings.launcher]}. Leave the rest out, or use torchrun_multinode.sh or "
+                "slurm.sbatch"
+            )
 
 
 def _handed_on(env: dict[str, str], own: dict[str, str]) -> dict[str, str]:
     """The variables that DeepSpeed's launcher sets on other nodes."""
     return {name: value for name, value in env.items() if name.startswith(HANDED_ON)} | own
-
-
-def _for_pdsh(word: str) -> str:
-    """The text that DeepSpeed's launcher, pdsh and the remote shell turn into `word`."""
-    word = word.replace("%", "%%")
-    # DeepSpeed puts double quotes around an argument with a blank, and escapes only the quotes in it
-    return re.sub(r"([\\$`])", r"\\\1", word) if " " in word else shlex.quote(word)
 
 
 def _for_torchrun(word: str) -> str:
@@ -105,9 +77,6 @@ def command(settings: Settings, node_rank: int, extra: list[str]) -> list[str]:
     """
     script = script_words(settings, extra)
     if settings.kind == "deepspeed":
-        if settings.hosts and settings.launcher == "pdsh":
-            # DeepSpeed does not quote the script's own path
-            script = [shlex.quote(script[0].replace("%", "%%")), *map(_for_pdsh, script[1:])]
         if settings.hosts:
             places = [f"--hostfile={settings.hostfile}", "--force_multi", f"--launcher={settings.launcher}"]
             # preflight has reached all nodes, under Slurm not by ssh
@@ -226,32 +195,18 @@ def _megatron_arguments(s: Settings) -> list[str]:
 
 def _address(interface: str | None) -> str | None:
     """The interface's IPv4 address on this node; None without an interface or without an address."""
-    if interface is None:
-        return None
-    siocgifaddr = 0x8915
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            answer = fcntl.ioctl(probe, siocgifaddr, struct.pack("256s", interface.encode()[:15]))
-        except OSError:
-            return None
-    return socket.inet_ntoa(answer[20:24])
+    found = psutil.net_if_addrs().get(interface, [])
+    return next((address.address for address in found if address.family == socket.AF_INET), None)
 
 
 def write_for_deepspeed(settings: Settings, env: dict[str, str], own: dict[str, str]) -> str:
-    """Writes the hostfile and the file of variables. DeepSpeed passes some variables of its own choice to
-    other nodes; this file overrides them, so it contains all.
+    """Writes the hostfile and the file of variables; returns the path of the latter. DeepSpeed passes some
+    variables of its own choice to other nodes; this file overrides them, so it contains all.
     """
     path = Path(settings.output) / "deepspeed_env"
-    variables = _handed_on(env, own)
-    if settings.launcher == "pdsh":
-        # DeepSpeed puts double quotes around values with special characters, and escapes nothing
-        quoted = {name: re.sub(r'([\\$`"])', r"\\\1", value) for name, value in variables.items()}
-        variables = {name: value.replace("%", "%%") for name, value in quoted.items()}
-    try:
+    with writing(settings.output):
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(f"{name}={value}\n" for name, value in variables.items()))
+        path.write_text("".join(f"{name}={value}\n" for name, value in _handed_on(env, own).items()))
         slots = settings.gpus_per_node
         Path(settings.hostfile).write_text("".join(f"{host} slots={slots}\n" for host in settings.hosts))
-    except (OSError, UnicodeEncodeError) as error:
-        raise ClusterError(f"OUTPUT {settings.output}: cannot write {path.name} there ({error})") from error
     return str(path)
