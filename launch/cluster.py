@@ -8,9 +8,8 @@ Settings come from environment variables:
     NODE_RANK        index of this node, from 0 (torchrun, megatron)
     GPUS_PER_NODE    processes a node (default: slots of HOSTFILE, GPUs of the node that starts this, or 1)
     HOSTFILE         lines "host slots=n"; hosts are reached by ssh (deepspeed)
-    LAUNCHER         pdsh, openmpi, or slurm inside an allocation, without HOSTFILE (deepspeed; default pdsh)
-    MASTER_ADDR      address of node 0; its name in HOSTFILE or the allocation where there is one (deepspeed),
-                     else 127.0.0.1 for a single node
+    MASTER_ADDR      address of node 0; its name in HOSTFILE where there is one (deepspeed), else 127.0.0.1 for a
+                     single node
     MASTER_PORT      first of two free ports there (default 29500)
     INTERFACE        network interface of NCCL, gloo and the rendezvous, as "eth0"
     TENSOR_SIZE      tensor parallel size (default 1)
@@ -63,7 +62,7 @@ def main(argv: list[str]) -> None:
     try:
         settings = Settings.from_environment(args.kind, env)
         own = commands.environment(settings, env)
-        commands.check_handed_on(settings, env, own, commands.script_words(settings, extra))
+        commands.check_unchanged(settings, own, commands.script_words(settings, extra))
         if args.dry_run:
             for rank in range(1 if settings.kind == "deepspeed" else settings.nodes):
                 variables = (f"{name}={value}" for name, value in own.items())
@@ -73,7 +72,7 @@ def main(argv: list[str]) -> None:
             return
         preflight.check(settings, env)
         if settings.hosts:
-            own["DS_ENV_FILE"] = commands.write_for_deepspeed(settings, env, own)
+            own["DS_ENV_FILE"] = commands.write_for_deepspeed(settings, own)
     except LaunchError as error:
         sys.exit(f"error: {error}")
     # the ranks react with a checkpoint; the agents ignore the signal

@@ -2,7 +2,6 @@
 
 import os
 import re
-import shlex
 import socket
 import sys
 from pathlib import Path
@@ -15,11 +14,8 @@ from coat_launch.settings import Settings
 
 # this project's scripts
 HERE = Path(__file__).resolve().parent
-# prefixes of the variables that DeepSpeed's launcher passes to other nodes by itself
-HANDED_ON = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL")
-# the characters that DeepSpeed and its launchers pass on as they are: pdsh expands "%", srun splits at ",",
-# and mpirun and srun know no quotes
-UNCHANGED = {"pdsh": r"[\w@^+=:,./-]*", "openmpi": r"[\w@%+=:,./-]*", "slurm": r"[\w@%+=:./-]*"}
+# the characters that DeepSpeed, pdsh, which expands "%", and a shell pass on as they are
+UNCHANGED = r"[\w@+=:,./-]*"
 
 
 def environment(settings: Settings, env: dict[str, str]) -> dict[str, str]:
@@ -32,37 +28,23 @@ def environment(settings: Settings, env: dict[str, str]) -> dict[str, str]:
         out["PYTHONPATH"] = os.pathsep.join(paths)
     if settings.interface:
         out["NCCL_SOCKET_IFNAME"] = out["GLOO_SOCKET_IFNAME"] = settings.interface
-    if settings.kind == "deepspeed":
-        # neither mpirun nor srun sets them
-        out |= {"MASTER_ADDR": settings.master_addr, "MASTER_PORT": str(settings.master_port)}
     if settings.tensor_size > 1:
         # kernels run in the order of their launch
         out["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     return out
 
 
-def check_handed_on(settings: Settings, env: dict[str, str], own: dict[str, str], words: list[str]) -> None:
-    """Raises LaunchError for a value that DeepSpeed's launcher would change on its way to the ranks.
+def check_unchanged(settings: Settings, own: dict[str, str], words: list[str]) -> None:
+    """Raises LaunchError for a value that DeepSpeed's launcher would change on its way to other nodes.
 
-    env, own: the environment's variables, and the variables that are set in addition.
-    words: the training script and its arguments.
+    own: the variables of `environment`. words: the training script and its arguments.
     """
-    if not settings.hosts:
-        return
-    places = {"folder to start in": os.getcwd(), "PYTHON": sys.executable}
-    arguments = {f"argument {number}": word for number, word in enumerate(words)}
-    for name, value in (places | arguments | _handed_on(env, own)).items():
-        if not re.fullmatch(UNCHANGED[settings.launcher], value):
+    for word in (os.getcwd(), sys.executable, *own.values(), *words) if settings.hosts else ():
+        if not re.fullmatch(UNCHANGED, word):
             raise LaunchError(
-                f"{name}: {value!r} would be changed by LAUNCHER={settings.launcher}, which passes on only "
-                f"{UNCHANGED[settings.launcher]}. Leave the rest out, or use torchrun_multinode.sh or "
-                "slurm.sbatch"
+                f"{word!r}: DeepSpeed's launcher would change it on its way to the nodes, it passes on "
+                f"{UNCHANGED}. Name another, or use torchrun_multinode.sh or slurm.sbatch"
             )
-
-
-def _handed_on(env: dict[str, str], own: dict[str, str]) -> dict[str, str]:
-    """The variables that DeepSpeed's launcher sets on other nodes."""
-    return {name: value for name, value in env.items() if name.startswith(HANDED_ON)} | own
 
 
 def _for_torchrun(word: str) -> str:
@@ -78,17 +60,16 @@ def command(settings: Settings, node_rank: int, extra: list[str]) -> list[str]:
     script = script_words(settings, extra)
     if settings.kind == "deepspeed":
         if settings.hosts:
-            places = [f"--hostfile={settings.hostfile}", "--force_multi", f"--launcher={settings.launcher}"]
-            # preflight has reached all nodes, under Slurm not by ssh
-            places.append("--no_ssh_check")
-            if words := _launcher_arguments(settings):
-                places.append(f"--launcher_args={shlex.join(words)}")
+            # preflight has reached all nodes
+            places = [f"--hostfile={settings.hostfile}", f"--num_nodes={settings.nodes}"]
+            places += ["--force_multi", "--no_ssh_check"]
         else:
-            places = [f"--num_gpus={settings.gpus_per_node}"]
+            places = []
         return [
             *(sys.executable, "-m", "deepspeed.launcher.runner"),
             *places,
-            f"--master_addr={settings.master_addr}",
+            f"--num_gpus={settings.gpus_per_node}",
+            f"--master_addr={settings.address}",
             f"--master_port={settings.master_port}",
             *script,
         ]
@@ -99,7 +80,7 @@ def command(settings: Settings, node_rank: int, extra: list[str]) -> list[str]:
         f"--nnodes={settings.nodes}",
         f"--nproc-per-node={settings.gpus_per_node}",
         "--rdzv-backend=c10d",
-        f"--rdzv-endpoint={settings.master_addr}:{settings.master_port}",
+        f"--rdzv-endpoint={settings.address}:{settings.master_port}",
         f"--rdzv-id={settings.job}",
         f"--rdzv-conf=is_host={int(node_rank == 0)}",
         f"--max-restarts={settings.max_restarts}",
@@ -115,28 +96,11 @@ def script_words(settings: Settings, extra: list[str]) -> list[str]:
     return [str(HERE / "pretrain_gpt.py"), *_pretrain_arguments(settings), *extra]
 
 
-def _launcher_arguments(s: Settings) -> list[str]:
-    """The arguments of mpirun and srun in addition to DeepSpeed's."""
-    if s.launcher == "openmpi":
-        # ranks fill a node before the next; by default mpirun would bind each rank and its threads to one
-        # core
-        places = ["--map-by", "slot", "--bind-to", "none"]
-        # for mpirun's daemons: the ranks do not use MPI
-        return places + (["--mca", "oob_tcp_if_include", s.interface] if s.interface else [])
-    if s.launcher == "slurm":
-        # The first node is MASTER_ADDR. By default srun would let ranks wait for one that has failed, and
-        # with --kill-on-bad-exit it would kill ranks that are about to exit in the same way after a
-        # checkpoint.
-        nodes = [f"--nodes={s.nodes}", f"--nodelist={','.join(s.hosts)}"]
-        return [*nodes, f"--ntasks-per-node={s.gpus_per_node}", "--wait=60"]
-    return []
-
-
 def _pretrain_arguments(s: Settings) -> list[str]:
     return [
         f"--model-config={s.model_config}",
         f"--deepspeed-config={s.deepspeed_config}",
-        *(["--data", *s.data] if s.data else []),
+        *(["--data", *s.paths] if s.data else []),
         *([f"--tokenizer={s.tokenizer}"] if s.tokenizer else []),
         f"--seq-length={s.seq_length}",
         f"--steps={s.steps}",
@@ -181,8 +145,8 @@ def _megatron_arguments(s: Settings) -> list[str]:
     if s.tensor_size > 1:
         switches.append("sequence-parallel")
     if s.data:
-        data = ["--data-path", *s.data]
-        data += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", s.tokenizer or ""]
+        data = ["--data-path", *s.paths]
+        data += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", s.tokenizer]
     else:
         data = ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "8191"]
     return [
@@ -199,14 +163,10 @@ def _address(interface: str | None) -> str | None:
     return next((address.address for address in found if address.family == socket.AF_INET), None)
 
 
-def write_for_deepspeed(settings: Settings, env: dict[str, str], own: dict[str, str]) -> str:
-    """Writes the hostfile and the file of variables; returns the path of the latter. DeepSpeed passes some
-    variables of its own choice to other nodes; this file overrides them, so it contains all.
-    """
+def write_for_deepspeed(settings: Settings, own: dict[str, str]) -> str:
+    """Writes the file from which DeepSpeed's launcher sets variables on all nodes; returns its path."""
     path = Path(settings.output) / "deepspeed_env"
-    with writing(settings.output):
+    with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(f"{name}={value}\n" for name, value in _handed_on(env, own).items()))
-        slots = settings.gpus_per_node
-        Path(settings.hostfile).write_text("".join(f"{host} slots={slots}\n" for host in settings.hosts))
+        path.write_text("".join(f"{name}={value}\n" for name, value in own.items()))
     return str(path)

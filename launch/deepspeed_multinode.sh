@@ -3,9 +3,7 @@
 #
 #     HOSTFILE=hosts INTERFACE=eth0 OUTPUT=/shared/run launch/deepspeed_multinode.sh
 #
-# LAUNCHER=openmpi takes mpirun instead of pdsh. With LAUNCHER=slurm, inside an allocation, srun starts the ranks
-# and there is no hostfile. DeepSpeed's launcher hands these two no signals: SIGUSR1 and SIGTERM have to go to
-# mpirun itself, and to srun's ranks by scancel.
+# DeepSpeed's launcher needs pdsh. Its others can start launch/pretrain_gpt.py too: deepspeed --launcher=openmpi ...
 #
 # All variables: launch/cluster.py. --dry-run prints the command; other arguments go to launch/pretrain_gpt.py.
 set -euo pipefail

@@ -23,12 +23,6 @@ from coat_launch.settings import Settings
 
 PACKAGES = (PYTHON, "torch", "deepspeed", "megatron-core", "triton", "coat-train")
 ROOMS = ("coat_kernels", "coat_ds", "megatron_ext", "coat_launch")
-# the program that starts the ranks, and how to install it
-TOOLS = {
-    "pdsh": ("pdsh", "install the package pdsh"),
-    "openmpi": ("mpirun", "install Open MPI (no Python package of it is needed)"),
-    "slurm": ("srun", "install Slurm's client"),
-}
 # Megatron-LM's script
 SCRIPT = "pretrain_gpt.py"
 # NCCL's variables that may differ from node to node
@@ -41,14 +35,9 @@ def check(settings: Settings, env: dict[str, str]) -> None:
     """Raises LaunchError, with a line for each problem, unless training can start on all nodes."""
     fp8 = _asks_for_fp8(settings.deepspeed_config)
     if settings.hosts:
-        tool, way_out = TOOLS[settings.launcher]
-        if not shutil.which(tool):
-            raise LaunchError(
-                f"{socket.gethostname()}: LAUNCHER={settings.launcher} needs {tool}, which is not on PATH: "
-                f"{way_out}, or set LAUNCHER to another"
-            )
-        by_slurm = settings.launcher == "slurm"
-        reports = reports_by_srun(settings) if by_slurm else reports_by_ssh(settings, env)
+        if not shutil.which("pdsh"):
+            raise LaunchError(f"{socket.gethostname()}: no pdsh on PATH. Install the package pdsh")
+        reports = reports_by_ssh(settings, env)
     elif settings.nodes > 1:
         reports = reports_by_store(settings)
     else:
@@ -121,11 +110,12 @@ def reports_by_ssh(settings: Settings, env: dict[str, str]) -> list[dict]:
     with _token(settings) as token:
         for host in settings.hosts:
             remote = ["env", *(f"{name}={env[name]}" for name in ("PYTHONPATH", "OUTPUT") if name in env)]
-            remote += _asking(settings, token)
-            done = _run(["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=20", host, shlex.join(remote)])
+            remote += [sys.executable, "-m", "coat_launch.preflight", settings.output, token]
+            ssh = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=20", host, shlex.join(remote)]
+            done = subprocess.run(ssh, capture_output=True, text=True, stdin=subprocess.DEVNULL)
             if done.returncode:
                 raise LaunchError(
-                    f"{host}: cannot be asked by ssh ({_last_line(done.stderr)}). `ssh {host} "
+                    f"{host}: cannot be asked by ssh ({done.stderr.strip()}). `ssh {host} "
                     f"{sys.executable} -V` has to work without a password, and this project has to be "
                     "installed for it there, at the same path as here"
                 )
@@ -133,47 +123,16 @@ def reports_by_ssh(settings: Settings, env: dict[str, str]) -> list[dict]:
     return out
 
 
-def reports_by_srun(settings: Settings) -> list[dict]:
-    """Reports of the nodes of Slurm's allocation. Raises LaunchError where one does not answer."""
-    nodes = [f"--nodes={settings.nodes}", f"--ntasks={settings.nodes}", "--ntasks-per-node=1"]
-    nodes.append(f"--nodelist={','.join(settings.hosts)}")
-    with _token(settings) as token:
-        # labels are "0: ", numbers of tasks, in the order of the nodes
-        done = _run(["srun", *nodes, "--label", *_asking(settings, token)])
-    if done.returncode:
-        # srun's own lines only report that a task failed
-        tasks = "\n".join(line for line in done.stderr.splitlines() if not line.startswith("srun:"))
-        raise LaunchError(
-            f"{' '.join(settings.hosts)}: cannot be asked by srun ({_last_line(tasks or done.stderr)}). "
-            f"`srun {' '.join(nodes)} {sys.executable} -V` has to work here, and this project has to be "
-            "installed for it on every node, at the same path"
-        )
-    last = dict(line.strip().partition(": ")[::2] for line in done.stdout.splitlines())
-    return [{**json.loads(last[str(task)]), "host": host} for task, host in enumerate(settings.hosts)]
-
-
-def _asking(settings: Settings, token: str) -> list[str]:
-    return [sys.executable, "-m", "coat_launch.preflight", settings.output, token]
-
-
-def _run(command: list[str]) -> subprocess.CompletedProcess:
-    return subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
-
-
-def _last_line(text: str) -> str:
-    return (text.strip().splitlines() or ["no message"])[-1]
-
-
 def reports_by_store(settings: Settings) -> list[dict]:
     """Reports of all nodes; every node calls this function. Raises LaunchError for missing nodes."""
     from torch.distributed import DistError, TCPStore
 
     main, port = settings.node_rank == 0, settings.master_port + 1
-    listener = _listener(settings.master_addr, port).detach() if main else None
+    listener = _listener(settings.address, port).detach() if main else None
     waiting = "node 0"
     try:
         store = TCPStore(
-            settings.master_addr,
+            settings.address,
             port,
             is_master=main,
             timeout=timedelta(seconds=PATIENCE),
@@ -197,7 +156,7 @@ def reports_by_store(settings: Settings) -> list[dict]:
         raise LaunchError(
             f"{waiting} of {settings.nodes} nodes has not reported in {PATIENCE} s, or has left "
             f"({str(error).splitlines()[0]}). Start the script on each node with its own NODE_RANK; check "
-            f"that each reaches {settings.master_addr}:{port} (MASTER_ADDR, MASTER_PORT, firewalls)"
+            f"that each reaches {settings.address}:{port} (MASTER_ADDR, MASTER_PORT, firewalls)"
         ) from error
     return reports
 
@@ -210,8 +169,8 @@ def _listener(address: str, port: int) -> socket.socket:
     except OSError as error:
         raise LaunchError(
             f"MASTER_ADDR {address}, MASTER_PORT {port - 1}: this is node 0, but cannot listen on port "
-            f"{port} there ({error.strerror}). Set NODE_RANK if it is another node, MASTER_ADDR to an address "
-            "of this one, MASTER_PORT to the first of two free ports"
+            f"{port} there ({error.strerror}). Set NODE_RANK if it is another node, MASTER_ADDR to an "
+            "address of this one, MASTER_PORT to the first of two free ports"
         ) from error
 
 
@@ -249,5 +208,5 @@ def _sources() -> str:
 
 
 if __name__ == "__main__":
-    # called by ssh or srun with two arguments: the folder of the output, the token
+    # called by ssh with two arguments: the folder of the output, the token
     print(json.dumps(report(Settings.from_environment("torchrun", {"OUTPUT": sys.argv[1]}), sys.argv[2])))

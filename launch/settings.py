@@ -1,12 +1,9 @@
 """The settings that launchers take from environment variables: `coat_launch.cluster` describes them."""
 
-import functools
+import dataclasses
 import os
 import re
-import shlex
-import subprocess
 from dataclasses import dataclass
-from pathlib import Path
 
 from coat_launch import config_path
 from coat_launch.errors import LaunchError
@@ -15,84 +12,70 @@ from coat_launch.files import read_object
 # keys of MODEL_CONFIG that are read here
 SIZES = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups")
 KINDS = ("torchrun", "deepspeed", "megatron")
-LAUNCHERS = ("pdsh", "openmpi", "slurm")
 # a name that begins with "-" would be parsed as an option of ssh
 HOST = r"[\w.:][\w.:-]*"
+# the smallest and the largest value of numbers; after MASTER_PORT the next port is used too
+LIMITS = {"node_rank": (0, 10**9), "max_restarts": (0, 10**9), "master_port": (1, 2**16 - 2)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """The variables that `coat_launch.cluster` documents."""
+    """The variables that `coat_launch.cluster` documents, which are the fields in capitals."""
 
     kind: str
-    nodes: int
-    node_rank: int
-    gpus_per_node: int
-    hosts: tuple[str, ...]
-    """Names of the hosts of HOSTFILE or of Slurm's allocation, for DeepSpeed's launcher; else empty."""
-    launcher: str
-    master_addr: str
-    master_port: int
-    interface: str | None
-    tensor_size: int
-    pipeline_size: int
-    model_config: str
-    deepspeed_config: str
-    data: tuple[str, ...]
-    tokenizer: str | None
-    seq_length: int
-    steps: int
-    save_interval: int
-    output: str
-    max_restarts: int
-    job: str
-    megatron_path: str | None
-
-    @property
-    def hostfile(self) -> str:
-        """DeepSpeed's hostfile: `hosts`, each with GPUS_PER_NODE slots."""
-        return f"{self.output}/deepspeed_hosts"
+    hosts: tuple[str, ...] = ()
+    """Names of the hosts of HOSTFILE, for DeepSpeed's launcher; else empty."""
+    hostfile: str = ""
+    nodes: int = 1
+    node_rank: int = 0
+    gpus_per_node: int = 1
+    master_addr: str = ""
+    master_port: int = 29500
+    interface: str = ""
+    tensor_size: int = 1
+    pipeline_size: int = 1
+    model_config: str = config_path("model_quickstart.json")
+    deepspeed_config: str = config_path("ds_zero1_coat.json")
+    data: str = ""
+    tokenizer: str = ""
+    seq_length: int = 128
+    steps: int = 120
+    save_interval: int = 100
+    output: str = "runs/gpt"
+    max_restarts: int = 0
+    job: str = "coat"
+    megatron_path: str = ""
 
     @classmethod
     def from_environment(cls, kind: str, env: dict[str, str]) -> "Settings":
         """Raises LaunchError, naming the variable, for invalid values."""
-        number = functools.partial(_number, env)
-        launcher = env.get("LAUNCHER", "pdsh")
-        if launcher not in LAUNCHERS:
-            raise LaunchError(f"LAUNCHER: expected one of {', '.join(LAUNCHERS)}, found {launcher!r}")
-        if kind == "megatron" and not env.get("MEGATRON_PATH"):
-            raise LaunchError("MEGATRON_PATH: expected the path of a checkout of Megatron-LM, found none")
-        hosts = _hosts(launcher, env) if kind == "deepspeed" else {}
-        nodes = number("NODES", len(hosts) or number("SLURM_NNODES", 1))
-        settings = cls(
-            kind=kind,
-            nodes=nodes,
-            node_rank=number("NODE_RANK", number("SLURM_NODEID", 0, 0), 0),
-            gpus_per_node=number("GPUS_PER_NODE", next(iter(hosts.values()), None) or _gpu_count()),
-            hosts=tuple(hosts)[:nodes],
-            launcher=launcher,
-            master_addr=env.get("MASTER_ADDR") or next(iter(hosts), "" if nodes > 1 else "127.0.0.1"),
-            # the next port is used too
-            master_port=number("MASTER_PORT", 29500, 1, 2**16 - 2),
-            interface=env.get("INTERFACE") or None,
-            tensor_size=number("TENSOR_SIZE", 1),
-            pipeline_size=number("PIPELINE_SIZE", 1),
-            model_config=env.get("MODEL_CONFIG", config_path("model_quickstart.json")),
-            deepspeed_config=env.get("DEEPSPEED_CONFIG", config_path("ds_zero1_coat.json")),
-            # a path that begins with "-" would be parsed as an option
-            data=tuple(f"./{p}" if p.startswith("-") else p for p in env.get("DATA", "").split(":") if p),
-            tokenizer=env.get("TOKENIZER") or None,
-            seq_length=number("SEQ_LENGTH", 128),
-            steps=number("STEPS", 120),
-            save_interval=number("SAVE_INTERVAL", 100),
-            output=os.path.abspath(env.get("OUTPUT") or "runs/gpt"),
-            max_restarts=number("MAX_RESTARTS", 0, 0),
-            job=env.get("JOB") or "coat",
-            megatron_path=env.get("MEGATRON_PATH"),
-        )
+        hosts = _read_hostfile(env["HOSTFILE"]) if kind == "deepspeed" and env.get("HOSTFILE") else {}
+        derived = {
+            "NODES": str(len(hosts)) if hosts else env.get("SLURM_NNODES"),
+            "NODE_RANK": env.get("SLURM_NODEID"),
+            "GPUS_PER_NODE": str(next(iter(hosts.values()), _gpu_count())),
+            "MASTER_ADDR": next(iter(hosts), None),
+        }
+        values = {}
+        for field in dataclasses.fields(cls):
+            name = field.name.upper()
+            if field.name not in ("kind", "hosts") and (text := env.get(name) or derived.get(name)):
+                values[field.name] = _number(field.name, text) if field.type is int else text
+        settings = cls(**values, kind=kind, hosts=tuple(hosts)[: values.get("nodes")])
         settings._check_nodes()
         settings._check_sizes()
-        return settings
+        # ranks of other nodes start in other folders
+        return dataclasses.replace(settings, output=os.path.abspath(settings.output))
+
+    @property
+    def address(self) -> str:
+        """Of node 0."""
+        return self.master_addr or "127.0.0.1"
+
+    @property
+    def paths(self) -> list[str]:
+        """Those of DATA. One that begins with "-" would be parsed as an option."""
+        return [f"./{path}" if path.startswith("-") else path for path in self.data.split(":") if path]
 
     def shape(self) -> dict:
         try:
@@ -107,15 +90,16 @@ class Settings:
     def _check_nodes(self) -> None:
         if self.kind == "deepspeed" and self.nodes > max(1, len(self.hosts)):
             raise LaunchError(
-                f"NODES: {self.nodes}, but HOSTFILE, a file of lines 'host slots=n', or the allocation of "
-                f"Slurm names {len(self.hosts)}"
+                f"NODES: {self.nodes}, but HOSTFILE, a file of lines 'host slots=n', names {len(self.hosts)}"
             )
         if self.node_rank >= self.nodes:
             raise LaunchError(f"NODE_RANK: expected less than NODES ({self.nodes}), found {self.node_rank}")
-        if not re.fullmatch(HOST, self.master_addr):
+        if not re.fullmatch(HOST, self.master_addr if self.nodes > 1 else self.address):
             raise LaunchError(
                 f"MASTER_ADDR: expected the name or the address of node 0, found {self.master_addr!r}"
             )
+        if self.kind == "megatron" and not self.megatron_path:
+            raise LaunchError("MEGATRON_PATH: expected the path of a checkout of Megatron-LM, found none")
 
     def _check_sizes(self) -> None:
         if self.kind != "megatron" and self.pipeline_size > 1:
@@ -123,65 +107,45 @@ class Settings:
                 f"PIPELINE_SIZE: {self.pipeline_size}, but launch/pretrain_gpt.py has no pipeline: use "
                 "megatron_pretrain.sh, or 1"
             )
-        processes = self.nodes * self.gpus_per_node
-        if processes % (self.tensor_size * self.pipeline_size):
-            raise LaunchError(
-                f"TENSOR_SIZE {self.tensor_size} times PIPELINE_SIZE {self.pipeline_size} does not divide "
-                f"the {processes} processes ({self.nodes} nodes of {self.gpus_per_node})"
-            )
         shape = self.shape()
-        for name, key, size in (
-            ("TENSOR_SIZE", "num_attention_heads", self.tensor_size),
-            ("TENSOR_SIZE", "num_query_groups", self.tensor_size),
-            ("TENSOR_SIZE", "ffn_hidden_size", self.tensor_size),
-            ("PIPELINE_SIZE", "num_layers", self.pipeline_size),
+        for name, size, key, whole in (
+            ("TENSOR_SIZE", self.tensor_size, "num_attention_heads", shape["num_attention_heads"]),
+            ("TENSOR_SIZE", self.tensor_size, "num_query_groups", shape["num_query_groups"]),
+            ("TENSOR_SIZE", self.tensor_size, "ffn_hidden_size", shape["ffn_hidden_size"]),
+            ("PIPELINE_SIZE", self.pipeline_size, "num_layers", shape["num_layers"]),
+            (
+                "TENSOR_SIZE times PIPELINE_SIZE",
+                self.tensor_size * self.pipeline_size,
+                "NODES times GPUS_PER_NODE",
+                self.nodes * self.gpus_per_node,
+            ),
         ):
-            if shape[key] % size:
-                raise LaunchError(f"{name}: {size} does not divide {key} {shape[key]} of {self.model_config}")
+            if whole % size:
+                raise LaunchError(f"{name}: {size} does not divide {key}, {whole} ({self.model_config})")
 
 
-def _number(env: dict[str, str], name: str, default: int, least: int = 1, most: int = 10**9) -> int:
-    text = env.get(name, str(default))
+def _number(name: str, text: str) -> int:
+    least, most = LIMITS.get(name, (1, 10**9))
     if not re.fullmatch(r"[0-9]{1,10}", text) or not least <= int(text) <= most:
-        raise LaunchError(f"{name}: expected a whole number from {least} to {most}, found {text[:60]!r}")
+        raise LaunchError(
+            f"{name.upper()}: expected a whole number from {least} to {most}, found {text[:60]!r}"
+        )
     return int(text)
 
 
-def _hosts(launcher: str, env: dict[str, str]) -> dict[str, int | None]:
-    """The hosts in HOSTFILE with their slots, or those of Slurm's allocation; empty without both."""
-    hostfile = env.get("HOSTFILE")
-    if launcher == "slurm":
-        if hostfile:
-            raise LaunchError(f"HOSTFILE {hostfile}: slurm takes the nodes of the allocation, leave it out")
-        return dict.fromkeys(_allocated_nodes(env))
-    if not hostfile:
-        return {}
+def _read_hostfile(path: str) -> dict[str, int]:
+    """The hosts with their slots."""
+    from deepspeed.launcher.runner import fetch_hostfile
+
     try:
-        text = Path(hostfile).read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise LaunchError(f"HOSTFILE {hostfile}: cannot be read as text ({error})") from error
-    hosts = {}
-    for line in filter(None, (line.split("#")[0].strip() for line in text.splitlines())):
-        match = re.fullmatch(rf"({HOST})\s+slots=([1-9][0-9]{{0,5}})", line)
-        if match is None or match[1] in hosts:
-            raise LaunchError(f"HOSTFILE {hostfile}: expected lines 'host slots=n', found {line!r}")
-        hosts[match[1]] = int(match[2])
-    if len(set(hosts.values())) != 1:
-        raise LaunchError(f"HOSTFILE {hostfile}: expected hosts with the same slots on each, found {hosts}")
-    return hosts
-
-
-def _allocated_nodes(env: dict[str, str]) -> list[str]:
-    if "SLURM_JOB_NODELIST" not in env:
+        hosts = fetch_hostfile(path)
+    except (OSError, ValueError) as error:
+        raise LaunchError(f"HOSTFILE {path}: {error}") from error
+    if not hosts or len(set(hosts.values())) > 1 or not all(re.fullmatch(HOST, host) for host in hosts):
         raise LaunchError(
-            "LAUNCHER: slurm needs an allocation: start this inside salloc or sbatch, or submit "
-            "launch/slurm.sbatch"
+            f"HOSTFILE {path}: expected lines 'host slots=n' with the same n, found {dict(hosts or {})}"
         )
-    show = ["scontrol", "show", "hostnames", env["SLURM_JOB_NODELIST"]]
-    try:
-        return subprocess.run(show, capture_output=True, text=True, check=True).stdout.split()
-    except (OSError, subprocess.CalledProcessError) as error:
-        raise LaunchError(f"LAUNCHER: slurm needs `{shlex.join(show)}` to work here ({error})") from error
+    return hosts
 
 
 def _gpu_count() -> int:
