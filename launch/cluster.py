@@ -8,8 +8,7 @@ Settings come from environment variables:
     NODE_RANK        index of this node, from 0 (torchrun, megatron)
     GPUS_PER_NODE    processes a node (default: slots of HOSTFILE, GPUs of the node that starts this, or 1)
     HOSTFILE         lines "host slots=n"; hosts are reached by ssh (deepspeed)
-    MASTER_ADDR      address of node 0; its name in HOSTFILE where there is one (deepspeed), else 127.0.0.1 for a
-                     single node
+    MASTER_ADDR      address of node 0(default: the first of HOSTFILE; 127.0.0.1 for a single node)
     MASTER_PORT      first of two free ports there (default 29500)
     INTERFACE        network interface of NCCL, gloo and the rendezvous, as "eth0"
     TENSOR_SIZE      tensor parallel size (default 1)

@@ -10,7 +10,7 @@ import psutil
 
 from coat_launch.errors import LaunchError
 from coat_launch.files import writing
-from coat_launch.settings import Settings
+from coat_launch.settings import SIZES, Settings
 
 # this project's scripts
 HERE = Path(__file__).resolve().parent
@@ -47,11 +47,6 @@ def check_unchanged(settings: Settings, own: dict[str, str], words: list[str]) -
             )
 
 
-def _for_torchrun(word: str) -> str:
-    # torchrun expands "$local_rank", and thereby turns "$$" into "$"
-    return word.replace("$", "$$")
-
-
 def command(settings: Settings, node_rank: int, extra: list[str]) -> list[str]:
     """The command that starts training on a node; with `deepspeed`, on the node that starts all nodes.
 
@@ -85,7 +80,8 @@ def command(settings: Settings, node_rank: int, extra: list[str]) -> list[str]:
         f"--rdzv-conf=is_host={int(node_rank == 0)}",
         f"--max-restarts={settings.max_restarts}",
         *([f"--local-addr={address}"] if address else []),
-        *map(_for_torchrun, script),
+        # torchrun expands "$local_rank", and thereby turns "$$" into "$"
+        *(word.replace("$", "$$") for word in script),
     ]
 
 
@@ -112,49 +108,31 @@ def _pretrain_arguments(s: Settings) -> list[str]:
 
 
 def _megatron_arguments(s: Settings) -> list[str]:
-    shape = s.shape()
-    flags = {
-        "num-layers": shape["num_layers"],
-        "hidden-size": shape["hidden_size"],
-        "ffn-hidden-size": shape["ffn_hidden_size"],
-        "num-attention-heads": shape["num_attention_heads"],
-        "num-query-groups": shape["num_query_groups"],
-        "rotary-base": shape.get("rotary_base", 10000),
-        "norm-epsilon": shape.get("layernorm_epsilon", 1e-5),
-        "normalization": "RMSNorm",
-        "position-embedding-type": "rope",
-        "attention-dropout": 0,
-        "hidden-dropout": 0,
-        "seq-length": s.seq_length,
-        "max-position-embeddings": s.seq_length,
-        "tensor-model-parallel-size": s.tensor_size,
-        "pipeline-model-parallel-size": s.pipeline_size,
-        "train-iters": s.steps,
-        "eval-interval": s.save_interval,
-        "save-interval": s.save_interval,
-        "save": f"{s.output}/megatron",
-        "load": f"{s.output}/megatron",
-        "micro-batch-size": 1,
-        "lr": 3e-4,
-        "log-interval": 1,
-    }
-    switches = ["bf16", "swiglu", "disable-bias-linear", "group-query-attention", "use-distributed-optimizer"]
-    switches += ["no-gradient-accumulation-fusion", "no-rope-fusion", "exit-signal-handler"]
+    shape, folder = s.shape(), f"{s.output}/megatron"
+    options = f"""
+        --bf16 --swiglu --disable-bias-linear --group-query-attention --use-distributed-optimizer
+        --no-gradient-accumulation-fusion --no-rope-fusion --exit-signal-handler
+        --normalization RMSNorm --norm-epsilon {shape.get("layernorm_epsilon", 1e-5)}
+        --position-embedding-type rope --rotary-base {shape.get("rotary_base", 10000)}
+        --attention-dropout 0 --hidden-dropout 0
+        --seq-length {s.seq_length} --max-position-embeddings {s.seq_length}
+        --tensor-model-parallel-size {s.tensor_size} --pipeline-model-parallel-size {s.pipeline_size}
+        --train-iters {s.steps} --micro-batch-size 1 --lr 3e-4 --log-interval 1
+        --eval-interval {s.save_interval} --save-interval {s.save_interval}
+        --spec megatron_ext.spec coat_layer_spec
+    """.split()
+    for key in SIZES:
+        options += ["--" + key.replace("_", "-"), str(shape[key])]
     if shape.get("untie_embeddings_and_output_weights", True):
-        switches.append("untie-embeddings-and-output-weights")
+        options.append("--untie-embeddings-and-output-weights")
     if s.tensor_size > 1:
-        switches.append("sequence-parallel")
+        options.append("--sequence-parallel")
     if s.data:
-        data = ["--data-path", *s.paths]
-        data += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", s.tokenizer]
+        options += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", s.tokenizer]
+        options += ["--data-path", *s.paths]
     else:
-        data = ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "8191"]
-    return [
-        *(item for name, value in flags.items() for item in (f"--{name}", str(value))),
-        *(f"--{name}" for name in switches),
-        *data,
-        *("--spec", "megatron_ext.spec", "coat_layer_spec"),
-    ]
+        options += ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "8191"]
+    return [*options, "--save", folder, "--load", folder]
 
 
 def _address(interface: str | None) -> str | None:

@@ -59,7 +59,6 @@ def report(settings: Settings, token: str = "") -> dict:
         "gpus": machine.gpus(),
         "sees_token": not token or Path(settings.output, token).is_file(),
         "sees_megatron": settings.kind != "megatron" or Path(settings.megatron_path, SCRIPT).is_file(),
-        "interface": nccl.get("NCCL_SOCKET_IFNAME", ""),
         "interfaces": [name for _, name in socket.if_nameindex()],
     }
 
@@ -91,17 +90,11 @@ def problems(settings: Settings, node: dict, first: dict, fp8: bool) -> Iterator
         yield (
             f"{host}: MEGATRON_PATH: no {SCRIPT} in {settings.megatron_path}. Name a checkout of Megatron-LM"
         )
-    # NCCL's own syntax: prefixes, "=" for whole names, "^" for exclusions
-    interface = settings.interface or node["interface"]
-    named = [name.removeprefix("=") for name in interface.split(",") if name]
-    if named and not named[0].startswith("^"):
-        if not any(name.startswith(tuple(named)) for name in node["interfaces"]):
-            yield (
-                f"{host}: no network interface {interface}, there are "
-                f"{', '.join(node['interfaces'])}. Set INTERFACE to one of them"
-            )
-        if settings.nodes > 1 and named == ["lo"]:
-            yield f"{host}: the loopback interface reaches no other node. Set INTERFACE to another"
+    if settings.interface and settings.interface not in node["interfaces"]:
+        yield (
+            f"{host}: no network interface {settings.interface}, there are {', '.join(node['interfaces'])}. "
+            "Set INTERFACE to one of them"
+        )
 
 
 def reports_by_ssh(settings: Settings, env: dict[str, str]) -> list[dict]:

@@ -1,4 +1,4 @@
-"""A run's outputs: metrics, the loss curves, the comparison, progress."""
+"""A run's outputs: metrics, the loss curves, the comparison."""
 
 import contextlib
 import io
@@ -21,8 +21,8 @@ _ROWS = (
     ("val_loss_start", "validation loss at the start", 1, "{:.4f}"),
     ("val_loss", "validation loss", 1, "{:.4f}"),
 )
-# rows that are measured on a GPU only, and `peak_kind` there
-_OF_GPUS, GPU_PEAK = ("peak_bytes", "tokens_per_s"), "GPU allocator"
+# rows of a GPU only; elsewhere the first is None
+_OF_GPUS = ("peak_bytes", "tokens_per_s")
 # training losses are plotted as means over this number of steps
 _SMOOTHED = 10
 
@@ -132,7 +132,7 @@ def read_summary(path: str | os.PathLike) -> dict:
     """Reads one run from the file of `write_summary`. Raises LaunchError for any other content."""
     try:
         summary = read_object(path)
-        if missing := {"peak_kind", *(key for key, *_ in _ROWS)} - summary.keys():
+        if missing := {key for key, *_ in _ROWS} - summary.keys():
             raise ValueError(f"no {min(missing)} in it")
     except ValueError as error:
         raise LaunchError(f"{path}: {error}: remove it, or choose another folder with --output") from error
@@ -141,44 +141,22 @@ def read_summary(path: str | os.PathLike) -> dict:
 
 def comparison_table(summary: Mapping[str, Mapping]) -> str:
     """The runs as columns, with the ratio of the last to the first if there are two."""
-    runs = list(summary)
-    rows = [["", *(run.upper() for run in runs), *(["ratio"] if len(runs) == 2 else [])]]
-    on_gpu = all(summary[run]["peak_kind"] == GPU_PEAK for run in runs)
+    two, on_gpu = len(summary) == 2, all(run["peak_bytes"] for run in summary.values())
+    lines = [_row("", [*(run.upper() for run in summary), *(["ratio"] if two else [])])]
+    lines.append("-" * len(lines[0]))
     for key, title, unit, form in _ROWS:
-        if key in _OF_GPUS and not on_gpu:
-            continue
-        values = [summary[run][key] for run in runs]
-        cells = [form.format(value / unit) for value in values]
-        if len(runs) == 2:
-            cells.append(f"{values[1] / values[0]:.3f}" if values[0] else "-")
-        rows.append([title, *cells])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
-        for row in rows
-    ]
-    lines.insert(1, "-" * len(lines[0]))
-    if len(runs) == 2:
+        if on_gpu or key not in _OF_GPUS:
+            values = [run[key] for run in summary.values()]
+            cells = [form.format(value / unit) for value in values]
+            if two:
+                cells.append(f"{values[1] / values[0]:.3f}" if values[0] else "-")
+            lines.append(_row(title, cells))
+    if two:
         lines += ["", "Losses are of one seed. Another seed may reverse their order: try --seed."]
     if not on_gpu:
         lines += ["", "Speed and peak memory are shown on a GPU only: CPU figures do not apply to GPUs."]
     return "\n".join(lines)
 
 
-class Progress:
-    """About twenty lines per run."""
-
-    def __init__(self, total: int, initial: int, description: str):
-        self._total, self._description = total, description
-        self._every = max(1, (total - initial) // 20)
-
-    def update(self, step: int, *, loss: float, tokens_per_s: float, memory_bytes: int | None) -> None:
-        """Reports a step. Speed is shown only with `memory_bytes`, which is the GPU's."""
-        if step % self._every == 0 or step == self._total:
-            shown = f"loss {loss:.4f}"
-            if memory_bytes is not None:
-                shown += f", {tokens_per_s:,.0f} tokens/s, {memory_bytes / 2**30:.2f} GiB"
-            self.say(f"step {step}/{self._total}: {shown}")
-
-    def say(self, text: str) -> None:
-        print(f"{self._description}: {text}", flush=True)
+def _row(title: str, cells: list[str]) -> str:
+    return f"{title:<45}" + "".join(f"{cell:>12}" for cell in cells)

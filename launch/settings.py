@@ -49,6 +49,11 @@ class Settings:
     @classmethod
     def from_environment(cls, kind: str, env: dict[str, str]) -> "Settings":
         """Raises LaunchError, naming the variable, for invalid values."""
+        if (launcher := env.get("LAUNCHER", "pdsh")) != "pdsh":
+            raise LaunchError(
+                f"LAUNCHER: expected pdsh, found {launcher!r}. Under Slurm submit launch/slurm.sbatch; start "
+                "launch/pretrain_gpt.py by DeepSpeed's other launchers yourself"
+            )
         hosts = _read_hostfile(env["HOSTFILE"]) if kind == "deepspeed" and env.get("HOSTFILE") else {}
         derived = {
             "NODES": str(len(hosts)) if hosts else env.get("SLURM_NNODES"),
@@ -62,8 +67,7 @@ class Settings:
             if field.name not in ("kind", "hosts") and (text := env.get(name) or derived.get(name)):
                 values[field.name] = _number(field.name, text) if field.type is int else text
         settings = cls(**values, kind=kind, hosts=tuple(hosts)[: values.get("nodes")])
-        settings._check_nodes()
-        settings._check_sizes()
+        settings._check()
         # ranks of other nodes start in other folders
         return dataclasses.replace(settings, output=os.path.abspath(settings.output))
 
@@ -87,7 +91,7 @@ class Settings:
             raise LaunchError(f"MODEL_CONFIG {self.model_config}: {error}") from error
         return shape
 
-    def _check_nodes(self) -> None:
+    def _check(self) -> None:
         if self.kind == "deepspeed" and self.nodes > max(1, len(self.hosts)):
             raise LaunchError(
                 f"NODES: {self.nodes}, but HOSTFILE, a file of lines 'host slots=n', names {len(self.hosts)}"
@@ -101,27 +105,23 @@ class Settings:
         if self.kind == "megatron" and not self.megatron_path:
             raise LaunchError("MEGATRON_PATH: expected the path of a checkout of Megatron-LM, found none")
 
-    def _check_sizes(self) -> None:
         if self.kind != "megatron" and self.pipeline_size > 1:
             raise LaunchError(
                 f"PIPELINE_SIZE: {self.pipeline_size}, but launch/pretrain_gpt.py has no pipeline: use "
                 "megatron_pretrain.sh, or 1"
             )
-        shape = self.shape()
-        for name, size, key, whole in (
-            ("TENSOR_SIZE", self.tensor_size, "num_attention_heads", shape["num_attention_heads"]),
-            ("TENSOR_SIZE", self.tensor_size, "num_query_groups", shape["num_query_groups"]),
-            ("TENSOR_SIZE", self.tensor_size, "ffn_hidden_size", shape["ffn_hidden_size"]),
-            ("PIPELINE_SIZE", self.pipeline_size, "num_layers", shape["num_layers"]),
-            (
-                "TENSOR_SIZE times PIPELINE_SIZE",
-                self.tensor_size * self.pipeline_size,
-                "NODES times GPUS_PER_NODE",
-                self.nodes * self.gpus_per_node,
-            ),
+        shape, model = self.shape(), self.tensor_size * self.pipeline_size
+        for name, size, whole in (
+            ("TENSOR_SIZE: num_attention_heads", self.tensor_size, shape["num_attention_heads"]),
+            ("TENSOR_SIZE: num_query_groups", self.tensor_size, shape["num_query_groups"]),
+            ("TENSOR_SIZE: ffn_hidden_size", self.tensor_size, shape["ffn_hidden_size"]),
+            ("PIPELINE_SIZE: num_layers", self.pipeline_size, shape["num_layers"]),
+            ("TENSOR_SIZE times PIPELINE_SIZE: processes", model, self.nodes * self.gpus_per_node),
         ):
             if whole % size:
-                raise LaunchError(f"{name}: {size} does not divide {key}, {whole} ({self.model_config})")
+                raise LaunchError(
+                    f"{name} {whole} do not divide by {size} (MODEL_CONFIG {self.model_config})"
+                )
 
 
 def _number(name: str, text: str) -> int:

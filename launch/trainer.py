@@ -6,7 +6,6 @@ import datetime
 import functools
 import math
 import os
-import re
 import signal
 import statistics
 import time
@@ -92,7 +91,7 @@ class Trainer:
         self.engine = self._make_engine(model)
         self.step, self.val_loss_start = 0, None
         # on rank 0, during training
-        self._metrics, self._progress = None, None
+        self._metrics = None
         self.resumed = checkpoint is not None
         if self.resumed:
             self._load(checkpoint)
@@ -186,8 +185,7 @@ class Trainer:
             self._metrics = report.MetricsWriter(
                 Path(args.output) / "metrics.jsonl", self.run, self.step if self.resumed else None
             )
-            self._progress = report.Progress(args.steps, self.step, self.run)
-            self._progress.say(self._describe())
+            self._say(self._describe())
         try:
             val_loss, speeds = self._train_to_the_end(signals)
         finally:
@@ -230,9 +228,16 @@ class Trainer:
             values = {"lr": self.engine.get_lr()[0], "tokens_per_s": speed, "loss": loss}
             if norm is not None:
                 values["grad_norm"] = float(norm)
-            memory = torch.cuda.memory_allocated() if self.device.type == "cuda" else None
             self._metrics.write(self.step, **values)
-            self._progress.update(self.step, loss=loss, tokens_per_s=speed, memory_bytes=memory)
+            # about twenty lines a run
+            if self.step % max(1, self.args.steps // 20) == 0 or self.step == self.args.steps:
+                shown = f"step {self.step}/{self.args.steps}: loss {loss:.4f}"
+                if self.device.type == "cuda":
+                    shown += f", {speed:,.0f} tokens/s, {torch.cuda.memory_allocated() / 2**30:.2f} GiB"
+                self._say(shown)
+
+    def _say(self, text: str) -> None:
+        print(f"{self.run}: {text}", flush=True)
 
     def _batches(self, split: Split, consumed: int):
         for batch in split.micro_batches(
@@ -283,7 +288,7 @@ class Trainer:
         val_loss = self._mean(losses)
         if self.is_main:
             self._metrics.write(self.step, val_loss=val_loss)
-            self._progress.say(f"validation loss {val_loss:.4f} after {self.step} steps")
+            self._say(f"validation loss {val_loss:.4f} after {self.step} steps")
         return val_loss
 
     def _data_identity(self) -> dict:
@@ -341,7 +346,7 @@ class Trainer:
                     f"{value}: the data would not go on where they stopped. Give {given}"
                 )
         if self.is_main:
-            print(f"{self.run}: going on from {checkpoint.path}", flush=True)
+            self._say(f"going on from {checkpoint.path}")
 
     def _describe(self) -> str:
         kind = torch.cuda.get_device_name() if self.device.type == "cuda" else "CPU"
@@ -355,21 +360,17 @@ class Trainer:
     def _summary(self, val_loss: float, speeds: list[float]) -> dict:
         import coat_ds
 
+        peak = None
         if self.device.type == "cuda":
-            peak, kind = torch.cuda.max_memory_allocated(), report.GPU_PEAK
-        else:
-            # of this program alone: the one before it in the same process has its own
-            status = Path("/proc/self/status").read_text()
-            peak, kind = int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) * 1024, "process"
-        largest = torch.tensor(peak, device=self.device)
-        torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX)
+            largest = torch.tensor(torch.cuda.max_memory_allocated(), device=self.device)
+            torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX)
+            peak = largest.item()
         return {
             "val_loss_start": self.val_loss_start,
             "val_loss": val_loss,
             "state_bytes_per_param": coat_ds.state_bytes(self.engine)["bytes_per_parameter"],
             "saved_bytes_per_token_layer": self.saved_bytes,
-            "peak_bytes": largest.item(),
-            "peak_kind": kind,
+            "peak_bytes": peak,
             "tokens_per_s": statistics.median(speeds[WARM_STEPS:] or speeds or [0.0]),
             "steps": self.step,
         }

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from benchmarks.common.environment import environment
 from benchmarks.common.memory import release
-from coat_launch.report import atomic_write
+from coat_launch.files import atomic_write
 
 
 class Benchmark(NamedTuple):

@@ -29,7 +29,8 @@ from benchmarks.converge.recipe import (
     Task,
 )
 from coat_launch.data import padded_vocab_size
-from coat_launch.report import MetricsWriter, atomic_write, read_metrics, write_summary
+from coat_launch.files import atomic_write
+from coat_launch.report import MetricsWriter, read_metrics, write_summary
 
 # steps between two looks at the losses, which wait for the GPU
 LOOK = 20
