@@ -133,6 +133,8 @@ setup(
             "mypy",
             "jsonschema",
             "pillow",
+            "nbclient",
+            "ipykernel",
             "peft>=0.19",
             "trl>=1",
         ],

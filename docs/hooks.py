@@ -8,7 +8,7 @@ from pathlib import Path
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parents[1]
-OUTSIDE = ("CONTRIBUTING.md", "benchmarks/*.md", "benchmarks/*.csv", "benchmarks/results/*", "examples/*.py")
+OUTSIDE = ("CONTRIBUTING.md", "benchmarks/*.md", "benchmarks/*.csv", "benchmarks/results/*", "examples/*")
 OUTSIDE += ("configs/*.json",)
 
 

@@ -1,4 +1,5 @@
 """Fine-tunes a model of Hugging Face on your own data with TRL, all weights or LoRA, and saves it.
+finetune.ipynb has the same steps for one GPU.
 
     coat plan Qwen/Qwen3-8B --gpus 8 --fit 80GB --for trainer       # prints ds.json and --batch
     torchrun --nproc-per-node 8 examples/finetune.py Qwen/Qwen3-8B chats.jsonl --deepspeed ds.json --batch 4
@@ -29,6 +30,8 @@ parser.add_argument("--length", type=int, default=2048, help="tokens of a sequen
 parser.add_argument("--epochs", type=float, default=1.0)
 args = parser.parse_args()
 
+# %% Data, tokenizer and model
+
 lr = args.lr or (2e-4 if args.lora else 1e-5)
 config = SFTConfig(
     args.output,
@@ -58,11 +61,17 @@ if args.lora:
 
     lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
     model = get_peft_model(model, lora, autocast_adapter_dtype=False)
+
+# %% FP8 layers and 8-bit AdamW
+
 optimizers = (None, None)
 if args.deepspeed is None:
     coat_ds.convert(model)
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     optimizers = (coat_ds.CoatAdamW(trained, lr=lr, betas=(0.9, 0.95), weight_decay=0.0), None)
+
+# %% Train
+
 trainer = SFTTrainer(
     model,
     config,
@@ -72,6 +81,9 @@ trainer = SFTTrainer(
     optimizers=optimizers,
 )
 trainer.train()
+
+# %% Evaluate and save
+
 if args.deepspeed is None:
     # what will be deployed computes in BF16. With DeepSpeed "activations": {"evaluation": "stock"} does that
     coat_ds.unconvert(model)

@@ -137,6 +137,45 @@ def test_finetune(lora, tmp_path):
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.hidden_size == 64
 
 
+def test_the_notebook_is_that_of_the_script():
+    made = runpy.run_path(str(ROOT / "docs/notebook.py"))["text"]()
+    committed = (ROOT / "examples/finetune.ipynb").read_text()
+    assert committed == made, "run python docs/notebook.py > examples/finetune.ipynb"
+
+
+@pytest.mark.parametrize(
+    "lora", [False, pytest.param(True, marks=pytest.mark.long("test_finetune has LoRA"))]
+)
+def test_the_notebook_runs(lora, tmp_path, monkeypatch):
+    """Its cells, in a kernel of Jupyter, with other settings."""
+    import nbformat
+    from nbclient import NotebookClient
+    from transformers import AutoModelForCausalLM
+
+    folder, data, *_ = small_model(tmp_path)
+    book = nbformat.read(ROOT / "examples/finetune.ipynb", nbformat.NO_CONVERT)
+    nbformat.validate(book)
+    settings = next(cell for cell in book.cells if cell.cell_type == "code")
+    own = {"model": folder, "data": data, "output": f"{tmp_path}/out", "lora": lora, "lr": 5e-3, "length": 64}
+    for name, value in own.items():
+        settings.source, found = re.subn(rf"(?<= {name}=).*?(?=,)", repr(value), settings.source, count=1)
+        assert found == 1
+    # the command coat of this environment
+    paths = [str(Path(sys.executable).parent), os.environ["PATH"]]
+    for name, value in (ENVIRONMENT | {"PATH": os.pathsep.join(paths)}).items():
+        monkeypatch.setenv(name, value)
+    NotebookClient(book, timeout=300, resources={"metadata": {"path": str(ROOT)}}).execute()
+    said = "".join(out.get("text", "") for cell in book.cells for out in cell.get("outputs", []))
+    assert (
+        re.search(r"COAT: 14 of \d+ linear layers in FP8", said)
+        and "ZeRO-2, micro-batch 1 x 64 tokens" in said
+    )
+    # below that of equally likely letters: ln 272 is 5.6
+    assert float(re.search(r"held-out loss in BF16: (\S+)", said)[1]) < 5.2
+    assert "1 and 1 make" in said
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.hidden_size == 64
+
+
 def test_megatron():
     said = python("examples/megatron_gpt.py", "--steps=8")
     found = losses(said)
