@@ -91,10 +91,11 @@ class System(NamedTuple):
             name="",
             layers="transformer_engine" if self.package else layers,
             optimizer="transformer_engine" if self.fp8_moments else {"bf16": "adamw"}.get(layers, layers),
-            coat=CoatConfig.from_dict({"enabled": True, **(self.coat or {})}),
+            coat=CoatConfig.from_dict(
+                {"enabled": True, "zero3_layer_units": self.layer_units, **(self.coat or {})}
+            ),
             bf16_masters=self.bf16_masters,
             recompute="mlp" if "recompute_modules" in self.config else "none",
-            layer_units=self.layer_units,
         )
 
 

@@ -4,19 +4,20 @@ It may import `coat_kernels`, the config and the readers of DeepSpeed's JSON. St
 memory.py for the prediction.
 
 from coat_ds import plan
-from coat_ds.plan import layout
 
 with torch.device("meta"):
     model = AutoModelForCausalLM.from_config(config)
-spread = layout.from_deepspeed(ds_config, gpus=8, sequence=4096)
-plan.predict(plan.from_module(model), spread, plan.rungs()["COAT"]).peak.total  # bytes
+layout = plan.from_deepspeed(ds_config, gpus=8, sequence=4096)
+plan.predict(plan.from_module(model), layout, plan.rungs()["COAT"]).peak.total  # bytes
 """
 
+from coat_ds.plan.deepspeed_layout import from_deepspeed
 from coat_ds.plan.errors import PlanError
+from coat_ds.plan.from_transformers import from_module
+from coat_ds.plan.gpus import GPUS, Gpu, gpu_called
 from coat_ds.plan.layout import Layout
 from coat_ds.plan.memory import ROLES, Memory, Prediction, predict
-from coat_ds.plan.read import from_module
-from coat_ds.plan.roofline import GPUS, Gpu, Time, flops, gpu_called, layer_flops, step_time
+from coat_ds.plan.roofline import Time, flops, layer_flops, step_time
 from coat_ds.plan.sizes import Sizes
 from coat_ds.plan.systems import System, rungs
 
@@ -32,6 +33,7 @@ __all__ = [
     "System",
     "Time",
     "flops",
+    "from_deepspeed",
     "from_module",
     "gpu_called",
     "layer_flops",

@@ -1,13 +1,14 @@
 """How systems compare on a GPU, the largest micro-batch of each, and the fastest that fits."""
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from coat_ds.plan.errors import PlanError
+from coat_ds.plan.gpus import Gpu
 from coat_ds.plan.layout import Layout
 from coat_ds.plan.memory import Prediction, predict
-from coat_ds.plan.roofline import Gpu, Time, step_time
+from coat_ds.plan.roofline import Time, step_time
 from coat_ds.plan.sizes import Sizes
 from coat_ds.plan.systems import System
 
@@ -25,8 +26,11 @@ class Choice:
     layout: Layout
     prediction: Prediction
     time: Time
-    largest: int
-    """The largest micro-batch that fits, 0 if none does."""
+
+    @property
+    def bytes(self) -> float:
+        """Bytes at the peak."""
+        return self.prediction.peak.total
 
     @property
     def tokens_per_second(self) -> float:
@@ -36,13 +40,10 @@ class Choice:
 
 
 def goes_with(system: System, layout: Layout) -> bool:
-    """Whether a host can do it."""
-    if layout.host == "megatron":
+    """Whether the framework supports it."""
+    if layout.framework == "megatron":
         return not system.offload and not system.bf16_masters
-    if (system.offload or system.bf16_masters) and layout.stage == 0:
-        return False
-    # DeepSpeed's BF16_Optimizer has masters in FP32
-    return not (system.bf16_masters and (layout.optimizer_device == "cpu" or layout.in_one_buffer))
+    return not (system.bf16_masters and layout.offload_optimizer)
 
 
 def largest_micro_batch(
@@ -64,63 +65,36 @@ def largest_micro_batch(
     return low
 
 
-def compare(
-    sizes: Sizes, layout: Layout, systems: Iterable[System], gpu: Gpu, limit: float | None = None
-) -> list[Choice]:
-    """Each system that goes with the layout, at its micro-batch; `limit` is in bytes, the GPU's without."""
-    limit = gpu.memory if limit is None else limit
-    return [
-        Choice(
-            system,
-            layout,
-            predict(sizes, layout, system),
-            step_time(sizes, layout, system, gpu),
-            largest_micro_batch(sizes, layout, system, limit),
-        )
-        for system in systems
-        if goes_with(system, layout)
-    ]
+def compare(sizes: Sizes, layout: Layout, systems: Iterable[System], gpu: Gpu) -> list[Choice]:
+    """Each system that goes with the layout, at its micro-batch."""
+    return [choice_of(sizes, layout, system, gpu) for system in systems if goes_with(system, layout)]
+
+
+def choice_of(sizes: Sizes, layout: Layout, system: System, gpu: Gpu) -> Choice:
+    return Choice(system, layout, predict(sizes, layout, system), step_time(sizes, layout, system, gpu))
 
 
 def fastest(
-    sizes: Sizes,
-    systems: Iterable[tuple[System, Layout]],
-    gpu: Gpu,
-    limit: float,
-    grow: bool,
+    sizes: Sizes, systems: Iterable[tuple[System, Layout]], gpu: Gpu, limit: float, grow: bool
 ) -> Choice:
     """The system, layout and, if it may `grow`, micro-batch of most tokens a second within `limit` bytes.
 
     If several are as fast, the first: `systems` is expected in order of preference. Raises PlanError if
     nothing fits.
     """
-    systems = list(systems)
-    found, nearest = [], None
-    candidates = (
-        (system, layout)
+    choices = [
+        choice_of(sizes, layout, system, gpu)
         for system, given in systems
         for layout in (given.grown(_fast_micro_batch(sizes, given, system, limit)) if grow else [given])
-    )
-    for system, layout in candidates:
-        choice = Choice(
-            system,
-            layout,
-            predict(sizes, layout, system),
-            step_time(sizes, layout, system, gpu),
-            layout.micro_batch,
-        )
-        total = choice.prediction.peak.total
-        if total <= limit:
-            found.append(choice)
-        elif nearest is None or total < nearest.prediction.peak.total:
-            nearest = choice
+    ]
+    found = [choice for choice in choices if choice.bytes <= limit]
     if not found:
-        layout = nearest.layout
-        stage = f" at stage {layout.stage}" if layout.host == "deepspeed" else ""
+        nearest = min(choices, key=lambda choice: choice.bytes)
         raise PlanError(
-            f"fit: nothing fits into {limit / 1e9:.1f} GB: {nearest.system.name}{stage} takes "
-            f"{nearest.prediction.peak.total / 1e9:.1f} GB with a micro-batch of {layout.micro_batch}. Give "
-            f"{_ways_out(layout, [given for _, given in systems])}."
+            f"fit: nothing fits into {limit / 1e9:.1f} GB: {nearest.system.name} takes "
+            f"{nearest.bytes / 1e9:.1f} GB at stage {nearest.layout.stage} with a micro-batch of "
+            f"{nearest.layout.micro_batch}. Give a smaller micro-batch, a higher ZeRO stage, more GPUs, a tensor "
+            "parallel size or shorter sequences."
         )
     most = max(choice.tokens_per_second for choice in found)
     return next(choice for choice in found if choice.tokens_per_second >= (1 - SAME_SPEED) * most)
@@ -130,18 +104,3 @@ def _fast_micro_batch(sizes: Sizes, layout: Layout, system: System, limit: float
     """The largest that is not slowed down by torch's allocator, if there is one; else the largest, or 1."""
     largest = (largest_micro_batch(sizes, layout, system, limit, with_room) for with_room in (True, False))
     return next(filter(None, largest), 1)
-
-
-def _ways_out(layout: Layout, tried: Sequence[Layout]) -> str:
-    """What would take less than `layout`, the cheapest first."""
-    ways = []
-    if layout.micro_batch > 1:
-        ways.append("a smaller micro-batch")
-    # what divides states and weights over data-parallel ranks
-    if layout.data > 1 and layout.host == "megatron" and layout.stage == 0:
-        ways.append("--use-distributed-optimizer")
-    zero3_goes = layout.host == "deepspeed" and layout.pipeline == 1
-    if layout.data > 1 and zero3_goes and all(other.stage < 3 for other in tried):
-        ways.append("ZeRO's stage 3")
-    ways += ["more GPUs", "a tensor parallel size"]
-    return f"{', '.join(ways)} or shorter sequences"

@@ -2,9 +2,11 @@
 a config leaves to its class.
 """
 
+import dataclasses
+import itertools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from torch import nn
@@ -34,11 +36,25 @@ class _Layer(NamedTuple):
     experts: tuple | None
 
 
-def read(model: nn.Module) -> Sizes:
-    """The sizes of the decoder of a model of transformers, on any device, the meta device included.
+def from_module(model: nn.Module) -> Sizes:
+    """The sizes of a model of transformers, on any device, the meta device included.
 
-    Raises PlanError, naming the module, for models with other layers than attention and a feed-forward.
+    All parameters are counted: those that the sizes of its decoder do not give are `other_parameters`. Raises
+    PlanError, naming the module, for models with other layers than attention and a feed-forward.
     """
+    if not hasattr(getattr(model, "config", None), "get_text_config"):
+        raise PlanError(
+            f'{type(model).__name__}: expected a model of transformers, which has its sizes in "config". '
+            "Hand over a Sizes instead."
+        )
+    try:
+        return _read(model)
+    # of configs without such sizes
+    except (AttributeError, RuntimeError) as error:
+        raise PlanError(f"{type(model).__name__}: its sizes could not be read ({error}).") from error
+
+
+def _read(model: nn.Module) -> Sizes:
     config = model.config.get_text_config(decoder=True)
     if model.config.is_encoder_decoder:
         raise _refused(model, "has an encoder and a decoder")
@@ -52,33 +68,34 @@ def read(model: nn.Module) -> Sizes:
     sparse = {layer._replace(ffn=0) for layer in found if layer.experts is not None}
     if len(dense) > 1 or len(sparse) > 1 or len({layer[:4] for layer in found}) > 1:
         raise _refused(model, "has layers of different sizes")
-    one = found[0]
     experts = None
     if sparse:
         (kind,) = sparse
-        where = tuple(layer.experts is not None for layer in found)
-        experts = Experts(**dict(kind.experts), gated=kind.gated, where=where)
-    ffn = next(iter(dense)) if dense else None
+        count = sum(layer.experts is not None for layer in found)
+        experts = Experts(**dict(kind.experts), gated=kind.gated, layers=count)
+    one = next(iter(dense), found[0])
     sizes = Sizes(
         layers=len(found),
         hidden=hidden,
-        ffn=experts.ffn if ffn is None else ffn.ffn,
+        ffn=one.ffn if dense else experts.ffn,
         heads=one.heads,
         groups=one.groups,
         head_dim=one.head_dim,
         vocabulary=vocabulary,
-        gated=one.gated if ffn is None else ffn.gated,
+        gated=one.gated,
         tied=head is None or head.weight is table,
         head_norms=one.head_norms,
         counted=config.model_type in COUNTED,
         maker="transformers",
-        beside=tuple(_beside(model, decoder, head)),
         experts=experts,
     )
-    own = {id(p): _numel(p) for part in (decoder, head) if part is not None for p in part.parameters()}
-    own[id(table)] = _numel(table)
-    check_parameters(type(model).__name__, sum(own.values()), sizes)
-    return sizes
+    parts = [part.parameters() for part in (decoder, head) if part is not None]
+    own = _numel_of({id(p): p for p in (table, *itertools.chain(*parts))}.values())
+    check_parameters(type(model).__name__, own, sizes)
+    numel = _numel_of(model.parameters())
+    return dataclasses.replace(
+        sizes, other_parameters=max(0, numel - sizes.parameters), outside=max(0, numel - own)
+    )
 
 
 def _refused(module: nn.Module, why: str) -> PlanError:
@@ -93,7 +110,7 @@ def _layers(decoder: nn.Module) -> list[nn.Module]:
     lists = [m for m in decoder.modules() if isinstance(m, nn.ModuleList) and len(m)]
     if not lists:
         raise _refused(decoder, "has no list of layers")
-    return list(max(lists, key=lambda found: sum(map(_numel, found.parameters()))))
+    return list(max(lists, key=lambda found: _numel_of(found.parameters())))
 
 
 def _layer(layer: nn.Module, hidden: int, config) -> _Layer:
@@ -105,7 +122,7 @@ def _layer(layer: nn.Module, hidden: int, config) -> _Layer:
     dims = (getattr(holder, "head_dim", None) for holder in (attention[0], config))
     head_dim = next(filter(None, dims), hidden // heads)
     matrices = [p for p in attention[0].parameters() if len(shape_of(p)) == 2 and 1 not in shape_of(p)]
-    columns = sum(map(_numel, matrices)) / hidden
+    columns = _numel_of(matrices) / hidden
     groups = (columns / head_dim - 2 * heads) / 2
     said = getattr(config, "num_key_value_heads", None) or groups
     if len(attention) > 1 or groups != said or groups not in range(1, heads + 1) or heads % int(groups):
@@ -165,7 +182,6 @@ def _experts(layer: nn.Module, rest: list, hidden: int, config) -> dict | None:
         "ffn": ffn,
         "shared_gate": gate,
         "grouped": not runs_one_by_one(module),
-        "biases": any("bias" in name for name in module._parameters),
         "gated": _numel(module.gate_up_proj) == 2 * _numel(module.down_proj),
         "seen": seen,
     }
@@ -179,23 +195,9 @@ def _highest(module: nn.Module, matches) -> list[nn.Module]:
     return found
 
 
-def _beside(model: nn.Module, decoder: nn.Module, head: nn.Module | None, at: str = "") -> Iterator[str]:
-    """Names of the modules with parameters that are neither in the decoder nor the head."""
-    if model is decoder:
-        return
-    for name, child in model.named_children():
-        if child is decoder or child is head or not _has_parameters(child):
-            continue
-        path = f"{at}{name}"
-        if decoder in child.modules():
-            yield from _beside(child, decoder, head, f"{path}.")
-        else:
-            yield path
-
-
-def _has_parameters(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None
-
-
 def _numel(p) -> int:
     return math.prod(shape_of(p))
+
+
+def _numel_of(parameters: Iterable) -> int:
+    return sum(map(_numel, parameters))

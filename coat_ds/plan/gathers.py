@@ -1,6 +1,6 @@
-"""What ZeRO-3 holds gathered, module by module: its coordinator replayed.
+"""Weights that ZeRO-3 has gathered at each module: a replay of DeepSpeed's coordinator.
 
-DeepSpeed gathers a module's weights when it begins, and ahead of that those of following modules until
+DeepSpeed gathers a module's weights when it begins, and ahead of that those of the next modules until
 `stage3_prefetch_bucket_size` elements are under way, not beyond `stage3_max_live_parameters` in all. It
 releases a module's weights after it, except weights that are used again within
 `stage3_max_reuse_distance` elements, or that it has looked at ahead of that use. Weights that are gathered
@@ -13,29 +13,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 
-class Gathered(NamedTuple):
-    """Elements on each rank."""
-
-    weights: int
-    """In tensors of their own."""
-    buffers: int
-    """In the buffers of gathers that are not yet all read."""
-    released: int
-    """Elements of parameters that were gathered and released before, whether or not they are gathered now."""
-
-
-class Module(NamedTuple):
-    """What is gathered while a module begins, and while it runs."""
-
-    begins: Gathered
-    """Its weights have been copied out of buffers, and no buffer is freed yet. DeepSpeed waits for a module's
-    parameters in the order of a set, so the last parameter of each buffer may be the last of all."""
-    runs: Gathered
-    """Those buffers are freed, and gathers for modules ahead are under way."""
-
-
 class Limits(NamedTuple):
-    """Of DeepSpeed's `zero_optimization`, in elements; its defaults."""
+    """Limits of DeepSpeed's `zero_optimization`, in elements, with its defaults."""
 
     prefetch: int = 50_000_000
     max_live: int = 1_000_000_000
@@ -44,87 +23,110 @@ class Limits(NamedTuple):
     """Smaller parameters stay whole on every rank."""
 
 
-def replay(modules: Sequence[Sequence[int]], limits: Limits) -> tuple[Module, ...]:
+class Gathered(NamedTuple):
+    """Elements on each rank."""
+
+    weights: int
+    """In tensors of their own."""
+    buffers: int
+    """In the buffers of gathers that are not yet all read."""
+
+
+class Module(NamedTuple):
+    """What is gathered while a module begins, and while it runs."""
+
+    begins: Gathered
+    """Its weights were copied out of buffers, and no buffer is freed yet. DeepSpeed waits for a module's
+    parameters in the order of a set, so the last parameter of each buffer may be the last of all."""
+    runs: Gathered
+    """Those buffers are freed, and gathers for modules ahead are under way."""
+
+
+# a search for a micro-batch replays the same model many times
+@functools.lru_cache(maxsize=64)
+def replay(modules: tuple[tuple[int, ...], ...], limits: Limits) -> tuple[Module, ...]:
     """What is gathered at each module: `modules` forward, then backward in the opposite order.
 
     modules: elements of the parameters of each, in the order in which forward uses them.
     """
-    return _replay(tuple(map(tuple, modules)), limits)
+    return tuple(_Coordinator(modules, limits).run())
 
 
-# a search for a micro-batch asks for the same again and again
-@functools.lru_cache(maxsize=64)
-def _replay(modules: tuple[tuple[int, ...], ...], limits: Limits) -> tuple[Module, ...]:
-    trace: list[Sequence[int]] = []
-    numel: list[int] = []
-    for sizes in modules:
-        trace.append(range(len(numel), len(numel) + len(sizes)))
-        numel += sizes
-    trace += reversed(trace)
-    stays = {p for p, size in enumerate(numel) if size <= limits.persistence}
+class _Coordinator:
+    """DeepSpeed's PartitionedParameterCoordinator. Parameters are numbered in the order of forward."""
 
-    queue = deque((p, step) for step, module in enumerate(trace) for p in module)
-    # the last use of a parameter that the search ahead has seen
-    seen = [-1] * len(numel)
-    available, released = set(stays), set[int]()
-    # by parameter that is not yet waited for: its gather
-    under_way: dict[int, _Gather] = {}
-    live, found = 0, []
+    def __init__(self, modules: Sequence[Sequence[int]], limits: Limits):
+        self.limits, self.numel = limits, [n for module in modules for n in module]
+        numbers = iter(range(len(self.numel)))
+        forward = [[next(numbers) for _ in module] for module in modules]
+        self.trace = [*forward, *reversed(forward)]
+        self.queue = deque((p, step) for step, module in enumerate(self.trace) for p in module)
+        # by parameter its last use that the search ahead has seen
+        self.seen = [-1] * len(self.numel)
+        self.stays = {p for p, n in enumerate(self.numel) if n <= limits.persistence}
+        self.available, self.live = set(self.stays), 0
+        # by parameter that is not yet waited for
+        self.under_way: dict[int, _Gather] = {}
 
-    def gather(wanted: list[int]) -> None:
-        nonlocal live
-        wanted = [p for p in wanted if p not in available and p not in under_way]
-        if wanted:
-            size = sum(numel[p] for p in wanted)
-            live += size
-            under_way.update(dict.fromkeys(wanted, _Gather(set(wanted), size)))
+    def run(self):
+        for step, module in enumerate(self.trace):
+            self._gather(module)
+            before = self._gathered().buffers
+            for p in module:
+                if (gather := self.under_way.pop(p, None)) is not None:
+                    self.available |= gather.arrive()
+            begins = self._gathered()._replace(buffers=before)
+            self._look_ahead(step, module)
+            yield Module(begins, self._gathered())
+            self._release(step, module)
 
-    def held() -> Gathered:
-        weights = sum(numel[p] for p in available if p not in stays)
-        buffers = sum({id(g): g.size for g in under_way.values()}.values())
-        return Gathered(weights, buffers, sum(numel[p] for p in released))
+    def _gather(self, wanted: Sequence[int]) -> None:
+        wanted = [p for p in wanted if p not in self.available and p not in self.under_way]
+        gather = _Gather(set(wanted), self._size(wanted))
+        self.live += gather.size
+        self.under_way.update(dict.fromkeys(wanted, gather))
 
-    for step, module in enumerate(trace):
-        gather(list(module))
-        before = held().buffers
-        for p in module:
-            if (handle := under_way.pop(p, None)) is not None:
-                available |= handle.arrive()
-        begins = held()._replace(buffers=before)
-        missed = {p for p in module if seen[p] < step}
+    def _gathered(self) -> Gathered:
+        buffers = sum(gather.size for gather in set(self.under_way.values()))
+        return Gathered(self._size(self.available - self.stays), buffers)
+
+    def _look_ahead(self, step: int, module: Sequence[int]) -> None:
+        missed = {p for p in module if self.seen[p] < step}
         while missed:
-            p, seen[p] = (entry := queue.popleft())[0], entry[1]
+            p, self.seen[p] = (entry := self.queue.popleft())[0], entry[1]
             missed.discard(p)
-
-        ahead, size, room = [], 0, min(limits.max_live - live, limits.prefetch)
-        while queue and size < room:
-            p, use = queue.popleft()
-            seen[p] = max(seen[p], use)
-            if p not in available and p not in under_way and p not in ahead:
+        ahead: list[int] = []
+        room = min(self.limits.max_live - self.live, self.limits.prefetch)
+        while self.queue and self._size(ahead) < room:
+            p, use = self.queue.popleft()
+            self.seen[p] = max(self.seen[p], use)
+            if p not in self.available and p not in self.under_way and p not in ahead:
                 ahead.append(p)
-                size += numel[p]
-        gather(ahead)
-        found.append(Module(begins, held()))
+        self._gather(ahead)
 
+    def _release(self, step: int, module: Sequence[int]) -> None:
         again, distance = set(), 0
-        for following in trace[step + 1 :]:
-            if distance >= limits.max_reuse:
+        for following in self.trace[step + 1 :]:
+            if distance >= self.limits.max_reuse:
                 break
             again.update(following)
-            distance += sum(numel[p] for p in following)
+            distance += self._size(following)
         for p in module:
-            if p in available and p not in stays and p not in again and seen[p] <= step + 1:
-                available.discard(p)
-                released.add(p)
-                live -= numel[p]
-    return tuple(found)
+            if p in self.available - self.stays - again and self.seen[p] <= step + 1:
+                self.available.discard(p)
+                self.live -= self.numel[p]
+
+    def _size(self, parameters) -> int:
+        return sum(self.numel[p] for p in parameters)
 
 
 class _Gather:
+    """Parameters that are gathered together, in one buffer of `size` elements."""
+
     def __init__(self, members: set[int], size: int):
         self.size, self._coming = size, members
 
     def arrive(self) -> set[int]:
-        """The parameters that are there now and were not before: all, the first time."""
+        """The parameters that are copied out of the buffer: all, when the first of them is waited for."""
         arrived, self._coming = self._coming, set()
         return arrived

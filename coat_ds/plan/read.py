@@ -1,38 +1,20 @@
-"""The sizes of a model, read from whatever describes it."""
+"""The sizes of a model, read from a file or from the Hub."""
 
 import dataclasses
 import json
 from pathlib import Path
 
 from coat_ds.plan.errors import PlanError
-from coat_ds.plan.from_megatron import read as read_megatron
-from coat_ds.plan.from_transformers import read as read_transformers
+from coat_ds.plan.from_transformers import from_module
 from coat_ds.plan.meta_model import build
 from coat_ds.plan.sizes import Sizes, from_shape
 
 
-def from_module(model) -> Sizes:
-    """The sizes of a model of transformers or megatron-core, built on any device, the meta device included.
-
-    All parameters count: those of other parts are `other_parameters`. Raises PlanError for a model with
-    layers that cannot be planned.
-    """
-    config = getattr(model, "config", None)
-    if hasattr(config, "to_dict"):
-        try:
-            sizes = read_transformers(model)
-        # whatever configs without such sizes raise
-        except (AttributeError, RuntimeError) as error:
-            raise PlanError(f"{type(model).__name__}: its sizes could not be read ({error}).") from error
-    elif hasattr(config, "num_layers"):
-        sizes = read_megatron(model)
-    else:
-        raise PlanError(
-            f"{type(model).__name__}: expected a model of transformers or megatron-core, which has its sizes "
-            'in "config". Hand over a Sizes instead.'
-        )
-    numel = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
-    return dataclasses.replace(sizes, other_parameters=max(0, numel - sizes.parameters))
+def as_megatrons(sizes: Sizes) -> Sizes:
+    """The same model with layers of Megatron. Raises PlanError for a model with experts."""
+    if sizes.experts is not None:
+        raise PlanError("--megatron: Megatron's experts are not planned. Drop it for a plan under DeepSpeed.")
+    return dataclasses.replace(sizes, maker="megatron", counted=True)
 
 
 def from_values(values: dict, vocabulary: int | None = None) -> Sizes:

@@ -7,14 +7,6 @@ from dataclasses import dataclass
 from coat_ds.plan.errors import PlanError
 from coat_ds.plan.experts import Experts
 
-MAKERS = ("megatron", "transformers")
-# what Megatron calls them
-MEGATRON = {
-    "layers": "num_layers",
-    "hidden": "hidden_size",
-    "ffn": "ffn_hidden_size",
-    "heads": "num_attention_heads",
-}
 # a decoder whose parameters differ by more from those of its layers and tables has other parts
 TOLERANCE = 0.02
 
@@ -30,7 +22,7 @@ class Sizes:
     hidden: int
     """Channels of the residual stream."""
     ffn: int
-    """Channels between the two products of a feed-forward layer."""
+    """Channels between the two GEMMs of a feed-forward layer."""
     heads: int
     """Query heads."""
     groups: int
@@ -38,7 +30,7 @@ class Sizes:
     head_dim: int
     vocabulary: int
     gated: bool = True
-    """The feed-forward layer's first product has twice `ffn` columns, as SwiGLU's."""
+    """The feed-forward layer's first GEMM has twice `ffn` columns, as SwiGLU's."""
     tied: bool = False
     """Embedding and head are one matrix."""
     head_norms: bool = False
@@ -46,22 +38,18 @@ class Sizes:
     counted: bool = True
     """What layers of this kind save in BF16 was counted. Else they are taken for Llama's."""
     maker: str = "megatron"
-    """Whose layers BF16 is: "megatron" (megatron-core's) or "transformers" (Hugging Face's)."""
+    """The package of the BF16 layers: "megatron" (megatron-core) or "transformers"."""
     other_parameters: int = 0
     """Parameters that the sizes above do not give: biases, positions, norms of queries and keys."""
-    beside: tuple[str, ...] = ()
-    """Names of the model's other parts, which are not planned."""
+    outside: int = 0
+    """Those of them outside of the decoder: of parts that see or hear, which are not planned."""
     experts: Experts | None = None
-    """In place of feed-forward layers of `ffn`, in the layers that have them."""
+    """Replace the feed-forward of `ffn`, in the layers that have them."""
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if (
-                field.type is int
-                and field.name != "other_parameters"
-                and (type(value) is not int or value < 1)
-            ):
+            value, least = getattr(self, field.name), 1 if field.default is dataclasses.MISSING else 0
+            if field.type is int and (type(value) is not int or value < least):
                 raise PlanError(
                     f"{field.name}: expected a whole number above 0, found {value!r}. Correct it."
                 )
@@ -82,14 +70,19 @@ class Sizes:
         return (1 + self.gated) * self.ffn
 
     @property
-    def attention_matrices(self) -> int:
-        """Elements of the matrices of a layer's attention."""
-        return self.hidden * (self.qkv + self.queries)
+    def table(self) -> int:
+        """Elements of the embedding, and of the head."""
+        return self.vocabulary * self.hidden
 
     @property
-    def feed_forward_matrices(self) -> int:
-        """Elements of the matrices of a feed-forward layer without experts."""
-        return self.hidden * (self.fc1 + self.ffn)
+    def norms(self) -> int:
+        """Elements of the norms of layers, and of the last one."""
+        return (2 * self.layers + 1) * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        tables = self.table * (1 if self.tied else 2)
+        return round(self.layers * self.layer_matrices) + tables + self.norms + self.other_parameters
 
     def mean(self, dense: float, sparse: float) -> float:
         """The mean over the layers of what is `dense` in one without experts, `sparse` in one with them."""
@@ -99,14 +92,9 @@ class Sizes:
         return (1 - share) * dense + share * sparse
 
     @property
-    def attends_again(self) -> float:
-        """The share of layers in which COAT can make attention again: fused blocks, which have no experts."""
+    def recomputes_attention(self) -> float:
+        """The share of layers in which COAT can recompute attention: fused layers, which have no experts."""
         return self.mean(1, 0)
-
-    def _of_a_layer(self, of_experts: Callable[[Experts, int], int]) -> float:
-        """Elements of a layer's attention and feed-forward, mean over the layers."""
-        sparse = of_experts(self.experts, self.hidden) if self.experts else 0
-        return self.attention_matrices + self.mean(self.feed_forward_matrices, sparse)
 
     @property
     def layer_matrices(self) -> float:
@@ -116,64 +104,37 @@ class Sizes:
     @property
     def converted_matrices(self) -> float:
         """Those of them that COAT multiplies in FP8."""
-        return self._of_a_layer(Experts.converted_matrices)
+        return self._of_a_layer(Experts.converted)
 
     @property
-    def layer_products(self) -> float:
+    def active_matrices(self) -> float:
         """Those that a token is multiplied with."""
-        return self._of_a_layer(Experts.products)
+        return self._of_a_layer(Experts.active)
 
     @property
-    def converted_products(self) -> float:
+    def converted_active(self) -> float:
         """Those that a token is multiplied with in FP8, by COAT."""
-        return self._of_a_layer(Experts.converted_products)
+        return self._of_a_layer(Experts.converted_active)
 
-    def layer_on_gpu(self, tensor: int, expert_shares: int) -> tuple[float, float]:
-        """Elements of a layer's matrices on a GPU, mean over the layers: of routed experts, which
-        `expert_shares` GPUs divide, and of all other matrices."""
-        routed, router = self._of_experts(Experts.routed), self._of_experts(Experts.router)
-        return routed / expert_shares, (self.layer_matrices - routed - router) / tensor + router
-
-    def converted_on_gpu(self, tensor: int, expert_shares: int) -> float:
-        """Those of them that COAT multiplies in FP8."""
-        routed = self._of_experts(Experts.converted_routed)
-        return routed / expert_shares + (self.converted_matrices - routed) / tensor
-
-    def _of_experts(self, elements: Callable[[Experts, int], int]) -> float:
-        return self.mean(0, elements(self.experts, self.hidden)) if self.experts else 0
-
-    def part(self, layers: slice) -> "Sizes":
-        """The sizes of a model with some of the layers, between the same embedding and head."""
-        experts, count = self.experts, len(range(self.layers)[layers])
-        if experts is not None:
-            where = experts.where[layers]
-            experts = dataclasses.replace(experts, where=where) if any(where) else None
-        return dataclasses.replace(self, layers=count, experts=experts)
+    def _of_a_layer(self, of_experts: Callable[[Experts, int], int]) -> float:
+        """Elements of a layer's attention and feed-forward, mean over the layers."""
+        attention, dense = self.hidden * (self.qkv + self.queries), self.hidden * (self.fc1 + self.ffn)
+        return attention + self.mean(dense, of_experts(self.experts, self.hidden) if self.experts else 0)
 
     @property
     def active_ffn(self) -> float:
-        """Channels between the products of a feed-forward layer that a token takes."""
+        """Channels between the GEMMs of a feed-forward layer that a token takes."""
         sparse = self.experts.used * self.experts.ffn + self.experts.shared if self.experts else 0
         return self.mean(self.ffn, sparse)
 
     @property
     def widest_ffn(self) -> int:
-        """Channels between the products of the widest feed-forward layer that all tokens take; 0 of none."""
+        """Channels between the GEMMs of the widest feed-forward layer that all tokens take; 0 of none."""
         return max(self.ffn * bool(self.mean(1, 0)), self.experts.shared if self.experts else 0)
 
-    @property
-    def table(self) -> int:
-        """Elements of the embedding, and of the head."""
-        return self.vocabulary * self.hidden
-
-    @property
-    def parameters(self) -> int:
-        tables = self.table * (1 if self.tied else 2)
-        norms = (2 * self.layers + 1) * self.hidden
-        return round(self.layers * self.layer_matrices) + tables + norms + self.other_parameters
-
     def stack(self) -> list[list[list[int]]]:
-        """Elements of the parameters of each layer's modules, in the order in which forward uses them."""
+        """Elements of the parameters of each layer's modules, in the order in which forward uses them. Layers
+        with experts are taken to be the last."""
         h = self.hidden
         if self.maker == "megatron":
             attention, first = [[h * self.qkv]], [[h * self.fc1]]
@@ -185,34 +146,31 @@ class Sizes:
         if self.experts is None:
             return self.layers * [dense]
         sparse = [*front, *self.experts.modules(h)]
-        return [sparse if has_experts else dense for has_experts in self.experts.where]
+        return (self.layers - self.experts.layers) * [dense] + self.experts.layers * [sparse]
 
 
 def from_shape(values: Mapping, vocabulary: int | None) -> Sizes:
-    """Of a file of configs/ (`num_layers`, `hidden_size`, ...), which names no vocabulary."""
+    """The sizes in a file of configs/, with Megatron's names, which names no vocabulary."""
     if vocabulary is None:
         raise PlanError("vocabulary: a file of sizes names none. Give --vocabulary, 32000 for Llama-2.")
-    sizes = {name: _whole(values, key) for name, key in MEGATRON.items()}
-    untied = values.get("untie_embeddings_and_output_weights", True)
-    groups = values.get("num_query_groups") or sizes["heads"]
-    return with_head_dim(**sizes, groups=groups, head_dim=None, vocabulary=vocabulary, tied=not untied)
-
-
-def with_head_dim(*, head_dim: int | None, heads: int, hidden: int, **sizes) -> Sizes:
-    """`Sizes`, where head_dim None is hidden / heads. Raises PlanError if that is no whole number."""
-    if head_dim is None:
-        if hidden % heads:
-            raise PlanError(f"heads: {heads} does not divide hidden, {hidden}. Correct one of the two.")
-        head_dim = hidden // heads
-    return Sizes(head_dim=head_dim, heads=heads, hidden=hidden, **sizes)
-
-
-def _whole(values: Mapping, key: str) -> int:
-    value = values.get(key)
-    if type(value) is not int or value < 1:
-        found = "none" if value is None else repr(value)
-        raise PlanError(f"{key}: expected a whole number above 0, found {found}. Correct the model's file.")
-    return value
+    for key in ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads"):
+        if type(found := values.get(key)) is not int or found < 1:
+            raise PlanError(f"{key}: expected a whole number above 0, found {found!r}. Correct the file.")
+    hidden, heads = values["hidden_size"], values["num_attention_heads"]
+    if hidden % heads:
+        raise PlanError(
+            f"num_attention_heads: {heads} does not divide hidden_size, {hidden}. Correct the file."
+        )
+    return Sizes(
+        layers=values["num_layers"],
+        hidden=hidden,
+        ffn=values["ffn_hidden_size"],
+        heads=heads,
+        groups=values.get("num_query_groups") or heads,
+        head_dim=hidden // heads,
+        vocabulary=vocabulary,
+        tied=not values.get("untie_embeddings_and_output_weights", True),
+    )
 
 
 def check_parameters(name: str, found: int, sizes: Sizes) -> None:

@@ -8,9 +8,6 @@ from dataclasses import dataclass
 from coat_ds.config import CoatConfig, OptimizerConfig
 from coat_kernels.codecs import CODECS, first_codec
 
-LAYERS = ("bf16", "transformer_engine", "coat")
-OPTIMIZERS = ("adamw", "coat", "transformer_engine")
-RECOMPUTES = ("none", "mlp", "full")
 # keys of DeepSpeed's section on BF16, which have to be true for masters in BF16
 BF16_MASTERS = ("bf16_master_weights_and_grads", "bf16_optimizer_states")
 # bytes a parameter of TransformerEngine's moments in FP8: of both, each with the transposed copy that its
@@ -26,35 +23,27 @@ class System:
 
     name: str
     layers: str = "bf16"
+    """"bf16", "transformer_engine" or "coat"."""
     optimizer: str = "adamw"
+    """"adamw", "coat" or "transformer_engine"."""
     coat: CoatConfig = CoatConfig()
     """The block, where layers or optimizer are COAT's."""
     bf16_masters: bool = False
     """DeepSpeed keeps masters and gradients in BF16, and COAT steps them without more bits."""
     recompute: str = "none"
-    """"full": only the input of each layer is saved; "mlp": only the feed-forward is recomputed."""
+    """"none"; "full": only the input of each layer is saved; "mlp": only the feed-forward is recomputed."""
     offload: bool = False
     """DeepSpeed keeps masters and states in the CPU's memory."""
-    layer_units: bool | None = None
-    """Whether ZeRO-3 gathers layers whole. None: as the block has it, of COAT's layers."""
-    keeps_inputs: bool = False
-    """Linear layers keep their inputs in FP8, since they do not see what made them."""
 
     @property
     def has_units(self) -> bool:
-        if self.layer_units is not None:
-            return self.layer_units
+        """ZeRO-3 gathers layers whole."""
         wanted = self.coat.zero3_layer_units
         return self.layers == "coat" if wanted is None else wanted
 
-    def with_graphs(self, wanted: bool) -> "System":
-        """The same with another `cuda_graphs`."""
-        activations = dataclasses.replace(self.coat.activations, cuda_graphs=wanted)
-        return dataclasses.replace(self, coat=dataclasses.replace(self.coat, activations=activations))
-
     @property
-    def attends_again(self) -> bool:
-        """Attention is recomputed, in layers that support it."""
+    def recomputes_attention(self) -> bool:
+        """In layers that support it."""
         return self.layers == "coat" and self.coat.activations.attention_format == "recompute"
 
     @property

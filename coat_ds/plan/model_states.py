@@ -1,0 +1,161 @@
+"""Bytes of weights, masters, states and gradients on a GPU, by ZeRO's stage.
+
+Of N parameters a GPU has N' = N / tensor, over D data parallel GPUs; S = N' / D is the part of them that it steps.
+
+| | bytes, held between steps |
+|---|---|
+| weights | 2 N'; 2 N' / D at stage 3, norms whole |
+| masters | 4 S; 2 S in BF16 |
+| states | 8 S; about 2.07 S with COAT, norms aside |
+| FP8 copies | 2 bytes an element of the layers' matrices, where they are cached |
+| gradients | at stage 3 a buffer of 2 S; Megatron's own, of 4 N' |
+"""
+
+from coat_ds.optim.host_states import CHUNK, SLOTS
+from coat_ds.plan.experts import BF16, FP32
+from coat_ds.plan.layout import Layout
+from coat_ds.plan.sizes import Sizes
+from coat_ds.plan.systems import FP32_MOMENTS, System
+
+# an FP8 copy of weights for forward, one for backward
+COPIES = 2
+
+
+def stepped_bytes(compressed: float, kept: float, system: System) -> tuple[float, float]:
+    """Bytes of masters and of states. `compressed` elements have 8-bit moments, `kept` FP32 moments."""
+    numel = compressed + kept
+    states = system.state_bytes() * compressed + FP32_MOMENTS * kept
+    if not system.bf16_masters:
+        return FP32 * numel, states
+    # 16 more bits of each master
+    exact = system.optimizer == "coat" and system.coat.optimizer.bf16_params == "exact"
+    return BF16 * numel, states + exact * 2 * numel
+
+
+class ModelStates:
+    """Elements and bytes on a GPU."""
+
+    def __init__(self, sizes: Sizes, layout: Layout, system: System, first: bool = True, last: bool = True):
+        """first, last: whether embedding and head are among the layers."""
+        self.sizes, self.layout, self.system = sizes, layout, system
+        tables = 1 if sizes.tied and first and last else first + last
+        self.norms = sizes.norms - (0 if last else sizes.hidden)
+        split = sizes.layers * sizes.layer_matrices + tables * sizes.table + sizes.other_parameters
+        self.parameters = split / layout.tensor + self.norms
+        self.part = self.parameters / layout.data
+        self.in_deepspeed = layout.framework == "deepspeed"
+        self.on_cpu = system.offload or layout.offload_optimizer
+        # bytes of an element of accumulated gradients
+        self.gradient = FP32 if layout.fp32_gradients else BF16
+        # DeepSpeed 0.19.8 reduces FP32 gradients of stage 2 into one flat tensor, which the step takes; with
+        # COAT's optimizer on the GPU 16-bit gradients of stages 1 and 2, too
+        own = system.optimizer == "coat" and layout.flat_gradients and not self.on_cpu
+        self.flat = self.in_deepspeed and layout.stage in (1, 2) and (layout.fp32_gradients or own)
+        # bytes of the gradients that are this GPU's part; without FP32 they go to the CPU with the masters
+        self.reduced = self.gradient * self.part if self.flat or not self.on_cpu else 0
+        norms = self.norms / layout.data
+        self.masters, self.states = stepped_bytes(self.part - norms, norms, system)
+
+    def held(self) -> dict[str, float]:
+        """Bytes by role between steps."""
+        layout, system = self.layout, self.system
+        weights = BF16 * self.parameters
+        if layout.stage == 3:
+            weights = 0 if layout.offload_parameters else weights / layout.data
+            weights += BF16 * self.norms
+        held = {"weights": weights}
+        if not self.on_cpu:
+            held |= {"masters": self.masters, "states": 0 if system.streams else self.states}
+        if not self.in_deepspeed:
+            held["gradients"] = self.gradient * self.parameters
+        elif layout.stage == 3:
+            held |= {"gradients": self.reduced, "buffers": self.buckets()}
+        if system.caches_weights:
+            held["copies"] = COPIES * self.sizes.layers * self.sizes.converted_matrices / layout.tensor
+        return held
+
+    @property
+    def on_host(self) -> float:
+        """Bytes in the CPU's memory: masters, states and FP32 gradients, or streamed states; and weights."""
+        found = self.masters + self.states + FP32 * self.part if self.on_cpu else 0
+        if self.system.streams and not self.on_cpu:
+            found = self.states
+        return found + (BF16 * self.part if self.layout.offload_parameters else 0)
+
+    def buckets(self) -> float:
+        """Bytes of the gradient buckets: one, or two if their reduction overlaps with backward."""
+        two = bool(self.layout.overlap) and self.layout.stage < 3
+        element = self.gradient if self.layout.stage == 1 else BF16
+        return element * self.layout.reduce_bucket * (1 + two)
+
+    def earlier_gradients(self) -> dict[str, float]:
+        """Gradients of earlier micro-batches of a step, as DeepSpeed holds them; at stage 1 also the bucket,
+        though it is filled only after the last micro-batch."""
+        if not self.in_deepspeed or self.layout.accumulation == 1 or self.layout.stage == 3:
+            return {}
+        if self.layout.stage == 2:
+            return {"gradients": self.reduced}
+        return {"gradients": self.gradient * self.parameters, "buffers": self.buckets()}
+
+    def gradients_in_backward(self) -> dict[str, float]:
+        """Gradients while backward runs. At stage 2 they are reduced as they come."""
+        if self.in_deepspeed and self.layout.stage == 2:
+            return {"gradients": self.reduced, "buffers": self.buckets()}
+        return self.earlier_gradients()
+
+    def gradients_after_backward(self) -> dict[str, float]:
+        """Gradients that ZeRO-1 reduces after backward. Those that fill the first bucket leave room for it."""
+        gradients = self.gradient * self.parameters + self.reduced
+        return {"gradients": gradients, "buffers": self.buckets() - self.gradient * self._moved_first()}
+
+    def _moved_first(self) -> float:
+        """Elements of gradients that fill the first bucket: none if the first is too large for it."""
+        moved = 0.0
+        for numel in (self.sizes.table, *self._large()):
+            if moved + numel / self.layout.tensor > self.layout.reduce_bucket:
+                break
+            moved += numel / self.layout.tensor
+        return moved
+
+    def _large(self) -> list[int]:
+        """Elements of the layers' matrices, in order."""
+        stack = self.sizes.stack()
+        return [n for layer in stack for module in layer for n in module if n > self.sizes.hidden]
+
+    def step(self) -> dict[str, float]:
+        """Gradients and temporary tensors of the optimizer's step."""
+        layout, system = self.layout, self.system
+        if not self.in_deepspeed or self.on_cpu:
+            return {"gradients": self.reduced if self.flat else 0}
+        part = self._stepped_together() if layout.stage == 3 else self.part
+        gradients = self.gradient * part if layout.stage < 3 else 0
+        temporaries = 0 if self.flat else self.gradient * part
+        if system.optimizer == "transformer_engine":
+            # both moments in FP32, and gradients; what was flat is gone by then
+            temporaries = 3 * FP32 * part
+        elif not self._takes_narrow():
+            temporaries += FP32 * part
+        if system.streams:
+            # the chunks of states that are on the GPU at once
+            temporaries += self.states * min(1, SLOTS * CHUNK / self.part)
+        return {"gradients": gradients, "temporaries": temporaries}
+
+    def _stepped_together(self) -> float:
+        """Elements of this GPU's part that ZeRO-3 steps at once: whole parameters until there are enough."""
+        found = 0.0
+        for numel in (self.sizes.table, *self._large(), self.sizes.table):
+            found += numel / self.layout.tensor / self.layout.data
+            if found >= self.layout.sub_group:
+                break
+        return found
+
+    def _takes_narrow(self) -> bool:
+        """Whether the step takes gradients as they were accumulated, without a copy in FP32."""
+        return self.system.optimizer == "coat" or self.system.bf16_masters or self.layout.fp32_gradients
+
+    @property
+    def in_one_piece(self) -> float:
+        """Bytes of the gradients that ZeRO-1 allocates after each backward, in one tensor."""
+        if not self.in_deepspeed or self.layout.stage != 1 or self.on_cpu:
+            return 0
+        return (self.gradient if self._takes_narrow() else FP32) * self.part

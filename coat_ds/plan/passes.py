@@ -1,0 +1,176 @@
+"""Bytes that forward and backward of a micro-batch take on a GPU, and weights that ZeRO-3 gathers for them.
+
+t tokens of a micro-batch for each GPU; h hidden channels, f of the feed-forward layer, u before its activation
+(2 f where it is gated), V vocabulary:
+
+- what layers save for backward: `saved.py`;
+- loss: logits in BF16 and FP32, 6 t V, and the inputs of the last norm and of the head;
+- layers: gradients of hidden states and of the activation, 2 (h + u) t and with the same number of bytes of FP8
+  copies for GEMMs; with experts also the gradients of all weights of a layer, where each GEMM has one tensor.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+from coat_ds.plan.experts import BF16, FP32
+from coat_ds.plan.gathers import Gathered, Module, replay
+from coat_ds.plan.layout import Layout
+from coat_ds.plan.saved import saved_per_token
+from coat_ds.plan.sizes import Sizes
+from coat_ds.plan.systems import System
+from coat_kernels.graphs import graphed_work
+
+# tensors that a recorded layer's graphs are handed over in: its input, and two gradients
+GRAPH_BUFFERS = 3
+
+
+class Passes:
+    """Forward and backward of a micro-batch.
+
+    in_flight: micro-batches whose activations are saved at once. gradients_leave: each gradient leaves its
+        parameter during backward, so that graphs of larger layers fit.
+    """
+
+    def __init__(self, sizes: Sizes, layout: Layout, system: System, in_flight: int, gradients_leave: bool):
+        self.sizes, self.layout, self.system = sizes, layout, system
+        # bytes of hidden states between layers
+        self.hidden = BF16 * layout.tokens * sizes.hidden
+        self._layer_matrices = sizes.layer_matrices / layout.tensor
+        self.has_graphs = self._has_graphs(gradients_leave)
+        # bytes that all layers save, in graphs or outside of them
+        saved = sizes.layers * layout.tokens * saved_per_token(sizes, system) + self._positions()
+        self.saved = 0 if self.has_graphs else in_flight * saved
+        self.graphs = saved + GRAPH_BUFFERS * self.hidden if self.has_graphs else 0
+
+    def _has_graphs(self, gradients_leave: bool) -> bool:
+        """Whether layers are recorded as CUDA graphs, as fused layers can; these have no experts."""
+        system, layout = self.system, self.layout
+        fused = system.layers == "coat" and system.recompute == "none" and self.sizes.experts is None
+        if not fused or layout.stage == 3:
+            return False
+        if (wanted := system.coat.activations.cuda_graphs) is not None:
+            return wanted
+        work = layout.tensor * layout.tokens * self._layer_matrices
+        return work <= graphed_work(layout.tensor, gradients_leave)
+
+    def _positions(self) -> float:
+        """Bytes of cosine and sine, in FP32 once for all; Megatron's own layers make them for queries and keys."""
+        numel = self.layout.sequence * self.sizes.head_dim * 2
+        own = self.system.layers != "coat" and self.sizes.maker == "megatron"
+        return (
+            self.sizes.layers * 2 * BF16 * numel if own and self.system.recompute != "full" else FP32 * numel
+        )
+
+    def logits(self) -> float:
+        """Bytes of logits, and of what else the head saves and takes."""
+        logits = self.layout.tokens * self.sizes.vocabulary
+        if self.sizes.maker == "transformers":
+            # logarithms of FP32 logits, and both kinds of logits, of which backward has two gradients
+            return 4 * self.hidden + 12 * logits
+        fused = self.hidden if self.system.layers == "coat" else 0
+        return 2 * self.hidden + 6 * logits + fused
+
+    def temporaries(self) -> float:
+        """Bytes of gradients within a layer, at the activation, where they are largest."""
+        sizes, layout, system = self.sizes, self.layout, self.system
+        if self.has_graphs:
+            # the graphs' own memory; results cross in buffers
+            return self.hidden + BF16 * self._layer_matrices
+        ffn = BF16 * sizes.widest_ffn * layout.tokens
+        wide = (1 + sizes.gated) * ffn
+        if system.layers != "bf16" or sizes.maker == "transformers":
+            # the GEMM's gradient, and the activation's in FP8 by rows and by columns; or gradients of the
+            # activation's output and of its other factor
+            wide += ffn
+        found = self.hidden + max(wide, self._of_experts())
+        if system.recompute != "none":
+            whole = dataclasses.replace(system, recompute="none")
+            found += layout.tokens * saved_per_token(sizes, whole)
+        elif system.recomputes_attention and sizes.recomputes_attention:
+            # at attention: recomputed q, k, v and output, and their gradients
+            again = 2 * BF16 * (sizes.qkv + sizes.queries) * layout.tokens
+            found = max(found, self.hidden + again)
+        return found
+
+    def _of_experts(self) -> float:
+        """Bytes of gradients of a layer's experts: of gate and up, of their input, and of all their weights,
+        which are one tensor for each GEMM."""
+        experts, h = self.sizes.experts, self.sizes.hidden
+        if experts is None:
+            return 0
+        activations = self.layout.tokens * experts.used * (2 * experts.ffn + h)
+        # COAT's come expert by expert, and gate's and up's are then put together
+        copies = 1 + 2 / 3 * (self.system.layers == "coat" and not experts.grouped)
+        weights = copies * 3 * experts.count * experts.ffn * h
+        return BF16 * (activations + weights / self.layout.tensor)
+
+
+class Gathers:
+    """Bytes of the weights that ZeRO-3 has gathered."""
+
+    def __init__(self, sizes: Sizes, layout: Layout, system: System):
+        self.layout = layout
+        # elements of what is gathered at once, by layer
+        self._layers = _units(sizes, layout, system)
+        self.modules = _replayed(sizes, layout, system, self._layers)
+
+    def loss(self) -> float:
+        return self._bytes(self.modules[len(self.modules) // 2 - 1].runs)
+
+    def forward(self) -> list[tuple[float, float]]:
+        """For each layer, the most while its modules begin, and while they run."""
+        # before the layers come the model, what holds the embedding, the embedding, and what holds the layers
+        return list(self._most(self._layers, self.modules[4:]))
+
+    def backward(self) -> list[float]:
+        """For each layer, the last one first."""
+        # after the head and the last norm
+        after = self.modules[len(self.modules) // 2 + 2 :]
+        return [max(found) for found in self._most(self._layers[::-1], after)]
+
+    def _most(self, layers: Sequence[list], modules: Sequence[Module]) -> Iterator[tuple[float, float]]:
+        start = 0
+        for count in map(len, layers):
+            begin, run = zip(*modules[start : start + count], strict=True)
+            yield max(map(self._bytes, begin)), max(map(self._bytes, run))
+            start += count
+
+    def _bytes(self, gathered: Gathered) -> float:
+        # quantized, the buffer has 8-bit codes and the values decoded from them
+        buffers = BF16 + 1 if self.layout.quantized_gathers else BF16
+        return BF16 * gathered.weights + buffers * gathered.buffers
+
+
+def _units(sizes: Sizes, layout: Layout, system: System) -> list[list[list[float]]]:
+    """Elements of what ZeRO-3 gathers at once, by layer: of each module, or of the whole layer."""
+    layers = [
+        [[n / layout.tensor if n > sizes.hidden else n for n in module] for module in layer]
+        for layer in sizes.stack()
+    ]
+    if not system.has_units:
+        return layers
+    if sizes.maker == "megatron":
+        # in the order of a layer's parameters, the projection is the first of attention
+        layers = [[norm, proj, qkv, *rest] for norm, qkv, proj, *rest in layers]
+    return [[[n for module in layer for n in module]] for layer in layers]
+
+
+def _replayed(sizes: Sizes, layout: Layout, system: System, layers: list) -> tuple[Module, ...]:
+    """What is gathered at each module, forward and then backward."""
+    prefetch = layout.prefetch
+    if prefetch is None:
+        prefetch = layout.limits.prefetch
+        if system.has_units:
+            prefetch = max(prefetch, *(sum(layer[0]) for layer in layers))
+    table = sizes.table / layout.tensor
+    # the model, and what holds the embedding, or all layers, have no weights of their own, and look ahead
+    modules = [
+        [],
+        [],
+        [table],
+        [],
+        *(module for layer in layers for module in layer),
+        [sizes.hidden],
+        [table],
+    ]
+    return replay(tuple(map(tuple, modules)), layout.limits._replace(prefetch=prefetch))

@@ -1,0 +1,178 @@
+"""What `coat plan` prints: a table of systems, notes, and what `--fit` recommends."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from coat_ds.plan.advice import Choice
+from coat_ds.plan.deepspeed_json import MICRO_BATCH, deepspeed_json, is_trainers
+from coat_ds.plan.gpus import Gpu
+from coat_ds.plan.layout import Layout
+from coat_ds.plan.memory import ROLES
+from coat_ds.plan.sizes import Sizes
+
+# smaller sums of bytes round to 0.0 GB
+LEAST = 5e6
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A model on GPUs."""
+
+    model: Sizes
+    layout: Layout
+    gpu: Gpu
+    limit: float
+    """Bytes that a peak may take."""
+    choices: list[Choice]
+    largest: list[int]
+    """The largest micro-batch of each choice."""
+    best: Choice | None
+    """What is recommended."""
+    refused: list[str]
+    """Reasons why other systems are not recommended."""
+    base: Mapping
+    """The DeepSpeed JSON that the recommendation changes."""
+
+
+def as_text(plan: Plan) -> str:
+    parts = [_title(plan), "", _table(plan), "", *_notes(plan)]
+    parts += [f"not recommended: {line}" for line in plan.refused]
+    if plan.best is not None:
+        parts += ["", _recommendation(plan.best, plan), paste(plan.best, plan.base)]
+    return "\n".join(parts)
+
+
+def as_json(plan: Plan) -> dict:
+    """Plain values."""
+    found = {
+        "model": dataclasses.asdict(plan.model) | {"parameters": plan.model.parameters},
+        "layout": dataclasses.asdict(plan.layout) | {"limits": plan.layout.limits._asdict()},
+        "gpu": dataclasses.asdict(plan.gpu),
+        "limit_bytes": plan.limit,
+        "systems": [
+            _plain(choice) | {"largest_micro_batch": largest}
+            for choice, largest in zip(plan.choices, plan.largest, strict=True)
+        ],
+        "not_recommended": plan.refused,
+    }
+    if plan.best is not None:
+        found["recommended"] = _plain(plan.best) | {"paste": paste(plan.best, plan.base)}
+    return found
+
+
+def _plain(choice: Choice) -> dict:
+    peak = choice.prediction.peak
+    return {
+        "system": choice.system.name,
+        "stage": choice.layout.stage,
+        "micro_batch": choice.layout.micro_batch,
+        "peak_bytes": round(peak.total),
+        "peak_moment": peak.moment,
+        "roles": {role: round(getattr(peak, role)) for role in ROLES},
+        "moments": {memory.moment: round(memory.total) for memory in choice.prediction.moments},
+        "host_bytes": round(choice.prediction.on_host),
+        "milliseconds": dataclasses.asdict(choice.time) | {"total": choice.time.total},
+        "tokens_per_second_and_gpu": choice.tokens_per_second,
+    }
+
+
+def _title(plan: Plan) -> str:
+    layout = plan.layout
+    sizes = {"tensor": layout.tensor, "pipeline": layout.pipeline}
+    parallel = "".join(f", {name} {size}" for name, size in sizes.items() if size > 1)
+    zero = f"ZeRO-{layout.stage}" if layout.framework == "deepspeed" else "Megatron"
+    return (
+        f"{plan.model.parameters / 1e9:.2f}B parameters, {layout.gpus} x {plan.gpu.name}, {zero}{parallel}, "
+        f"micro-batch {layout.micro_batch} x {layout.sequence} tokens"
+    )
+
+
+def _table(plan: Plan) -> str:
+    """Bytes at the peak by role, in 10^9. The row of the recommended system is marked."""
+    used = [r for r in ROLES if any(getattr(c.prediction.peak, r) >= LEAST for c in plan.choices)]
+    rows = [["GB", *used, "peak", "of step's", "largest", "ms", "tokens/s"]]
+    for choice, largest in zip(plan.choices, plan.largest, strict=True):
+        peak, name = choice.prediction.peak, choice.system.name
+        by_role = [getattr(peak, role) for role in used]
+        over = " !" if peak.total > plan.limit else ""
+        rows.append(
+            [
+                f"> {name}" if plan.best and choice.system == plan.best.system else name,
+                *(f"{found / 1e9:.1f}" if found >= LEAST else "" for found in by_role),
+                f"{peak.total / 1e9:.1f}{over}",
+                peak.moment,
+                str(largest),
+                f"{choice.time.total:,.0f}",
+                f"{choice.tokens_per_second:,.0f}",
+            ]
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for first, *rest in rows:
+        cells = [cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True)]
+        lines.append("  ".join([first.ljust(widths[0]), *cells]).rstrip())
+    return "\n".join(lines)
+
+
+def _notes(plan: Plan) -> list[str]:
+    model = plan.model
+    lines = [
+        f"peak: of the fullest GPU, at that moment of a step; ! is beyond {plan.limit / 1e9:.1f} GB. largest: "
+        "micro-batch within that, with",
+        "  PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True. ms and tokens/s and GPU: the roofline, at best.",
+        f"rates: {plan.gpu.source}.",
+    ]
+    if model.outside:
+        lines.append(
+            f"not planned: {model.outside:,} parameters outside of the decoder. They are counted, activations "
+            "there are not."
+        )
+    if not model.counted:
+        lines += [
+            "layers of this model type were not counted: what they save is taken for Llama's. BF16 may be",
+            "  off by tens of per cent of what is saved, COAT by a few.",
+        ]
+    if model.experts is not None:
+        where = "multiply in BF16 and save 8 bits" if model.experts.grouped else "multiply in FP8"
+        lines.append(
+            f"experts: {model.experts.count} in a layer, {model.experts.used} for a token, without expert "
+            f"parallelism; under COAT they {where}."
+        )
+        lines.append("  Tokens are taken to be spread evenly over experts. None of these peaks was measured.")
+    if on_host := max(choice.prediction.on_host for choice in plan.choices):
+        lines.append(f"offload: up to {on_host / 1e9:.1f} GB of the CPU's memory for each GPU.")
+    if any(choice.system.recompute == "full" for choice in plan.choices):
+        lines.append("recompute: with gradient checkpointing of whole layers switched on in the script.")
+    return lines
+
+
+def _recommendation(best: Choice, plan: Plan) -> str:
+    layout, in_deepspeed = best.layout, best.layout.framework == "deepspeed"
+    stage = f", ZeRO-{layout.stage}" if in_deepspeed else ""
+    line = (
+        f"fastest within {plan.limit / 1e9:.1f} GB (>): {best.system.name}{stage}, micro-batch "
+        f"{layout.micro_batch}, {best.bytes / 1e9:.1f} GB, at best {best.tokens_per_second:,.0f} tokens/s and GPU"
+    )
+    if in_deepspeed and is_trainers(plan.base) and plan.base.get(MICRO_BATCH, "auto") == "auto":
+        arguments = f"per_device_train_batch_size={layout.micro_batch}"
+        arguments += f", gradient_accumulation_steps={layout.accumulation}"
+        if best.system.recompute == "full":
+            arguments += ", gradient_checkpointing=True"
+        line += f"\nTrainingArguments: bf16=True, {arguments}"
+    return line
+
+
+def paste(best: Choice, base: Mapping) -> str:
+    """The DeepSpeed JSON, or Megatron's arguments and the file of COAT_CONFIG."""
+    if best.layout.framework == "deepspeed":
+        return json.dumps(deepspeed_json(best.system, best.layout, base), indent=2)
+    words = f"--micro-batch-size {best.layout.micro_batch}"
+    if best.system.recompute == "full":
+        words += " --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    block = best.system.block().get("coat")
+    if block is None:
+        return words
+    words += " --spec megatron_ext.spec coat_layer_spec"
+    return f"{words}\nand in the file that COAT_CONFIG names\n{json.dumps({'coat': block}, indent=2)}"
