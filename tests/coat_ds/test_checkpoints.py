@@ -171,31 +171,6 @@ def listening():
     logger.removeHandler(handler)
 
 
-def interchange(folder, stage):
-    """States and next losses of stock AdamW, of COAT that goes on from it, and of AdamW from that."""
-    run, out = cell(stage, "fp32"), []
-    with listening() as lines:
-        for i, coat in enumerate((False, True, False)):
-            engine = start(run, coat)
-            if i == 0:
-                for _ in range(3):
-                    train_step(engine)
-            else:
-                engine.load_checkpoint(folder, tag=f"interchange{stage}-{i - 1}")
-                if not coat:
-                    # DeepSpeed links the states of AdamW after the first step only
-                    engine.optimizer._hp_optimizer_states_linked = False
-                    getattr(engine.optimizer, "_lazy_init_hp_params_optimizer_state", lambda: None)()
-            states = full_states(engine) if i or stage == 3 else None
-            engine.save_checkpoint(folder, tag=f"interchange{stage}-{i}")
-            states = states or full_states(engine)
-            out.append((states, [train_step(engine) for _ in range(2)]))
-        # AdamW has handed on the options of COAT's parameter groups
-        engine.save_checkpoint(folder, tag=f"interchange{stage}-back")
-        start(run).load_checkpoint(folder, tag=f"interchange{stage}-back")
-    return out, lines
-
-
 def conversions(folder, stage, layout):
     """States, next losses and lines of a run in the paper's formats, of one in today's that goes on from it,
     of one in the paper's that goes on from that, and of the first one's resumption."""
@@ -359,7 +334,6 @@ def work(folder, index):
     if index < 2:
         out["watch"] = watch_saving(folder)
         for stage in (1, 3):
-            out["interchange", stage] = interchange(folder, stage)
             out["host", stage] = host_functions(folder, stage)
     for phase, stage, layout in CONVERTED:
         if phase == index:
@@ -476,26 +450,6 @@ def test_saving_decodes_one_moment_at_a_time(phases):
             assert 0 < saving <= 2 * largest < everything
             # what is watched is there to be seen
             assert at_once >= everything
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_checkpoints_go_from_adamw_to_coat_and_back(phases, stage):
-    for phase in phases[:2]:
-        for rank in phase:
-            ((stock, expected), *others), lines = rank["interchange", stage]
-            for states, losses in others:
-                for (p, *moments), (q, *back) in zip(stock, states, strict=True):
-                    assert torch.equal(p, q)
-                    for a, b in zip(moments, back, strict=True):
-                        assert_groups_faithful(b, a, cuts=len(phase) - 1)
-                drop = expected[0] - expected[1]
-                assert losses == pytest.approx(expected, abs=FP8_BOUND * drop + TOLERANCE["fp32"])
-            # only rank 0 logs it
-            said = rank["interchange", stage][1]
-            assert len(said) == (0 if rank is not phase[0] else 4)
-            for change, count in zip(said[::2], said[1::2], strict=True):
-                assert "exp_avg from fp32 to fp8_expanded and exp_avg_sq from fp32 to fp8_exp" in change
-                assert "encoded from FP32" in count
 
 
 @pytest.mark.parametrize("index, stage, layout", CONVERTED)

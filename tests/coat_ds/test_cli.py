@@ -59,31 +59,11 @@ def test_in_a_process_of_its_own(tmp_path):
     assert done.stdout.startswith("6.74B parameters, 1 x H100, ZeRO-2, micro-batch 1 x 2048 tokens")
 
 
-def test_a_plan_names_what_it_leaves_out(capsys, tmp_path):
-    config = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
-    words = ["plan", *SHAPE, "--gpus", "8", "--deepspeed", str(tmp_path / "ds.json")]
-    (tmp_path / "ds.json").write_text(json.dumps(config))
-    assert "not planned" not in said(capsys, *words) and plain(capsys, *words)["not_planned"] == []
-    (tmp_path / "ds.json").write_text(json.dumps(config | {"tensor_parallel": {"autotp_size": 4}}))
-    assert "not planned: tensor_parallel.autotp_size: layers are split and take less.\n" in said(
-        capsys, *words
-    )
-    assert plain(capsys, *words)["not_planned"] == [
-        "tensor_parallel.autotp_size: layers are split and take less"
-    ]
-
-
 def test_version_and_schema(capsys):
     with pytest.raises(SystemExit) as end:
         cli.main(["--version"])
     assert end.value.code == 0 and capsys.readouterr().out.startswith("coat ")
     assert said(capsys, "schema") == (ROOT / "configs/coat.schema.json").read_text()
-
-
-def test_train_says_where_it_is_missing(capsys, monkeypatch):
-    monkeypatch.setattr(cli, "TRAINING", "no_such_room.pretrain_gpt")
-    text = said(capsys, "train", "--help", code=2)
-    assert "no_such_room.pretrain_gpt is not installed here. Run launch/pretrain_gpt.py" in text
 
 
 def test_a_plan_of_every_rung(capsys):
@@ -212,33 +192,6 @@ def test_sizes_of_memory_have_their_units(capsys):
         assert plain(capsys, "plan", *SHAPE, "--memory", text)["limit_bytes"] == size
 
 
-def test_what_does_not_fit_is_told_what_helps(capsys):
-    """First what costs no GPU: options that were fixed, and none that does not help."""
-    llama = ("plan", *SHAPE, "--fit", "12GB", "--gpus", "8")
-    told = said(capsys, *llama, "--stage", "2", code=2)
-    assert "COAT, offload at stage 2 takes" in told and "Give ZeRO's stage 3, more GPUs, a" in told
-    assert plain(capsys, *llama)["recommended"]["stage"] == 3
-    for one in (("--gpus", "1", "--stage", "2"), ("--pipeline", "2"), ("--fit", "5GB")):
-        assert "micro-batch of 1. Give more GPUs" in said(capsys, *llama, *one, code=2)
-    told = said(capsys, *llama, "--micro-batch", "100", code=2)
-    assert "micro-batch of 100. Give a smaller micro-batch, more GPUs" in told
-    words = "--megatron --num-layers 32 --hidden-size 4096 --num-attention-heads 32 --vocab-size 32000"
-    words = [*words.split(), "--seq-length", "2048", "--micro-batch-size", "1"]
-    told = said(capsys, "plan", "--gpus", "8", "--fit", "50GB", *words, code=2)
-    assert "COAT, recompute takes" in told and "Give --use-distributed-optimizer, more GPUs" in told
-    assert said(capsys, "plan", "--gpus", "8", "--fit", "50GB", *words, "--use-distributed-optimizer")
-
-
-def test_megatrons_arguments(capsys):
-    words = (
-        "--num-layers 8 --hidden-size 2048 --ffn-hidden-size 5632 --num-attention-heads 16 --seq-length 2048"
-    )
-    words += " --micro-batch-size 2 --vocab-size 32000 --swiglu --tensor-model-parallel-size 2 --bf16"
-    text = said(capsys, "plan", "--gpus", "4", "--fit", "40GB", "--megatron", *words.split())
-    assert "4 x H100, Megatron, tensor 2, micro-batch 2 x 2048 tokens" in text
-    assert "--spec megatron_ext.spec coat_layer_spec" in text and "offload" not in text
-
-
 def test_what_is_made_again_is_asked_of_megatron(capsys):
     words = "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --vocab-size 32000 --seq-length 8192"
     words += " --use-distributed-optimizer --micro-batch-size 1"
@@ -259,20 +212,6 @@ def test_what_is_made_again_is_asked_of_megatron(capsys):
     words = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --vocab-size 512 --seq-length 8192"
     text = said(capsys, "plan", "--micro-batch", "8", "--fit", "60GB", "--megatron", *words.split())
     assert "fastest within 60.0 GB (>): BF16," in text and text.splitlines()[-1] == "--micro-batch-size 8"
-
-
-def test_files_and_options_that_say_nothing_are_named(capsys, tmp_path):
-    path = tmp_path / "config.json"
-    path.write_text("[1]")
-    assert f"{path}: expected a JSON object, found list" in said(capsys, "plan", str(path), code=2)
-    path.write_text("[" * 10**5)
-    for words in (("plan", str(path)), ("doctor", "--model", str(path))):
-        assert f"{path}: not a JSON file (" in said(capsys, *words, code=2)
-    assert "--memory: expected a size such as 80GB" in said(capsys, "plan", *SHAPE, "--memory", "0GB", code=2)
-    # a larger vocabulary than the file's, for one that was extended
-    path.write_text(json.dumps(CONFIG))
-    more = plain(capsys, "plan", str(path), "--vocabulary", str(CONFIG["vocab_size"] + 1000))
-    assert more["model"]["parameters"] == 8_030_261_248 + 2 * 1000 * 4096
 
 
 def test_fit_keeps_megatrons_global_batch(capsys):
@@ -399,11 +338,6 @@ def test_watch_without_matplotlib_prints_the_table(ends):
     assert ends["pictures"][0] == 2
 
 
-def test_without_a_command_the_help_is_printed(capsys):
-    text = said(capsys, code=2)
-    assert "usage: coat" in text and "whether this machine and these packages are fit" in text
-
-
 healthy = pytest.mark.skipif(
     any(finding.state == PROBLEM for finding in packages.check()), reason="versions with a known failure"
 )
@@ -439,11 +373,3 @@ def test_doctor_looks_at_a_model(capsys, tmp_path):
     assert "on 2 GPUs with 1 x 256 tokens" in found["model"][-1]["text"]
     found = plain(capsys, *words, "--model", "configs/model_quickstart.json", "--vocabulary", "512")
     assert found["model"][0]["state"] == "unknown"
-
-
-def test_doctor_says_what_it_needs(capsys, tmp_path):
-    text = said(capsys, "doctor", "--deepspeed", "configs/ds_zero2_coat.json", code=2)
-    assert "--deepspeed: a model is needed with it. Give --model" in text
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps({"hidden_size": 64}))
-    assert "model_type: found none" in said(capsys, "doctor", "--model", str(path), code=2)

@@ -3,7 +3,6 @@
 Every rank sees the same batch, so that averages over ranks are exact, and one process is the reference.
 """
 
-import copy
 import io
 import warnings
 import weakref
@@ -30,7 +29,6 @@ from torch.testing._internal.two_tensor import TwoTensor
 import coat_ds
 from coat_ds.optim.accounting import state_bytes
 from coat_ds.optim.options import MOMENTS
-from coat_ds.optim.shards import local
 from tests.util import rel_rms, run_distributed
 
 FP32 = {"exp_avg_format": "fp32", "exp_avg_sq_format": "fp32"}
@@ -241,19 +239,6 @@ def check_full():
     return changed
 
 
-def check_formats():
-    """What is logged about formats when states in the paper's formats load into today's, and into theirs."""
-    said, options = [], {"exp_avg_sq_format": "fp8_expanded", "betas": (0.9, 0.95)}
-    net = sharded(build())
-    optimizer = coat(net, **options)
-    train(net, optimizer, range(2))
-    states = get_optimizer_state_dict(net, optimizer)
-    for now in ({"betas": (0.9, 0.95)}, options):
-        again = coat(net, **now, log=lambda *line: said.append(line))
-        set_optimizer_state_dict(net, again, states)
-    return said
-
-
 def check_refused():
     """The errors. Stepped in C++, a tensor that holds its values elsewhere ended the process."""
     said = []
@@ -289,7 +274,6 @@ def on_four(folder):
         "skipped": check_skipped(),
         "state": check_state(),
         "full": check_full(),
-        "formats": check_formats(),
         "saved": save(folder),
         "resumed": [
             resume(folder, "coat", kind, form)
@@ -460,40 +444,11 @@ def prepared_by_accelerate():
     return sharded, freed, coat_ds.state_bytes(found)["by_codec"]["fp32"]
 
 
-def test_other_formats_are_named(four):
-    """`torch.distributed.checkpoint` drops what is not a value, and keeps options of groups."""
-    for rank in four:
-        ((line, _),) = rank["formats"]
-        assert "exp_avg from fp8_expanded to ratio8 and exp_avg_sq from fp8_expanded to log8 in " in line
-
-
 def test_names_survive_accelerates_exchange_of_parameters():
     """It puts DTensors in the place of what the optimizer was given, and frees that."""
     pytest.importorskip("accelerate")
     # half of a norm of 128 weights
     assert run_distributed(prepared_by_accelerate, 2) == [(True, True, 64 * 8)] * 2
-
-
-def broadcast(whole):
-    """A state dict of rank 0 alone, which DCP gives to all; remainders before and after."""
-    dist.init_process_group("gloo")
-    net = build(dtype=torch.bfloat16) if whole else sharded(build(dtype=torch.bfloat16))
-    optimizer = coat(net)
-    train(net, optimizer, range(2))
-    before = remainders(net, optimizer)
-    full = StateDictOptions(full_state_dict=True)
-    states = copy.deepcopy(get_optimizer_state_dict(net, optimizer, options=full))
-    for state in optimizer.state.values():
-        local(state["remainder"]).zero_()
-    states = states if dist.get_rank() == 0 else {}
-    set_optimizer_state_dict(net, optimizer, states, options=FULL)
-    return before, remainders(net, optimizer)
-
-
-@pytest.mark.parametrize("whole", [True, False], ids=["plain", "fsdp"])
-def test_remainders_are_broadcast_from_rank_0(whole):
-    for before, after in run_distributed(broadcast, 2, whole):
-        assert before and not differing(before, after) and any(x.any() for x in before.values())
 
 
 def rounded(dimension):

@@ -48,6 +48,17 @@ MISTAKES = [
     ("coat.optimizer.group_size", host(coat={"enabled": True, "optimizer": {"group_size": "auto"}})),
     ("optimizer.params.adam_w_mode", params(lr=1e-3, adam_w_mode=False)),
     ("coat.optimizer.enabled", host(optimizer={"type": "CoatAdamW"}, coat=OFF)),
+    ("bfloat16.bf16_master_weights_and_grads", host(bfloat16={"bf16_master_weights_and_grads": True})),
+    ("fp16.fp16_master_weights_and_grads", host(fp16={"fp16_master_weights_and_grads": True})),
+    ("zero_optimization.zenflow", host(zero_optimization={"zenflow": {"topk_ratio": 0.1}})),
+    (
+        "zero_optimization.offload_optimizer.super_offload",
+        host(zero_optimization={"offload_optimizer": {"device": "cpu", "super_offload": True}}),
+    ),
+    ("optimizer.legacy_fusion", host(optimizer={"type": "AdamW", "legacy_fusion": True})),
+    ("optimizer.type", host(optimizer={"type": "OneBitAdam"})),
+    ("coat.enabled", host(optimizer={"type": "CoatAdamW"}, coat={"enabled": False})),
+    ("pipeline.use_reentrant", host(coat=COMPRESSES, pipeline={"use_reentrant": False})),
     ("compile.deepcompile", host(coat=COMPRESSES, compile={"deepcompile": True})),
     *(
         ("torch_autocast.dtype", host(torch_autocast={"enabled": True, "dtype": dtype}))

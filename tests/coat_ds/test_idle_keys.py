@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import coat_ds
-from coat_ds.config import KEEP_FP32, WatchConfig
 from tests.util import run_distributed
 
 OTHER = {"group_size": 64, "checkpoint_layout": "compressed", "keep_fp32": ["*0*"]}
@@ -136,40 +135,3 @@ def test_keys_of_an_engine(found, run, lines):
     assert len(found[run]) == len(lines)
     assert all(line in said for line, said in zip(lines, found[run], strict=True))
     assert all("Drop" in said or "drop" in said or "set it" in said for said in found[run])
-
-
-@pytest.mark.parametrize(
-    "option",
-    [
-        {"keep_fp32": ["*"]},
-        {"checkpoint_layout": "compressed"},
-        {"seed": 1},
-        {"compiled": True},
-        {"log": print},
-    ],
-)
-def test_options_of_the_whole_optimizer_are_refused_in_a_group(option):
-    group = {"params": list(model().parameters())} | option
-    made = coat_ds.CoatAdamW(model().parameters())
-    for add in (lambda given: coat_ds.CoatAdamW([given]), made.add_param_group):
-        with pytest.raises(ValueError, match=f"a parameter group has {next(iter(option))}=.*constructor"):
-            add(group)
-
-
-def test_patterns_of_the_optimizer_need_names(caplog):
-    net = model()
-    with pytest.raises(ValueError, match=r"keep_fp32=\(.\*head\*.,\) is about names.*named_parameters"):
-        coat_ds.CoatAdamW(net.parameters(), keep_fp32=(*KEEP_FP32, "*head*"))
-    caplog.set_level("INFO", "coat_ds")
-    coat_ds.CoatAdamW(net.parameters())
-    coat_ds.CoatAdamW(net.named_parameters(), keep_fp32=("*head*", "0.*"))
-    coat_ds.CoatAdamW(net.named_parameters())
-    nameless, idle = (m for m in caplog.messages if "keep_fp32" in m)
-    assert "of no effect" in nameless and "named_parameters" in nameless
-    assert "CoatAdamW: keep_fp32: '*head*' matches no parameter" in idle
-
-
-@pytest.mark.parametrize("act", ["warn", "act"])
-def test_a_watch_that_measures_nothing_cannot_act(act):
-    with pytest.raises(coat_ds.CoatConfigError, match=f"watch.act: found '{act}' with \"every\": 0"):
-        WatchConfig(every=0, act=act)

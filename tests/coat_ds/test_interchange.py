@@ -332,22 +332,6 @@ def test_groups_and_parameters_keep_their_places():
             stage0.put_together(packed, held)
 
 
-def test_formats_are_known_after_masters_were_joined():
-    params = [[torch.nn.Parameter(torch.rand(shape)) for shape in ((40, 50), (300,))]]
-    options = {"betas": (0.9, 0.95), "min_numel": 100}
-    ours = CoatAdamW(params[0], **options, exp_avg_sq_format="fp8_expanded")
-    for p in params[0]:
-        p.grad = torch.rand_like(p)
-    ours.step()
-    packed = {stage0.STATES: ours.state_dict(), stage0.APART: [[p.detach() for p in params[0]]]}
-    joined = stage0.put_together(packed, params)
-    for second, change in (("log8", "exp_avg_sq from fp8_expanded to log8"), ("fp8_expanded", None)):
-        said, held = [], [torch.nn.Parameter(joined[stage0.FLAT][0])]
-        again = CoatAdamW(held, **options, exp_avg_sq_format=second, log=lambda *x, said=said: said.append(x))
-        again.load_state_dict(joined[stage0.STATES])
-        assert len(said) == (change is not None) and all(change in line for line, _ in said)
-
-
 def test_the_most_steps_count_where_one_master_takes_the_place_of_several():
     """A parameter that had no gradient at first has made fewer."""
     params = [torch.nn.Parameter(torch.full((n,), float(n))) for n in (3, 5)]

@@ -71,12 +71,13 @@ def test_a_step_gives_the_bits_of_the_fp32_gradient(dtype, more):
         assert all(one.equal(other) for one, other in zip(*states, strict=True))
 
 
-def zero_steps(stage, dtype, narrow, keys, drops=True):
+def zero_steps(stage, dtype, keys, narrow):
     from deepspeed.utils import safe_get_full_grad, safe_set_full_grad
 
     from coat_ds.zero import engine as hooks
 
-    deepspeed.init_distributed("gloo")
+    zero = keys.get("zero", {})
+    keys = {key: value for key, value in keys.items() if key != "zero"}
     kept = hooks.keep_gradients_narrow
     if not narrow:
         hooks.keep_gradients_narrow = lambda wrapper: None
@@ -90,7 +91,7 @@ def zero_steps(stage, dtype, narrow, keys, drops=True):
         # in force at some steps only
         "gradient_clipping": 0.1,
         # at stage 3 a step in parts
-        "zero_optimization": {"stage": stage, "sub_group_size": 5000, **keys.pop("zero", {})},
+        "zero_optimization": {"stage": stage, "sub_group_size": 5000, **zero},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
         dtype: {"enabled": True, **({"initial_scale_power": 8} if dtype == "fp16" else {})},
         "coat": {"enabled": True, "activations": False, "optimizer": {"min_numel": 1}},
@@ -116,7 +117,7 @@ def zero_steps(stage, dtype, narrow, keys, drops=True):
     x = torch.randn(8, 4, 64, generator=generator).to(next(engine.module.parameters()).dtype)
     losses = []
     for number, batch in enumerate(x):
-        if drops and number == 3:
+        if number == 3:
             # dropped, as where a script does not like the loss
             engine.backward(100 * engine(batch).float().square().mean())
             engine.zero_grad()
@@ -146,30 +147,40 @@ def zero_steps(stage, dtype, narrow, keys, drops=True):
 
 
 WIDE = (False, torch.float32)
+CASES = [
+    (1, "bf16", {}),
+    (2, "bf16", {}),
+    (2, "fp16", {}),
+    (3, "bf16", {}),
+    # during backward, in FP32, and the first matrix larger than a bucket
+    (1, "bf16", {"zero": {"overlap_comm": True, "reduce_bucket_size": 5000}}),
+    (2, "bf16", {"zero": {"overlap_comm": True, "reduce_bucket_size": 5000}}),
+    (2, "bf16", {"communication_data_type": "fp32"}),
+    (2, "bf16", {"zero": {"reduce_scatter": False}}),
+    (2, "bf16", {"zero": {"contiguous_gradients": False}}),
+]
+# gradients in FP32 go DeepSpeed's way. Those that no step takes, too: 0.19.8 adds the next ones to them
+IN_FP32 = (2, "bf16", {"gradient_accumulation_steps": 1, "data_types": {"grad_accum_dtype": "fp32"}})
 
 
-@pytest.mark.parametrize(
-    ("stage", "dtype", "keys"),
-    [
-        (1, "bf16", {}),
-        (2, "bf16", {}),
-        (2, "fp16", {}),
-        (3, "bf16", {}),
-        # during backward, in FP32, and the first matrix larger than a bucket
-        (1, "bf16", {"zero": {"overlap_comm": True, "reduce_bucket_size": 5000}}),
-        (2, "bf16", {"zero": {"overlap_comm": True, "reduce_bucket_size": 5000}}),
-        (2, "bf16", {"communication_data_type": "fp32"}),
-        (2, "bf16", {"zero": {"reduce_scatter": False}}),
-        (2, "bf16", {"zero": {"contiguous_gradients": False}}),
-    ],
-    ids=str,
-)
-def test_zero_trains_to_the_same_bits(stage, dtype, keys):
-    narrow = run_distributed(zero_steps, 2, stage, dtype, True, keys)
-    wide = run_distributed(zero_steps, 2, stage, dtype, False, keys)
+def work():
+    """Of each case the steps with gradients handed over narrow, and wide; and where a large one is."""
+    deepspeed.init_distributed("gloo")
+    steps = {str(case): [zero_steps(*case, narrow) for narrow in (True, False)] for case in [*CASES, IN_FP32]}
+    return steps, [large_gradient(bucket) for bucket in (64 * 256 - 1, 64 * 256 + 64 * 64)]
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    return run_distributed(work, 2)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_zero_trains_to_the_same_bits(ranks, case):
+    stage, dtype, keys = case
     handed = (True, {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype])
     flat = REDUCES_FLAT and keys.get("zero", {}).get("contiguous_gradients", True)
-    for one, other in zip(narrow, wide, strict=True):
+    for one, other in (steps[str(case)] for steps, _ in ranks):
         assert {pair for step in one["seen"] for pair in step} == {
             handed if HANDS_OVER or stage == 3 else WIDE
         }
@@ -184,19 +195,14 @@ def test_zero_trains_to_the_same_bits(stage, dtype, keys):
             assert {pointer for step in other["reduced"] for pointer in step} == {None}
 
 
-def test_gradients_in_fp32_go_deepspeeds_way():
-    """Those that no step takes, too: 0.19.8 adds the next ones to them."""
-    keys = {"gradient_accumulation_steps": 1, "data_types": {"grad_accum_dtype": "fp32"}}
-    ours, theirs = (run_distributed(zero_steps, 2, 2, "bf16", narrow, keys) for narrow in (True, False))
-    for one, other in zip(ours, theirs, strict=True):
+def test_gradients_in_fp32_go_deepspeeds_way(ranks):
+    for one, other in (steps[str(IN_FP32)] for steps, _ in ranks):
         assert one["losses"] == other["losses"]
         assert all(map(torch.equal, one["masters"], other["masters"]))
 
 
 def large_gradient(bucket):
     """Whether the last layer's gradient has memory of its own when backward reaches the first."""
-
-    deepspeed.init_distributed("gloo")
     model = torch.nn.Sequential(torch.nn.Linear(64, 64, bias=False), torch.nn.Linear(64, 256, bias=False))
     config = {
         "train_micro_batch_size_per_gpu": 4,
@@ -216,6 +222,6 @@ def large_gradient(bucket):
     return found
 
 
-def test_a_gradient_larger_than_a_bucket_stays_until_backward_is_done():
-    for bucket, stays in ((64 * 256 - 1, True), (64 * 256 + 64 * 64, False)):
-        assert run_distributed(large_gradient, 1, bucket) == [[stays]]
+def test_a_gradient_larger_than_a_bucket_stays_until_backward_is_done(ranks):
+    for _, large in ranks:
+        assert large == [[True], [False]]

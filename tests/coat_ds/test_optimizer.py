@@ -131,12 +131,6 @@ def test_bf16_parameters_are_updated_in_fp32_and_rounded_once():
     assert_equal(ours, [q.bfloat16() for q in wide])
 
 
-@pytest.mark.parametrize("bf16_params", ["stochastic", "nearest"])
-def test_fp32_parameters_are_not_rounded_as_bf16_ones(bf16_params):
-    params, _ = trained(bf16_params=bf16_params)
-    assert_equal(params, trained()[0])
-
-
 def test_small_tensors_keep_fp32_moments():
     params = [torch.nn.Parameter(torch.zeros(n)) for n in (4095, 4096)]
     optimizer = CoatAdamW(params)
@@ -215,15 +209,6 @@ def test_a_plain_tensor_in_the_state_is_encoded_by_the_next_step():
     set_grads(params, 3)
     optimizer.step()
     assert all(optimizer.state[p]["step"] == 4 for p in params)
-
-
-def test_decoded_moments_in_the_state_get_their_codes_again():
-    params, optimizer = trained()
-    before = codes(optimizer)
-    for p in params:
-        optimizer.state[p].update(zip(MOMENTS, optimizer.moments(p), strict=True))
-    optimizer.init_states()
-    assert_equal(codes(optimizer), before)
 
 
 def test_moments_before_the_first_step_and_of_strangers():

@@ -3,7 +3,6 @@
 import copy
 import gc
 import weakref
-from unittest import mock
 
 import pytest
 import torch
@@ -275,18 +274,6 @@ def test_asynchronous_checkpoints_name_the_layout_that_they_cannot_take(layout, 
             stager.stage(state)
 
 
-def test_safetensors_name_the_layout_that_they_cannot_take(tmp_path):
-    from safetensors.torch import save_file
-
-    params = parameters()
-    optimizer = CoatAdamW(params, checkpoint_layout="compressed", min_numel=0)
-    step_again(params, optimizer)
-    states = optimizer.state_dict()["state"].items()
-    flat = {f"{i}.{name}": value for i, entry in states for name, value in entry.items()}
-    with pytest.raises(TypeError, match="checkpoint_layout='compressed'"):
-        save_file(flat, tmp_path / "states.safetensors")
-
-
 @pytest.mark.parametrize(
     ("kind", "found"),
     [
@@ -307,14 +294,6 @@ def test_other_optimizers_are_refused(kind, found):
         optimizer.load_state_dict(through_file(other.state_dict()))
     assert_equal(before, codes(optimizer))
     assert optimizer.param_groups[0]["lr"] == 1e-3
-
-
-def test_notes_in_states_are_kept():
-    params, optimizer = trained()
-    optimizer.state[params[0]]["note"] = 7
-    again = CoatAdamW(parameters(), min_numel=100)
-    again.load_state_dict(through_file(optimizer.state_dict()))
-    assert again.state[again.param_groups[0]["params"][0]]["note"] == 7
 
 
 @pytest.mark.parametrize("options", [{}, {"exp_avg_format": "fp8_expanded_e5m2"}, {"group_size": 64}])
@@ -395,15 +374,6 @@ def test_a_loaded_state_dict_is_not_kept():
     del saved
     gc.collect()
     assert [ref() for ref in held] == [None, None]
-
-
-def test_torch_casts_no_state():
-    """It would hold all of them in FP32 at once."""
-    _, optimizer = trained()
-    saved = optimizer.state_dict()
-    with mock.patch("torch.optim.Optimizer._process_value_according_to_param_policy") as cast:
-        optimizer.load_state_dict(saved)
-    assert not cast.called
 
 
 @pytest.mark.parametrize("layout", ["stock", "compressed"])

@@ -14,7 +14,6 @@ from coat_ds.optim.pair import paired
 from coat_ds.optim.stored_moment import StoredMoment
 from coat_kernels.codecs import Stored, codec, get_codec
 from tests.coat_ds.test_state import SHAPE, WRITES, values
-from tests.coat_ds.test_stored_moment import Written
 from tests.util import Made
 
 RATIO, LOG, EXACT = (get_codec(name) for name in ("ratio8", "log8", "fp32"))
@@ -334,41 +333,6 @@ def test_loaded_moments_know_one_another_before_the_next_step(layout):
     second.mul_(4)
     # re-encoded, it keeps its values except for a rounding
     torch.testing.assert_close(first.decode(), before, rtol=0.1, atol=1e-6)
-
-
-@pytest.mark.parametrize("old,new", [("fp8_expanded", "ratio8"), ("ratio8", "fp8_expanded")])
-def test_checkpoints_of_other_formats_load(old, new):
-    second = {"fp8_expanded": "fp8_expanded", "ratio8": "log8"}
-    options = [{"exp_avg_format": name, "exp_avg_sq_format": second[name]} for name in (old, new)]
-    p, optimizer = trained(**options[0])
-    q = torch.nn.Parameter(p.detach().clone())
-    other = CoatAdamW([q], **options[1], min_numel=0)
-    other.load_state_dict(optimizer.state_dict())
-    assert other.take_arrivals() == "2 with groups encoded from FP32"
-    for a, b, size in zip(optimizer.moments(p), other.moments(q), (1, 1), strict=True):
-        assert (a - b).norm() < 0.04 * size * a.norm()
-    q.grad = torch.ones_like(q)
-    other.step()
-
-
-BESIDE = ("log8", torch.zeros(300, dtype=torch.uint8), torch.ones(3), torch.ones(3, dtype=torch.uint8))
-HALF = (0, "ratio8", torch.zeros(300, dtype=torch.int8), torch.ones(3), torch.ones(0, dtype=torch.uint8))
-BAD = {
-    "a relative code alone": HALF,
-    "a second moment of another size": (*HALF, "log8", *(t[:2] for t in BESIDE[1:])),
-    "a second moment that it cannot be relative to": (*HALF, "fp8_expanded", *BESIDE[1:]),
-    "a second moment of an unknown codec": (*HALF, "log9", *BESIDE[1:]),
-    "a second moment beside a code that is none": (0, *BESIDE, *BESIDE),
-}
-
-
-@pytest.mark.parametrize("piece", BAD.values(), ids=BAD)
-def test_what_no_pair_was_written_as_is_refused(piece):
-    file = io.BytesIO()
-    torch.save(Written([piece], 128, (300,)), file)
-    file.seek(0)
-    with pytest.raises(ValueError, match=r"stored moment: expected .*, found "):
-        torch.load(file, weights_only=True)
 
 
 def test_a_file_may_hold_the_first_moment_alone():
