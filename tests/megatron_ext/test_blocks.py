@@ -15,7 +15,6 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from coat_ds.config import ActivationsConfig
 from coat_ds.layers import fused_layer
 from coat_kernels.autograd import watching
-from coat_kernels.groups import GROUP_FORMATS
 from coat_kernels.prepared import PreparedKernel
 from megatron_ext.layer_specs import coat_layer_spec, sdpa_layer_spec
 from megatron_ext.layers import decoder_layer
@@ -186,6 +185,16 @@ def test_recomputed_attention(variant, device, caplog):
     assert "keep q, k, v" in caplog.text
 
 
+def noting(cls, seen):
+    """A subclass of `cls`, as torch makes one if a parameter is parametrized or sharded."""
+
+    def forward(self, *args, **kwargs):
+        seen.append(cls)
+        return cls.forward(self, *args, **kwargs)
+
+    return type("Noting", (cls,), {"forward": forward})
+
+
 def replaced_forward(layer):
     linear = layer.mlp.linear_fc1
     linear.forward = type(linear).forward.__get__(linear)
@@ -195,12 +204,47 @@ def in_bf16(layer):
     layer.mlp.linear_fc1._in_fp8 = False
 
 
+def hooked(kind):
+    return lambda layer: getattr(layer.self_attention.linear_proj, f"register_{kind}_hook")(lambda *_: None)
+
+
+def of_another_class(name):
+    def change(layer):
+        part = layer.get_submodule(name)
+        part.__class__ = noting(type(part), [])
+
+    return change
+
+
+def with_another_addition(name):
+    def change(layer):
+        stock = getattr(layer, name)
+        setattr(layer, name, lambda *args: stock(*args))
+
+    return change
+
+
+INSIDE = {"self_attention": "linear_qkv linear_proj q_layernorm k_layernorm", "mlp": "linear_fc1 linear_fc2"}
+PARTS = [
+    *decoder_layer._KINDS,
+    *(f"{part}.{name}" for part, names in INSIDE.items() for name in names.split()),
+]
+HOOKS = ("forward", "forward_pre", "full_backward", "full_backward_pre")
+CHANGES = {
+    "forward": replaced_forward,
+    "BF16": in_bf16,
+    **{f"{kind} hook": hooked(kind) for kind in HOOKS},
+    **{f"class of {name}": of_another_class(name) for name in PARTS},
+    **{name: with_another_addition(name) for name in ("self_attn_bda", "mlp_bda")},
+}
+
+
 @pytest.mark.usefixtures("megatron")
-@pytest.mark.parametrize("change", [replaced_forward, in_bf16])
-def test_what_somebody_changed_inside_is_called(change, device):
-    layer = build(layers=1).decoder.layers[0]
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_layer_that_somebody_changed_takes_its_modules(change, device):
+    layer = build({"qk_layernorm": True}, layers=1).decoder.layers[0]
     assert "MlpBlock" in node(layer, device)
-    change(layer)
+    CHANGES[change](layer)
     assert "MlpBlock" not in node(layer, device)
 
 
@@ -213,56 +257,6 @@ def test_a_layer_with_a_frozen_parameter_takes_its_modules(variant, device):
         assert "MlpBlock" not in node(layer, device), name
         parameter.requires_grad_(True)
     assert "MlpBlock" in node(layer, device)
-
-
-@pytest.mark.usefixtures("megatron")
-@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
-def test_a_part_that_somebody_looks_at_is_called(kind, device):
-    layer = build(layers=1).decoder.layers[0]
-    getattr(layer.self_attention.linear_proj, f"register_{kind}_hook")(lambda *_: None)
-    assert "MlpBlock" not in node(layer, device)
-
-
-def noting(cls, seen):
-    """A subclass of `cls`, as torch makes one if a parameter is parametrized or sharded."""
-
-    def forward(self, *args, **kwargs):
-        seen.append(cls)
-        return cls.forward(self, *args, **kwargs)
-
-    return type("Noting", (cls,), {"forward": forward})
-
-
-INSIDE = {"self_attention": "linear_qkv linear_proj q_layernorm k_layernorm", "mlp": "linear_fc1 linear_fc2"}
-
-
-@pytest.mark.usefixtures("megatron")
-@pytest.mark.parametrize(
-    "name",
-    [*decoder_layer._KINDS, *(f"{part}.{name}" for part, names in INSIDE.items() for name in names.split())],
-)
-def test_a_part_of_another_class_is_called(name, device):
-    layer, seen = build({"qk_layernorm": True}, layers=1).decoder.layers[0], []
-    assert "MlpBlock" in node(layer, device)
-    part = layer.get_submodule(name)
-    part.__class__ = noting(type(part), seen)
-    assert "MlpBlock" not in node(layer, device)
-    assert len(seen) == 1
-
-
-@pytest.mark.usefixtures("megatron")
-@pytest.mark.parametrize("name", ["self_attn_bda", "mlp_bda"])
-def test_another_addition_is_called(name, device):
-    layer, seen = build(layers=1).decoder.layers[0], []
-    stock = getattr(layer, name)
-
-    def addition(*args):
-        seen.append(name)
-        return stock(*args)
-
-    setattr(layer, name, addition)
-    assert "MlpBlock" not in node(layer, device)
-    assert seen == [name]
 
 
 @pytest.mark.usefixtures("megatron")
@@ -486,15 +480,3 @@ def test_attention_is_saved_in_its_own_format(device):
     """The other tensors of the layer are saved in `saved_format`."""
     # queries, keys, values and the output, which the projection also saves as its origin
     assert formats_kept(device, attention_format="sqrt8", saved_format="e4m3")["sqrt8"] == 5
-
-
-@pytest.mark.usefixtures("megatron")
-@pytest.mark.parametrize("modules", [False, True], ids=["blocks", "modules"])
-@pytest.mark.parametrize("saved", GROUP_FORMATS)
-def test_recomputed_attention_is_saved_as_other_tensors(saved, modules, device):
-    exact, recomputed = (
-        formats_kept(device, modules, attention_format=form, saved_format=saved)[saved]
-        for form in ("bf16", "recompute")
-    )
-    # the output only; with modules as above
-    assert recomputed == exact + (5 if modules else 1)

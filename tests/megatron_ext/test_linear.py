@@ -4,7 +4,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -15,7 +14,7 @@ from coat_kernels.linear import op as linear_kernels
 from megatron_ext.layer_specs import coat_layer_spec
 from megatron_ext.layers.linear import CoatColumnParallelLinear, CoatRowParallelLinear
 from tests.megatron_ext.layers import B, H, S, batch, build, config, loss_and_grads, rounding_error
-from tests.util import rel_rms, run_distributed
+from tests.util import rel_rms
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
@@ -204,32 +203,6 @@ def test_sizes_a_gpu_cannot_multiply_are_named(monkeypatch, caplog):
         assert not linear(CoatColumnParallelLinear, outputs=24, name=name).multiplies_in_fp8()
         assert f"{name}: FP8 GEMMs need sizes that are multiples of 16, found 128 -> 24" in caplog.text
         assert argument in caplog.text
-
-
-def _sizes_on_two_ranks():
-    from megatron_ext import cpu
-    from megatron_ext.model import initialize_model_parallel
-
-    cpu.enable()
-    dist.init_process_group("gloo")
-    initialize_model_parallel(2)
-    found = []
-    with mock.patch("torch.cuda.is_available", lambda: True):
-        for sizes in ({"outputs": 48}, {"inputs": 48}):
-            # the input of a column-parallel layer and the output of a row-parallel layer are whole on each
-            # rank
-            for cls in (CoatColumnParallelLinear, CoatRowParallelLinear):
-                made = linear(cls, **sizes)
-                found.append(None if made.multiplies_in_fp8() else made._sizes_found())
-    return found
-
-
-def test_sizes_are_those_of_a_ranks_part():
-    for rank in run_distributed(_sizes_on_two_ranks, 2):
-        column, *whole, row = rank
-        assert whole == [None, None]
-        assert "multiples of 16, found 128 -> 24 on each of 2 tensor-parallel ranks." in column
-        assert "multiples of 16, found 24 -> 128 on each of 2 tensor-parallel ranks." in row
 
 
 def test_products_of_another_type_are_refused(device):

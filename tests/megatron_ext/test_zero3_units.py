@@ -151,6 +151,10 @@ COMPRESS = {"fp8_activation_checkpointing": True}
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
 CASES = {
     "sqrt8": Case(lambda: _gpt(activations=ActivationsConfig(attention_format="sqrt8"))),
+    "module by module": Case(_gpt, units=0, wanted=False),
+    "8-bit attention, module by module": Case(
+        lambda: _gpt(activations=ActivationsConfig(attention_format="sqrt8")), units=0, wanted=False
+    ),
     "small buckets": Case(
         _gpt, zero={"reduce_bucket_size": 1000, "stage3_prefetch_bucket_size": 30000, "sub_group_size": 9000}
     ),
@@ -430,12 +434,3 @@ def test_what_cannot_be_a_unit():
     whole = _Layer()
     whole.inner = _Layer()
     assert set(LayerUnits(whole, None, zero).chosen) == {""}
-
-
-def test_of_layers_with_one_reason_three_are_named():
-    for count, names in ((3, "0, 1, 2"), (4, "0, 1, 2, ...")):
-        model = nn.Sequential(*(_Layer() for _ in range(count)))
-        assert LayerUnits(model, False, SimpleNamespace(stage=3)).summary() == (
-            f"ZeRO-3 gathers 0 of {count} layers whole; module by module {count} ({names}): "
-            "coat.zero3_layer_units is false"
-        )

@@ -123,20 +123,3 @@ def test_dropout_of_any_name_that_is_set_after_convert(monkeypatch):
     model.model.layers[0].self_attn.dropout = 0.5
     run(model, family.batch())
     assert len(taken) == 1
-
-
-def test_angles_of_a_part_of_each_head_are_not_counted_as_fused():
-    transformers = pytest.importorskip("transformers")
-    config = transformers.Glm4MoeConfig(
-        num_hidden_layers=1,
-        hidden_size=64,
-        intermediate_size=128,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=32,
-        vocab_size=256,
-        first_k_dense_replace=1,
-        pad_token_id=0,
-    )
-    model = transformers.Glm4MoeForCausalLM(config).bfloat16()
-    assert coat_ds.conversion_of(coat_ds.convert(model)).converted["layer"] == []

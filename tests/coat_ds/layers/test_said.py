@@ -11,7 +11,6 @@ from torch import nn
 import coat_ds
 from coat_ds.layers import log
 from coat_ds.layers.inventory import layers_of
-from coat_ds.layers.modules.replaced import replaced
 from tests.families import FAMILIES
 
 LLAMA = FAMILIES["llama"]
@@ -49,11 +48,6 @@ def test_a_model_cast_to_float64_says_once_that_fp8_is_off(said, compiles):
         assert torch.equal(model(x), stock(x))
     (line,) = said()
     assert "found torch.float64" in line and "not in FP8" in line and "model.bfloat16()" in line
-
-
-def test_a_model_in_float64_has_no_norm_in_8_bits():
-    left = coat_ds.conversion_of(coat_ds.convert(plain().double())).left
-    assert left == dict.fromkeys("012", "a weight in float64")
 
 
 @pytest.mark.parametrize(
@@ -102,26 +96,6 @@ def test_forwards_that_are_replaced_after_convert_are_named(said):
     assert "the forward of LlamaRMSNorm was replaced after coat_ds.convert. Convert after" in found
 
 
-def test_models_that_accelerate_has_spread_over_devices(said):
-    hooks = pytest.importorskip("accelerate.hooks")
-
-    def dispatched(model):
-        # as dispatch_model does for several devices
-        places = dict.fromkeys(("", "model.layers.0", "model.layers.1"), "cpu")
-        hooks.attach_align_device_hook_on_blocks(model, places, offload=dict.fromkeys(places, False))
-        return model
-
-    model = coat_ds.convert(dispatched(LLAMA.build()))
-    assert not coat_ds.conversion_of(model).converted["linear"]
-    (found,) = said()
-    assert "accelerate has spread the model over devices, as device_map does. Load it without" in found
-    train(dispatched(coat_ds.convert(LLAMA.build())), use_cache=False)
-    *_, found = said()
-    assert found.endswith(
-        "run module by module: accelerate has spread the model over devices, as dispatch_model does."
-    )
-
-
 def test_layers_that_are_not_fused_say_why(said):
     model = coat_ds.convert(LLAMA.build())
     padded = torch.ones_like(LLAMA.batch()["input_ids"])
@@ -135,73 +109,6 @@ def test_layers_that_are_not_fused_say_why(said):
     mask, cache = said()
     assert "run module by module: their attention_mask is no" in mask
     assert "run module by module" in cache and "use_cache" in cache
-
-
-@pytest.mark.parametrize("how", ["under torch.compile", "autocast"])
-def test_layers_name_what_keeps_them_apart_whatever_they_are_given(said, how):
-    dtype, why = torch.bfloat16, how
-    if how == "autocast":
-        dtype, why = torch.float32, "their input is torch.float32 under autocast to torch.bfloat16"
-    model = coat_ds.convert(LLAMA.build(dtype))
-    if how == "under torch.compile":
-        torch.compiler.reset()
-        for layer in model.model.layers:
-            layer.compile(backend="eager", fullgraph=True)
-    with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
-        train(model, use_cache=True)
-    assert said() == [f"COAT: layers without fused blocks run module by module: {why}."]
-
-
-def test_weights_that_kernels_cannot_read_are_named(said):
-    class Other(torch.Tensor):
-        pass
-
-    model, x = coat_ds.convert(plain()), torch.randn(2, 64, dtype=torch.bfloat16)
-    model[0].weight = nn.Parameter(model[0].weight.detach().as_subclass(Other))
-    model[0](x)
-    (found,) = said()
-    assert "plain tensors, found Other" in found
-    model[2].weight = nn.Parameter(model[2].weight.detach().half())
-    with pytest.raises(TypeError, match="found FP16"):
-        model[2](x)
-
-
-def test_trainer_runs_fused_blocks(said, tmp_path):
-    model = coat_ds.convert(LLAMA.build())
-    given = transformers.TrainingArguments(
-        str(tmp_path), use_cpu=True, max_steps=1, report_to=[], save_strategy="no", disable_tqdm=True
-    )
-    batch = LLAMA.batch()
-    data = [{name: values[0] for name, values in batch.items()}] * 8
-    transformers.Trainer(model, given, train_dataset=data, eval_dataset=data).train()
-    assert said() == []
-
-
-def test_frozen_weights_end_fused_blocks_with_a_line(said):
-    model = coat_ds.convert(LLAMA.build())
-    model.model.layers[0].mlp.requires_grad_(False)
-    train(model, use_cache=False)
-    (found,) = said()
-    assert "run module by module" in found and "frozen weights" in found
-
-
-def test_a_second_call_that_wants_something_else_is_an_error():
-    def first(name, module):
-        return name.startswith("0")
-
-    model = coat_ds.convert(plain(), filter=first)
-    assert coat_ds.convert(model, filter=first) is model
-    with pytest.raises(RuntimeError, match="other linear layers were not .1, such as '2'.*unconvert"):
-        coat_ds.convert(model)
-    whole = coat_ds.convert(plain())
-    with pytest.raises(RuntimeError, match="`filter` leaves out modules .* .2, such as '1'.*unconvert"):
-        coat_ds.convert(whole, filter=first)
-    with pytest.raises(RuntimeError, match="enabled: found False, but the model was converted with True"):
-        coat_ds.convert(whole, {"enabled": False})
-    whole[0] = nn.Linear(64, 64, dtype=torch.bfloat16)
-    with pytest.raises(RuntimeError, match="other linear layers were not .1, such as '0'"):
-        coat_ds.convert(whole)
-    assert replaced(whole[2]) is not None and replaced(whole[0]) is None
 
 
 def test_weights_outside_of_fp8_are_named_by_their_share():

@@ -2,6 +2,7 @@
 
 import logging
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -63,8 +64,6 @@ def kept_bytes(model, batch):
 
 def llama(device):
     """Loss, gradients and kept bytes: stock and alone, and in two parts stock and converted."""
-    warnings.simplefilter("ignore")
-    dist.init_process_group("gloo" if device == "cpu" else "nccl")
     mesh = init_device_mesh(device, (2,))
     batch = {name: value.to(device) for name, value in LLAMA.batch().items()}
     found = {"alone": run(LLAMA.build().to(device), batch)}
@@ -94,20 +93,24 @@ def check(ranks, exact):
         assert kept < 0.6 * stock
 
 
-def test_a_model_in_two_parts():
-    check(run_distributed(llama, 2, "cpu"), exact=True)
+def test_a_model_in_two_parts(two):
+    check([rank["llama"] for rank in two], exact=True)
+
+
+def on_gpus():
+    dist.init_process_group("nccl")
+    return llama("cuda")
 
 
 @pytest.mark.gpu
 def test_a_model_on_two_gpus():
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    check(run_distributed(llama, 2, "cuda", gpus=True), exact=False)
+    check(run_distributed(on_gpus, 2, gpus=True), exact=False)
 
 
 def products():
     """Output, gradients of the input and of the parameters; under autocast, their dtypes."""
-    dist.init_process_group("gloo")
     found, mesh = [], init_device_mesh("cpu", (2,))
     for bias in (True, False):
         net = parallelize_module(coat_ds.convert(Net(bias=bias)), mesh, {"up": ROWS(), "down": COLUMNS()})
@@ -123,10 +126,10 @@ def products():
 
 
 @pytest.mark.parametrize("bias", [0, 1], ids=["bias", "none"])
-def test_each_rank_multiplies_its_part_in_fp8(bias):
+def test_each_rank_multiplies_its_part_in_fp8(two, bias):
     """As if the parts were layers of one process, whose outputs are joined, or summed in BF16."""
     net, expected, input_grad = in_two_parts(not bias)
-    for found in run_distributed(products, 2):
+    for found in (rank["products"] for rank in two):
         y, gradient, gradients = found[bias]
         # half of the second bias is added to each part, and rounded
         assert rel_rms(y, expected) < 2**-8 if not bias else torch.equal(y, expected)
@@ -144,14 +147,6 @@ NORMS = {"rms": nn.RMSNorm, "layer": nn.LayerNorm}
 def sequence_parallel():
     """Of each norm in one process and in two, with the tokens of each rank: output, gradients, and the dtypes
     that are kept. What is multiplied is gathered meanwhile, and has to be there before a kernel reads it."""
-    dist.init_process_group("gloo")
-    product = Fp8Linear._product
-
-    def plain(self, x, *rest):
-        assert is_plain(x), type(x)
-        return product(self, x, *rest)
-
-    Fp8Linear._product = plain
     found, mesh, rank = {}, init_device_mesh("cpu", (2,)), dist.get_rank()
     for name, norm in NORMS.items():
         for parts in (1, 2):
@@ -175,10 +170,9 @@ def sequence_parallel():
 
 
 @pytest.mark.parametrize("name", NORMS)
-def test_norms_of_parts_of_the_sequence(name):
-    ranks = run_distributed(sequence_parallel, 2)
-    y, gradient, gradients, _ = ranks[0][name, 1]
-    found = [rank[name, 2] for rank in ranks]
+def test_norms_of_parts_of_the_sequence(two, name):
+    y, gradient, gradients, _ = two[0]["sequence"][name, 1]
+    found = [rank["sequence"][name, 2] for rank in two]
     # two products in parts, each with scales of its own, differ as two roundings to FP8 do
     bound = 2**0.5 * fp8_bound(2)
     assert rel_rms(torch.cat([f[0] for f in found]), y) < bound
@@ -228,8 +222,6 @@ def test_beside_fsdp():
 def tied(folder):
     """A model whose embedding is its head: loss and gradients alone and in parts, a watched run alone and in
     parts, and of a run that is saved and resumed, the weights and losses of both."""
-    warnings.simplefilter("ignore")
-    dist.init_process_group("gloo")
     mesh, batch = init_device_mesh("cpu", (2,)), LLAMA.batch()
 
     def build():
@@ -260,8 +252,8 @@ def tied(folder):
     return found, watches, runs
 
 
-def test_a_tied_model_is_watched_and_resumed(tmp_path):
-    ranks = run_distributed(tied, 2, str(tmp_path))
+def test_a_tied_model_is_watched_and_resumed(two):
+    ranks = [rank["tied"] for rank in two]
     for ((loss, expected), (other, gradients)), (alone, parts), (on, again) in ranks:
         assert abs(other - loss) < 2**-8 * loss
         assert 2**-6 < relative(gradients, expected) < fp8_bound(14)
@@ -303,7 +295,6 @@ CASES = {
 
 def warned():
     """The warnings of two forwards of each case."""
-    dist.init_process_group("gloo")
     found, mesh = {}, init_device_mesh("cpu", (2,))
     handler, x = logging.Handler(logging.WARNING), torch.ones(4, 64).bfloat16()
     logging.getLogger("coat_ds").addHandler(handler)
@@ -325,15 +316,34 @@ def warned():
     return found
 
 
-def test_weights_that_are_not_cached_are_named():
-    first, other = run_distributed(warned, 2)
+def work(folder):
+    warnings.simplefilter("ignore")
+    dist.init_process_group("gloo")
+    found = {"llama": llama("cpu"), "products": products(), "tied": tied(folder), "warned": warned()}
+    product = Fp8Linear._product
+
+    def plain(self, x, *rest):
+        assert is_plain(x), type(x)
+        return product(self, x, *rest)
+
+    with mock.patch.object(Fp8Linear, "_product", plain):
+        return found | {"sequence": sequence_parallel()}
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    return run_distributed(work, 2, str(tmp_path_factory.mktemp("checkpoint")))
+
+
+def test_weights_that_are_not_cached_are_named(two):
+    first, other = (rank["warned"] for rank in two)
     (line,) = first["cached"]
     assert "coat.activations.weight_cache: found 'fp8', of no effect" in line and "cached" not in other
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_layers_that_compute_as_before_say_why(name):
-    first, other = run_distributed(warned, 2)
+def test_layers_that_compute_as_before_say_why(two, name):
+    first, other = (rank["warned"] for rank in two)
     reason = CASES[name][2]
     assert not other[name] and len(first[name]) <= 2
     assert bool(first[name]) == (reason is not None)
