@@ -36,7 +36,7 @@ quickstart: setup
 # one process a core; files stay whole, since tests of a file share runs, and start in the order of conftest.py
 PYTEST := -m pytest -n auto --dist loadfile --no-loadscope-reorder
 CHECKED := $(addprefix tests/,kernels/test_codecs.py kernels/test_fp8.py kernels/test_tensorwise.py \
-	kernels/test_matmul.py kernels/test_linear.py kernels/test_adamw_cpu.py coat_ds/test_config.py \
+	kernels/test_matmul.py kernels/test_linear.py kernels/test_adamw.py coat_ds/test_config.py \
 	coat_ds/test_schema.py coat_ds/test_host_config.py coat_ds/test_contracts.py coat_ds/test_state.py \
 	megatron_ext/test_options.py megatron_ext/test_contracts.py launch/test_configs.py benchmarks/test_report.py \
 	benchmarks/test_front_page.py benchmarks/test_tables.py benchmarks/test_verify.py test_docs.py test_mistakes.py test_support.py)

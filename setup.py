@@ -108,7 +108,7 @@ setup(
         "console_scripts": ["coat = coat_ds.cli:main"],
     },
     cmdclass={"build_py": BuildPy, "editable_wheel": EditableWheel},
-    package_data={"": ["*.cpp", "py.typed"], CONFIGS: ["*.json"]},
+    package_data={"": ["py.typed"], CONFIGS: ["*.json"]},
     install_requires=[
         f"torch>={VERSIONS['TORCH'].oldest}",
         "packaging",

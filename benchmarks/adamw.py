@@ -1,9 +1,8 @@
-"""The optimizer step: ours, its peers, and a copy of the bytes that ours has to move; and that on a CPU."""
+"""The optimizer step: ours, its peers, and a copy of the bytes that ours has to move."""
 
 import argparse
 import functools
 import importlib
-import time
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -11,8 +10,8 @@ import torch
 
 from benchmarks.common.harness import Table, benchmark
 from benchmarks.common.memory import release, requested_bytes
-from benchmarks.common.timing import Timing, copy_bandwidth, measure
-from coat_ds import CoatAdamW, state_bytes
+from benchmarks.common.timing import copy_bandwidth, measure
+from coat_ds import CoatAdamW
 
 FLAT = 2**29
 OPTIONS = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -180,45 +179,3 @@ def adamw(arguments, table: Table) -> None:
                 state_bytes=state,
                 peak_mb=timing.peak / 1e6,
             )
-
-
-def deepspeed_cpu_adam(params):
-    from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-    return DeepSpeedCPUAdam(params, adamw_mode=True, fp32_optimizer_states=True, **OPTIONS)
-
-
-CPU_CASES = {
-    "ours, C++": functools.partial(ours, compiled=True),
-    "ours, PyTorch": ours,
-    "DeepSpeedCPUAdam": deepspeed_cpu_adam,
-    "torch fused": torch_fused,
-}
-
-
-@benchmark(needs_gpu=False)
-def adamw_cpu(arguments, table: Table) -> None:
-    """One step on a CPU over a flat FP32 partition with an FP32 gradient, as ZeRO-Offload has it."""
-    numel = 2**18 if arguments.quick else 2**25
-    for name, build in CPU_CASES.items():
-        torch.manual_seed(0)
-        p = torch.nn.Parameter(torch.randn(numel).mul_(0.02))
-        p.grad = torch.randn(numel).mul_(1e-3)
-        optimizer = build([p])
-        samples = []
-        for _ in range(3 if "PyTorch" in name else 12):
-            start = time.perf_counter()
-            optimizer.step()
-            samples.append((time.perf_counter() - start) * 1e3)
-        # the first compiles, and makes the states
-        timing = Timing(samples[1:], 0)
-        table.add(
-            optimizer=name,
-            parameters=numel,
-            threads=torch.get_num_threads(),
-            ms=timing.median,
-            low=timing.low,
-            high=timing.high,
-            ns_per_parameter=timing.median * 1e6 / numel,
-            state_bytes_per_parameter=state_bytes(optimizer)["bytes_per_parameter"],
-        )

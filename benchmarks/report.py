@@ -122,7 +122,6 @@ SECTIONS = [
     ),
     Section("first_step", "From an empty environment to the first step"),
     Section("adamw", "The optimizer's step"),
-    Section("adamw_cpu", "The optimizer's step on a CPU"),
     Section(
         "state_error",
         "Errors of stored moments",

@@ -229,8 +229,8 @@ class OptimizerConfig(_Block):
     offload: str = _choice("none", OFFLOADS)
     """Where moments and the 16 bits of "exact" are. "none": on the GPU. "cpu": in pinned host memory; each
     step streams them through the GPU, which takes as long as copying them both ways, and has the same
-    results. ZeRO's masters stay on the GPU, unlike with DeepSpeed's `offload_optimizer`, which runs the step
-    on the CPU."""
+    results. ZeRO's masters stay on the GPU. With DeepSpeed's `offload_optimizer` they are in host
+    memory too, and the states with them, whatever this key says."""
 
     def __post_init__(self):
         # slots=True creates a second class, and `super()` without arguments still refers to the first

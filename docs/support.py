@@ -74,7 +74,7 @@ SECTIONS: dict[str, list[Row]] = {
             proof=("train_7b_4gpu.csv",)),
         Row("ZeRO-3 `zero_quantized_gradients`", *NOT_RUN),
         Row("Offload of states to the CPU (`offload_optimizer`, `offload_states()`)", cpu=2, h200=1,
-            condition="slow; `offload_param` ran on CPUs", proof=("tests/coat_ds/test_offload_gpu.py",),
+            condition="`offload_param` ran on CPUs", proof=("tests/coat_ds/test_offload_gpu.py",),
             deepspeed=(offload(),)),
         Row('States in host memory, stepped on the GPU (`"offload": "cpu"`)', cpu=2,
             condition="[masters stay on the GPU](fit.md#states-in-host-memory)",

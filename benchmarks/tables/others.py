@@ -124,21 +124,6 @@ def stage_2(results: Results) -> str:
     )
 
 
-@block("fit.md", "offload")
-def offload(results: Results) -> str:
-    ours, theirs = (
-        results.row("adamw_cpu.csv", optimizer=name) for name in ("ours, C++", "DeepSpeedCPUAdam")
-    )
-    return (
-        "The offloaded step runs in C++, which is compiled at its first use. It takes "
-        f"{ours['ns_per_parameter']:.1f} ns per parameter on {ours['threads']} CPU cores, where "
-        f"DeepSpeedCPUAdam takes {theirs['ns_per_parameter']:.1f} ns. "
-        f"Its states take {ours['state_bytes_per_parameter']:.2f} bytes per parameter instead of "
-        f"{theirs['state_bytes_per_parameter']:.0f} "
-        "(`python -m benchmarks adamw_cpu`).\n"
-    )
-
-
 @block("watch.md", "the cost")
 def cost_of_watching(results: Results) -> str:
     names = {"h 1024": "8 layers of h 1024, as CUDA graphs", "h 4096": "2 layers of Llama-2-7B"}
@@ -315,7 +300,7 @@ def fit(results: Results) -> str:
             "`masters` and `states`",
             '`"offload_optimizer": {"device": "cpu"}`',
             "all of both",
-            "[a slow step](#offload)",
+            "[more copies in each step](#masters-in-host-memory)",
         ],
         [
             "masters in Megatron",

@@ -129,7 +129,7 @@ def check_product(device: str = "cuda") -> Finding:
 
 
 def check_compiler() -> Finding:
-    """Triton needs a C++ compiler, and so does DeepSpeed: on a CPU for collectives, on a GPU for offload."""
+    """Triton needs a C++ compiler, and so does DeepSpeed on a CPU, for collectives."""
     name = "C++ compiler"
     found = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
     if found is None:
@@ -153,8 +153,8 @@ def _build_root() -> Path:
 
 
 def check_builds() -> Finding:
-    """Checks for lock files of builds of C++ extensions: DeepSpeed's and the CPU optimizer's. Processes that
-    need an extension wait until its lock file is deleted. A killed build does not delete the file."""
+    """Checks for lock files of builds of C++ extensions, such as DeepSpeed's. Processes that need an
+    extension wait until its lock file is deleted. A killed build does not delete the file."""
     name = "extensions"
     root = _build_root()
     minutes: dict[Path, float] = {}

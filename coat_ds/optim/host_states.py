@@ -5,7 +5,8 @@ stepped there by the kernel that steps resident states, and copied back. Copies 
 on three CUDA streams, so that they overlap. Groups of elements are stepped independently of each other, so
 the results have the same bits as those of resident states.
 
-Tensors on the CPU take the same path with plain copies.
+Parameters and gradients on the CPU, such as those of DeepSpeed's `offload_optimizer`, pass through the GPU
+with their states. Without a GPU everything takes the same path with plain copies.
 """
 
 import contextlib
@@ -91,7 +92,7 @@ class HostStates:
             if not self._pages or self._used + size > len(self._pages[-1]) - ALIGNMENT:
                 room = size if self._pages else max(size, planned())
                 # the rest keeps runs of bytes from going on in other pages
-                self._pages.append(allocate(room + ALIGNMENT, p.device))
+                self._pages.append(allocate(room + ALIGNMENT, stepping_device(p.device)))
                 self._used = 0
             self._slices[p] = self._pages[-1], self._used, size
             self._used += size
@@ -101,6 +102,13 @@ class HostStates:
         """The bytes from address `start` to address `stop`, both in states that have been placed."""
         pages = next(x for x in self._pages if x.address <= start < x.address + len(x))
         return pages.view(start - pages.address, stop - start, torch.uint8)
+
+
+def stepping_device(device: torch.device) -> torch.device:
+    """The device that steps parameters on `device` whose states are in host memory."""
+    if device.type == "cpu" and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
 
 
 def host_bytes(p: torch.Tensor, group: dict[str, Any], layouts: Layouts) -> int:
@@ -154,14 +162,18 @@ class Operands(NamedTuple):
         extra = () if self.remainder is None else (self.remainder,)
         return [*self.exp_avg_sq.storage, *self.exp_avg.storage, *extra]
 
-    def with_states(self, states: Iterator[torch.Tensor]) -> "Operands":
-        """The same, with other tensors in place of `states`."""
-        second, first = (Storage(*(next(states) for _ in Storage._fields)) for _ in range(2))
-        return self._replace(
-            exp_avg_sq=self.exp_avg_sq._replace(storage=second),
-            exp_avg=self.exp_avg._replace(storage=first),
-            remainder=None if self.remainder is None else next(states),
-        )
+    def replaced(self, by: dict[int, torch.Tensor]) -> "Operands":
+        """The same, with the tensor `by[id(x)]` in place of each tensor x whose id is there."""
+
+        def of(x: torch.Tensor | None):
+            return by.get(id(x), x)
+
+        def stored(piece: Piece) -> Piece:
+            return piece._replace(storage=Storage(*map(of, piece.storage)))
+
+        first, second = stored(self.exp_avg), stored(self.exp_avg_sq)
+        param, grad, remainder, copy = map(of, (self.param, self.grad, self.remainder, self.copy))
+        return Operands(param, grad, first, second, self.step, remainder, copy)
 
 
 def chunks_of(bucket: list[Operands], group_size: int) -> Iterator[list[Operands]]:
@@ -216,6 +228,39 @@ def runs_of(states: list[torch.Tensor]) -> tuple[list[Run], list[int]]:
     return runs, places
 
 
+class Plan(NamedTuple):
+    """How a chunk lies in a slot. Bytes of host memory stand beside their first byte in the slot."""
+
+    chunk: list[Operands]
+    places: list[tuple[torch.Tensor, int]]
+    """The tensors in the slot, each with its first byte."""
+    there: list[tuple[int, torch.Tensor]]
+    """The bytes to copy to the GPU."""
+    back: list[tuple[int, torch.Tensor]]
+    """The bytes to copy back."""
+    size: int
+
+
+def plan_of(chunk: list[Operands], host: HostStates) -> Plan:
+    states = [t for x in chunk for t in x.states]
+    runs, begins = runs_of(states)
+    places = list(zip(states, begins, strict=True))
+    both = [(run.begin, host.bytes_at(run.start, run.stop)) for run in runs]
+    there, back = list(both), list(both)
+    size = runs[-1].end
+    for x in chunk:
+        if not x.param.is_cpu:
+            continue
+        for t, to in ((x.param, (there, back)), (x.grad, (there,)), (x.copy, (back,))):
+            if t is not None:
+                begin = -(-size // ALIGNMENT) * ALIGNMENT
+                size = begin + t.nbytes
+                places.append((t, begin))
+                for copies in to:
+                    copies.append((begin, t.reshape(-1).view(torch.uint8)))
+    return Plan(chunk, places, there, back, size)
+
+
 class Passage:
     """The way of the states through the GPU during one step."""
 
@@ -236,29 +281,24 @@ class Passage:
 
     def through(self, bucket: list[Operands], group_size: int) -> Iterator[list[Operands]]:
         """The operands of a launch in chunks, with their states on the GPU while the caller holds a chunk."""
-        chunks = list(chunks_of(bucket, group_size))
-        plans = [runs_of([t for x in chunk for t in x.states]) for chunk in chunks]
-        self._make_slots(max(runs[-1].end for runs, _ in plans))
+        plans = [plan_of(chunk, self._host) for chunk in chunks_of(bucket, group_size)]
+        self._make_slots(max(plan.size for plan in plans))
         if self._is_cuda:
             # a parameter that a group lists twice is stepped twice
             self._in.wait_stream(self._out)
-        for chunk, (runs, places) in zip(chunks, plans, strict=True):
+        for plan in plans:
             number, self._next = self._next, (self._next + 1) % SLOTS
             slot = self._slots[number]
-            copies = [(slot[x.begin : x.end], self._host.bytes_at(x.start, x.stop)) for x in runs]
             with self._copying_in(number):
-                for there, here in copies:
-                    there.copy_(here, non_blocking=True)
-            at = iter(places)
-            yield [
-                x.with_states(
-                    iter([slot[(b := next(at)) : b + t.nbytes].view(t.dtype).view(t.shape) for t in x.states])
-                )
-                for x in chunk
-            ]
+                for begin, here in plan.there:
+                    slot[begin : begin + here.numel()].copy_(here, non_blocking=True)
+            placed = {
+                id(t): slot[begin : begin + t.nbytes].view(t.dtype).view(t.shape) for t, begin in plan.places
+            }
+            yield [x.replaced(placed) for x in plan.chunk]
             with self._copying_out(number):
-                for there, here in copies:
-                    here.copy_(there, non_blocking=True)
+                for begin, here in plan.back:
+                    here.copy_(slot[begin : begin + here.numel()], non_blocking=True)
 
     def end(self) -> None:
         """Waits until all states are back: the CPU may read them at any time, and other streams may use the
@@ -300,7 +340,7 @@ class Passage:
 
 
 class Passages(dict[torch.device, Passage]):
-    """The passages of one step, by device."""
+    """The passages of one step, by `stepping_device`."""
 
     def __init__(self, host: HostStates):
         self._host = host

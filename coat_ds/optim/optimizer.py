@@ -78,8 +78,6 @@ class CoatAdamW(torch.optim.Optimizer):
     keep_fp32: which other tensors keep FP32 moments: patterns of names, for parameters given with names, or
         a function of (name or None, parameter).
     seed: of the stochastic rounding of BF16 parameters; the same on all ranks.
-    compiled: run CPU steps in C++, compiled on first use: many times as fast as the PyTorch steps that run
-        otherwise, and equal except for FP32 rounding.
     offload: where moments and remainders are. "none": on the parameters' device. "cpu": in one allocation of
         pinned host memory, from which a step copies them to the GPU in chunks, and back. The results have
         the same bits. A step takes as long as the copies, returns when they have ended, and cannot be
@@ -89,8 +87,8 @@ class CoatAdamW(torch.optim.Optimizer):
     checkpoint_layout: the contents of `state_dict`. "stock": FP32 moments, as in `torch.optim.AdamW`.
         "compressed": the stored codes, 2.1 bytes per parameter instead of 8, which only this class reads.
 
-    All options except the implementation switches, keep_fp32, seed, checkpoint_layout, compiled, offload and
-    log may differ between parameter groups. A change in `param_groups` takes effect at the next step.
+    All options except the implementation switches, keep_fp32, seed, checkpoint_layout, offload and log
+    may differ between parameter groups. A change in `param_groups` takes effect at the next step.
     Formats, group_size and min_numel, which determine the stored states, may not change there after the first
     step.
 
@@ -139,7 +137,6 @@ class CoatAdamW(torch.optim.Optimizer):
         keep_fp32: Rule = KEEP_FP32,
         seed: int = 0,
         checkpoint_layout: str = "stock",
-        compiled: bool = False,
         offload: str = "none",
         log: Callable[[str, int], None] | None = None,
     ):
@@ -167,7 +164,7 @@ class CoatAdamW(torch.optim.Optimizer):
         check_choice("CoatAdamW: offload", offload, OFFLOADS)
         if not callable(keep_fp32):
             keep_fp32 = name_patterns("CoatAdamW: keep_fp32", keep_fp32)
-        self._seed, self._checkpoint_layout, self._compiled = seed, checkpoint_layout, compiled
+        self._seed, self._checkpoint_layout = seed, checkpoint_layout
         self._layouts = Layouts(keep_fp32)
         self.log = log or to_logging
         self._arrived: Counter[str] = Counter()
@@ -184,7 +181,7 @@ class CoatAdamW(torch.optim.Optimizer):
             self.log(f"CoatAdamW: {states_line(self, planned_bytes(self))}", logging.INFO)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("_seed", "_checkpoint_layout", "_compiled", "_arrived", "_copies", "_layouts", "log")
+        own = ("_seed", "_checkpoint_layout", "_arrived", "_copies", "_layouts", "log")
         own_values = {name: getattr(self, name) for name in own}
         return {**super().__getstate__(), **own_values, "_host": self._host is not None}
 
@@ -293,7 +290,6 @@ class CoatAdamW(torch.optim.Optimizer):
                     self._copies,
                     scaling,
                     seed=self._seed,
-                    compiled=self._compiled,
                     passages=passages,
                 )
         for passage in (passages or {}).values():
@@ -312,7 +308,6 @@ class CoatAdamW(torch.optim.Optimizer):
             "keep_fp32": self._layouts.keep_fp32,
             "checkpoint_layout": self._checkpoint_layout,
             "seed": self._seed,
-            "compiled": self._compiled,
             "offload": "cpu" if self.offloads else "none",
             "log": self.log,
         }

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from coat_ds.optim.checks import grad_of
-from coat_ds.optim.host_states import Operands, Passage
+from coat_ds.optim.host_states import Operands, Passage, stepping_device
 from coat_ds.optim.narrow_grad import narrow_and_scale
 from coat_ds.optim.options import rounds_stochastically
 from coat_ds.optim.pieces import Piece
@@ -48,15 +48,14 @@ def update_group(
     scaling: Scaling,
     *,
     seed: int,
-    compiled: bool,
     passages: Mapping[torch.device, Passage] | None = None,
 ) -> None:
     """One step of `params`, which all have gradients, in place.
 
     states: the optimizer's state of each parameter, ready for the step.
     copies: BF16 copies of parameters, written along with them.
-    seed, compiled: as in `CoatAdamW`.
-    passages: of states in host memory through each device; None: states are on the parameters' devices.
+    seed: as in `CoatAdamW`.
+    passages: of states in host memory, by `stepping_device`; None: states are on the parameters' devices.
     """
     held = [local(p) for p in params]
     contiguous = [shard.contiguous() for shard in held]
@@ -68,11 +67,12 @@ def update_group(
     for key, bucket in _buckets(params, contiguous, grads, kinds, states, steps, copies).items():
         kind, group_size, *_ = key
         scaled = scaling._replace(grad_scale=_product(scaling.grad_scale, scales[kind]))
-        device = bucket[0].param.device
+        device = stepping_device(bucket[0].param.device)
         for part in [bucket] if passages is None else passages[device].through(bucket, group_size):
-            _launch(group, part, scaled, group_size, seed, compiled)
+            _launch(group, part, scaled, group_size, seed)
     for shard, updated in zip(held, contiguous, strict=True):
         if updated is not shard:
+            # what is on the CPU is there by now: it is not pinned, and such copies block
             shard.copy_(updated)
     # autograd does not see a kernel's writes: a graph that saved the old values must detect them
     torch.autograd.graph.increment_version(
@@ -123,7 +123,6 @@ def _launch(
     scaling: Scaling,
     group_size: int,
     seed: int,
-    compiled: bool,
 ) -> None:
     """Steps pieces on one device that have the same dtypes and codecs."""
     first = bucket[0]
@@ -156,7 +155,6 @@ def _launch(
         # the kernel reads 32 bits; PyTorch's step keeps the gradient's shape
         grad_scale=None if scale is None else scale.to(device, torch.float32).reshape(()),
         found_inf=None if found_inf is None else found_inf.to(device),
-        compiled=compiled,
     )
 
 

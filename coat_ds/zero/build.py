@@ -35,8 +35,8 @@ def optimizer_for_engine(coat: CoatConfig, config: Mapping[str, Any], optimizer:
     own = {
         "keep_fp32": rule,
         "checkpoint_layout": coat.optimizer.checkpoint_layout,
-        "compiled": offloads(config),
-        "offload": coat.optimizer.offload,
+        # states are where ZeRO's masters are
+        "offload": "cpu" if offloads(config) else coat.optimizer.offload,
         "log": say,
     }
 
@@ -48,6 +48,12 @@ def optimizer_for_engine(coat: CoatConfig, config: Mapping[str, Any], optimizer:
         take_names()
         if isinstance(given, CoatAdamW):
             given.note_kept()
+            if offloads(config) and not given.offloads:
+                say(
+                    "zero_optimization.offload_optimizer: found the script's own CoatAdamW with "
+                    "offload='none', which steps on the CPU, slowly. Give it offload='cpu'.",
+                    logging.WARNING,
+                )
             for line in idle_options(given, coat.optimizer):
                 say(line, logging.WARNING)
         return reported(convert_optimizer.convert_(given, coat.optimizer, cls, **own))

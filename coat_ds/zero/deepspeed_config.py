@@ -67,13 +67,6 @@ def check(config: Mapping[str, Any], optimizer: Any) -> CoatConfig:
         )
     if coat.enabled and coat.optimizer.enabled:
         check_deepspeed_config(config)
-        if coat.optimizer.offload != "none" and offloads(config):
-            _refuse(
-                "coat.optimizer.offload",
-                coat.optimizer.offload,
-                "zero_optimization.offload_optimizer moves masters and states to the CPU, which steps them",
-                "Drop one of the two",
-            )
         if optimizer is None:
             optimizer_options(config)
         else:

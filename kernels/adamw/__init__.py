@@ -5,7 +5,6 @@ the CPU, cpu.py compiles the step. step.py is what optimizers call. storing.py m
 adds to a step.
 """
 
-from coat_kernels.adamw.cpu import COMPILED, compiled_step
 from coat_kernels.adamw.kernel import join_tile, split_tile
 from coat_kernels.adamw.options import AdamWOptions
 from coat_kernels.adamw.reference import (
@@ -20,12 +19,10 @@ from coat_kernels.adamw.step import PIECE, adamw_, adamw_triton
 
 __all__ = [
     "AdamWOptions",
-    "COMPILED",
     "PIECE",
     "adamw_",
     "adamw_reference",
     "adamw_triton",
-    "compiled_step",
     "dither_reference",
     "join_master",
     "join_tile",

@@ -9,7 +9,6 @@ import triton.language as tl
 
 from coat_kernels.adamw import chunks
 from coat_kernels.adamw.chunks import arrived, corrections_of, launches
-from coat_kernels.adamw.cpu import adamw_compiled, compiled_can, compiled_step
 from coat_kernels.adamw.kernel import ROWS, WARPS, adamw_kernel
 from coat_kernels.adamw.options import AdamWOptions
 from coat_kernels.adamw.reference import adamw_reference
@@ -129,7 +128,6 @@ def adamw_(
     *,
     grad_scale: torch.Tensor | None = None,
     found_inf: torch.Tensor | None = None,
-    compiled: bool = False,
 ) -> None:
     """One AdamW step in place for every tensor of the lists.
 
@@ -141,8 +139,6 @@ def adamw_(
         weights: BF16 copies to write as well, for FP32 parameters.
         grad_scale: FP32 [1] on the device; gradients are multiplied by it.
         found_inf: FP32 [1] on the device; unless it is zero, nothing changes.
-        compiled: on the CPU, use the C++ step where it applies (`cpu.py`); its results differ only by FP32
-            rounding.
 
     CUDA tensors use the kernel and never synchronize with the device. Other tensors use the reference, in
     pieces.
@@ -156,13 +152,8 @@ def adamw_(
     options = replace(options, lr=float(options.lr))
     nothing = [None] * len(params)
     lists = (params, grads, exp_avgs, exp_avg_sqs, steps, remainders or nothing, weights or nothing)
-    function = compiled_step() if compiled else None
     for param, grad, m, v, step, remainder, weight in zip(*lists, strict=True):
-        plain = remainder is None and weight is None
-        if function is not None and plain and compiled_can(param, grad, options):
-            adamw_compiled(function, param, grad, m, v, float(step), options, grad_scale)
-        else:
-            _in_pieces(param, grad, m, v, float(step), options, remainder, weight, grad_scale)
+        _in_pieces(param, grad, m, v, float(step), options, remainder, weight, grad_scale)
 
 
 def _in_pieces(param, grad, m, v, step, options: AdamWOptions, remainder, weight, grad_scale) -> None:

@@ -42,7 +42,7 @@ def test_every_file_and_plot_is_on_the_page_and_every_table_has_conditions(tmp_p
 
 @pytest.mark.parametrize(
     "name, section",
-    [("adamw", "adamw"), ("adamw_cpu", "adamw_cpu"), ("train_7b", "train"), ("train_plan", "train_plan")],
+    [("adamw", "adamw"), ("first_step", "first_step"), ("train_7b", "train"), ("train_plan", "train_plan")],
 )
 def test_files_find_their_section(tmp_path, name, section):
     assert report.section_of(tmp_path / f"{name}.csv").name == section

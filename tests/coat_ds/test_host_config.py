@@ -17,7 +17,6 @@ from coat_ds.config import ActivationsConfig
 from coat_ds.zero import block, build, deepspeed_config
 from coat_ds.zero.deepspeed_config import no_conversion
 from coat_kernels import device
-from coat_kernels.adamw import step
 
 BLOCK, ADAMW = {"enabled": True}, {"type": "AdamW", "params": {"lr": 1e-3}}
 
@@ -162,7 +161,7 @@ def test_keys_of_others_are_no_misspelt_block():
 
 
 @pytest.mark.parametrize(
-    ("zero", "stage", "compiled"),
+    ("zero", "stage", "offloads"),
     [
         (True, 1, False),
         ({"stage": 2, "cpu_offload": True}, 2, True),
@@ -170,13 +169,13 @@ def test_keys_of_others_are_no_misspelt_block():
         ({"stage": 0}, 0, False),
     ],
 )
-def test_sections_of_old_configs(zero, stage, compiled):
-    """The class of the optimizer is that of the stage, and offloaded steps are compiled."""
+def test_sections_of_old_configs(zero, stage, offloads):
+    """The class of the optimizer is that of the stage, and states are where ZeRO's masters are."""
     coat = CoatConfig.from_dict({**BLOCK})
     model = torch.nn.Linear(64, 1, bias=False)
     make = build.optimizer_for_engine(coat, host(zero_optimization=zero), None, model)
     made = make(model.parameters())
-    assert (type(made) is CoatAdamW) == bool(stage) and made._compiled == compiled
+    assert (type(made) is CoatAdamW) == bool(stage) and made.offloads == offloads
     # as torch's of either class
     model.weight.grad = torch.ones(1, 64)
     made.zero_grad(set_to_none=False)
@@ -318,17 +317,3 @@ def test_weights_decay_as_without_the_block(torch_adam, stock):
         options = deepspeed_config.optimizer_options(params(lr=1e-3, torch_adam=torch_adam, **given))
         expected = given.get("weight_decay", inspect.signature(stock).parameters["weight_decay"].default)
         assert CoatAdamW(made, **options).param_groups[0]["weight_decay"] == expected
-
-
-@pytest.mark.parametrize(
-    "zero", [{}, {"offload_optimizer": {"device": "cpu"}}], ids=["on a GPU", "offloaded"]
-)
-def test_offloaded_states_are_stepped_in_cpp(zero, monkeypatch):
-    stepped, compiled = [], step.adamw_compiled
-    monkeypatch.setattr(step, "adamw_compiled", lambda *given: stepped.append(given) or compiled(*given))
-    model = torch.nn.Linear(96, 96, bias=False)
-    config = host(zero_optimization={"stage": 2, **zero})
-    made = build.optimizer_for_engine(CoatConfig.from_dict(BLOCK), config, None, model)(model.parameters())
-    model.weight.grad = torch.randn(96, 96)
-    made.step()
-    assert len(stepped) == bool(zero)

@@ -103,6 +103,34 @@ def test_steps_have_the_bits_of_resident_states(kind, device):
     assert state_bytes(resident) == state_bytes(host)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("pinned", [False, True])
+@pytest.mark.parametrize("kind", ["fp32", "bf16"])
+def test_parameters_on_the_cpu_are_stepped_by_the_gpu(kind, pinned):
+    """As with DeepSpeed's `offload_optimizer`, which pins masters and gradients or does not."""
+    dtype, options = KINDS[kind]
+    params, resident = made(torch.device("cuda"), dtype, "none", **options)
+    others, host = made(torch.device("cpu"), dtype, "cpu", **options)
+    for p in others if pinned else ():
+        p.data = p.data.pin_memory()
+    train(params, resident, STEPS)
+    train(others, host, STEPS)
+    assert_equal([p.cpu() for p in params], others)
+    assert_equal(stored(resident), stored(host))
+    assert all(state["exp_avg"].is_pinned() for state in host.state.values() if state["exp_avg"].numel())
+
+
+def test_copies_of_parameters_are_written(device):
+    for place in {device.type, "cpu"}:
+        params, optimizer = made(torch.device(place), torch.float32, "cpu")
+        copies = [torch.zeros(p.shape, dtype=torch.bfloat16, device=place) for p in params]
+        for p, copied in zip(params, copies, strict=True):
+            optimizer.copy_weight(p, copied)
+        # each parameter has a gradient in one of them
+        train(params, optimizer, 3)
+        assert_equal([p.bfloat16() for p in params[:-1]], copies[:-1])
+
+
 def test_all_states_lie_in_one_pinned_allocation(device):
     params, optimizer = made(device, torch.bfloat16, "cpu")
     optimizer.init_states()

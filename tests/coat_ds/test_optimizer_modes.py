@@ -140,27 +140,6 @@ def test_tensors_whose_second_moments_alone_differ_in_one_step():
     assert all_equal(together, alone)
 
 
-def test_the_compiled_step_is_asked_for_where_it_is_wanted(monkeypatch):
-    asked = []
-    # none: as on a machine without a compiler
-    monkeypatch.setattr(adamw_step, "compiled_step", lambda: asked.append(compiled))
-    for compiled in (False, True):
-        params = start("cpu", 5000)
-        train(params, CoatAdamW(params, **OPTIONS, compiled=compiled), steps=1)
-    assert asked == [True]
-
-
-def test_copies_are_left_to_pytorch_where_steps_are_compiled(monkeypatch):
-    """The compiled step writes none."""
-    monkeypatch.setattr(adamw_step, "compiled_step", lambda: lambda *_: None)
-    (p,) = params = start("cpu", 5000)
-    copied = torch.zeros_like(p, dtype=torch.bfloat16)
-    optimizer = CoatAdamW(params, **OPTIONS, compiled=True)
-    optimizer.copy_weight(p, copied)
-    train(params, optimizer, steps=1)
-    assert copied.equal(p.detach().bfloat16())
-
-
 def test_gradients_of_other_strides(device, monkeypatch):
     """The kernel reads them by their addresses, and would take the elements in another order in silence."""
     monkeypatch.setattr(adamw_step, "uses_kernels", lambda *_, **__: True)

@@ -194,3 +194,16 @@ def test_steps_and_rate_on_the_device_are_those_of_the_host(device):
         rate = {"lr": torch.tensor(OPTIONS["lr"], device=device)}
         adamw_list(on_device, grads[step - 1], ms, vs, steps, **codecs, **(OPTIONS | rate))
     assert all(a.equal(b) for a, b in zip(host, on_device, strict=True))
+
+
+def test_pieces_are_the_whole():
+    """A tensor stepped in several pieces has the noise and the groups of the whole tensor."""
+    numel, more = adamw.PIECE + 1000, {"dither": True, "seed": 5}
+    outcomes = []
+    for step_one in (adamw_reference, lambda *given, **options: adamw_(*([x] for x in given), **options)):
+        torch.manual_seed(0)
+        p, g = torch.randn(2, numel)
+        codecs, storage = states("fp8_expanded", "log8", numel, "cpu")
+        step_one(p, g, *storage, 1, **codecs, **OPTIONS, **more)
+        outcomes.append((p, *storage[0], *storage[1]))
+    assert all(map(torch.equal, *outcomes))
