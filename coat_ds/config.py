@@ -66,6 +66,17 @@ def check_choice(key: str, value: Any, choices: tuple) -> None:
         )
 
 
+def check_offload(key: str, value: Any) -> None:
+    """Raises CoatConfigError unless `value` is one of `OFFLOADS` or a number of GB."""
+    is_number = type(value) in (int, float)
+    # written with `not` so that NaN is refused too
+    if not (value >= 0 if is_number else value in OFFLOADS):
+        raise CoatConfigError(
+            f"{key}: expected {', '.join(map(repr, OFFLOADS))} or GB of states that stay on the GPU, 0 or "
+            f"more; found {value!r}.{_way_to_a_choice(value, OFFLOADS)}"
+        )
+
+
 def _way_to_a_choice(value: Any, choices: tuple) -> str:
     if value == "auto":
         return f" {AUTO_IS_NULL if None in choices else AUTO}"
@@ -147,6 +158,8 @@ class _Block:
             if is_dataclass(f.type):
                 if not isinstance(value, f.type):
                     raise CoatConfigError(f"{key}: expected {f.type.__name__}, found {value!r}.")
+            elif "check" in f.metadata:
+                f.metadata["check"](key, value)
             elif "choices" in f.metadata:
                 if isinstance(value, str) and (f.name, value) in self.REMOVED:
                     raise CoatConfigError(
@@ -226,11 +239,14 @@ class OptimizerConfig(_Block):
     """What checkpoints hold. "stock": FP32 moments, which stock AdamW can load. "compressed": the 8-bit
     codes, a quarter of the bytes, which only `CoatAdamW` can load."""
 
-    offload: str = _choice("none", OFFLOADS)
+    offload: str | float = field(
+        default="none", metadata={"choices": OFFLOADS, "minimum": 0, "check": check_offload}
+    )
     """Where moments and the 16 bits of "exact" are. "none": on the GPU. "cpu": in pinned host memory; each
     step streams them through the GPU, which takes as long as copying them both ways, and has the same
-    results. ZeRO's masters stay on the GPU. With DeepSpeed's `offload_optimizer` they are in host
-    memory too, and the states with them, whatever this key says."""
+    results. A number: states stay on the GPU, tensor by tensor, while they fit into this number of GB (10^9
+    bytes), and the others stream; a partition of ZeRO 1 or 2 is one tensor. ZeRO's masters stay on the GPU. With
+    DeepSpeed's `offload_optimizer` they are in host memory, and all states with them."""
 
     def __post_init__(self):
         # slots=True creates a second class, and `super()` without arguments still refers to the first

@@ -42,6 +42,9 @@ def _property(f: Field) -> dict[str, Any]:
     if is_dataclass(f.type):
         block = _block(f.type)
         return {"anyOf": [{"type": "boolean"}, block]} if f.type.OR_BOOLEAN else block
+    if "check" in f.metadata:
+        number = {"type": "number", "minimum": f.metadata["minimum"]}
+        return {"anyOf": [{"enum": list(f.metadata["choices"])}, number], "default": f.default}
     if f.type in JSON_TYPES:
         made = {"type": JSON_TYPES[f.type]}
     elif "choices" in f.metadata:

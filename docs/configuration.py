@@ -55,15 +55,16 @@ def section(path: str, block: dict) -> list[str]:
             where = f"{path}.{name}"
             lines.append(f"| `{name}` | | [object](#{where.replace('.', '')}) | {described_as(described)} |")
             continue
-        if "enum" in described:
-            values = ", ".join(f"`{json.dumps(value)}`" for value in described["enum"])
-        else:
-            values = described["type"] + (
-                f", {described['minimum']} or more" if "minimum" in described else ""
-            )
+        values = ", or ".join(map(values_of, described.get("anyOf", [described])))
         default = json.dumps(list(d) if isinstance(d := described["default"], tuple) else d)
         lines.append(f"| `{name}` | `{default}` | {values} | {described['description']} |")
     return [*lines, ""]
+
+
+def values_of(described: dict) -> str:
+    if "enum" in described:
+        return ", ".join(f"`{json.dumps(value)}`" for value in described["enum"])
+    return described["type"] + (f", {described['minimum']} or more" if "minimum" in described else "")
 
 
 def described_as(described: dict) -> str:

@@ -12,7 +12,7 @@ with their states. Without a GPU everything takes the same path with plain copie
 import contextlib
 import mmap
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,9 +42,17 @@ class HostMemoryError(RuntimeError):
 
 
 class HostStates:
-    """The host memory of one optimizer's states, and where the state of each parameter lies in it."""
+    """The host memory of one optimizer's states, and where the state of each parameter lies in it.
 
-    def __init__(self) -> None:
+    resident: bytes of states that stay on the device.
+    """
+
+    def __init__(self, resident: float = 0) -> None:
+        self._resident = resident
+        # bytes of the states on the device and in host memory, in this order
+        self.decided = [0, 0]
+        # whether the state of a parameter is in host memory
+        self.streams: dict[torch.Tensor, bool] = {}
         self._pages: list[Pages] = []
         # bytes of the last pages that states take
         self._used = 0
@@ -52,11 +60,19 @@ class HostStates:
         self._slices: dict[torch.Tensor, tuple[Pages, int, int]] = {}
         self._placed: dict[torch.Tensor, tuple] = {}
 
-    def place(self, p: torch.Tensor, state: dict[str, Any], planned: Callable[[], int]) -> None:
+    def decide(self, sizes: dict[torch.Tensor, int]) -> None:
+        """Decides, once, where states are. sizes: the bytes of the state of each parameter (`host_bytes`)."""
+        for p, size in sizes.items():
+            if p not in self.streams:
+                # parameters on the CPU, with their states, are stepped by a GPU
+                off_device = stepping_device(p.device) != p.device
+                self.streams[p] = off_device or self.decided[0] + size > self._resident
+                self.decided[self.streams[p]] += size
+
+    def place(self, p: torch.Tensor, state: dict[str, Any]) -> None:
         """Moves the moments and the remainder in the state of `p` into the allocation, which is made first if
         it does not exist. Does nothing if they are there.
 
-        planned: returns the bytes (`aligned`) of the states of all parameters, those of `p` included.
         Raises HostMemoryError, before it allocates, if the host has too little memory.
         """
         second, first = (local(state[name]) for name in SECOND_FIRST)
@@ -65,7 +81,7 @@ class HostStates:
         if p in self._placed and all(a is b for a, b in zip(self._placed[p], found, strict=True)):
             return
         held = [*second.stored(), *first.alone().stored(), *([] if remainder is None else [remainder])]
-        pages, begin = self._slice(p, sum(map(aligned, held)), planned)
+        pages, begin = self._slice(p, sum(map(aligned, held)))
         if any(pages.address <= t.data_ptr() < pages.address + len(pages) for t in held):
             # they may move within the slice
             held = list(map(torch.clone, held))
@@ -86,11 +102,11 @@ class HostStates:
             state["remainder"] = laid_out_like(p, remainder)
         self._placed[p] = (second.pieces, first.pieces, remainder)
 
-    def _slice(self, p: torch.Tensor, size: int, planned: Callable[[], int]) -> tuple["Pages", int]:
+    def _slice(self, p: torch.Tensor, size: int) -> tuple["Pages", int]:
         """Pages and first byte of `size` bytes for the state of `p`."""
         if p not in self._slices or self._slices[p][2] != size:
             if not self._pages or self._used + size > len(self._pages[-1]) - ALIGNMENT:
-                room = size if self._pages else max(size, planned())
+                room = size if self._pages else max(size, self.decided[1])
                 # the rest keeps runs of bytes from going on in other pages
                 self._pages.append(allocate(room + ALIGNMENT, stepping_device(p.device)))
                 self._used = 0
@@ -229,7 +245,7 @@ def runs_of(states: list[torch.Tensor]) -> tuple[list[Run], list[int]]:
 
 
 class Plan(NamedTuple):
-    """How a chunk lies in a slot. Bytes of host memory stand beside their first byte in the slot."""
+    """How a chunk lies in a slot. Bytes of host memory stand with their first byte in the slot."""
 
     chunk: list[Operands]
     places: list[tuple[torch.Tensor, int]]
@@ -344,6 +360,10 @@ class Passages(dict[torch.device, Passage]):
 
     def __init__(self, host: HostStates):
         self._host = host
+
+    def serve(self, p: torch.Tensor) -> bool:
+        """Whether the state of `p` is in host memory."""
+        return self._host.streams[p]
 
     def __missing__(self, device: torch.device) -> Passage:
         return self.setdefault(device, Passage(self._host, device))

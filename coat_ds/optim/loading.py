@@ -106,7 +106,7 @@ def load_state(
     said: the formats of its moments that the parameter group in `loaded` names.
     Returns the formats in which the moments were stored, as `stored_formats` does.
     """
-    state, device = optimizer.state[p], optimizer.state_device(p)
+    state, device = optimizer.state[p], optimizer.state_device(p, group)
     remainder = state.pop("remainder", None)
     if _is_remainder(remainder) and has_remainder(p, group):
         held = shard_of(remainder, p)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from coat_ds.config import CHECKPOINT_LAYOUTS, KEEP_FP32, OFFLOADS, check_choice, name_patterns
+from coat_ds.config import CHECKPOINT_LAYOUTS, KEEP_FP32, check_choice, check_offload, name_patterns
 from coat_ds.optim.accounting import layout_table, planned_bytes
 from coat_ds.optim.allocator import GivenBack
 from coat_ds.optim.checks import (
@@ -81,7 +81,9 @@ class CoatAdamW(torch.optim.Optimizer):
     offload: where moments and remainders are. "none": on the parameters' device. "cpu": in one allocation of
         pinned host memory, from which a step copies them to the GPU in chunks, and back. The results have
         the same bits. A step takes as long as the copies, returns when they have ended, and cannot be
-        captured in a CUDA graph.
+        captured in a CUDA graph. A number: GB (10^9 bytes) of states that stay on the device, whole tensors
+        in their order; this is decided when the first state is created, and logged. Parameters on the CPU
+        pass through the GPU with their states, unless it is "none".
     log: a function of (line, level). None is Python's logging, on rank 0; the constructor then logs how
         states are stored, and their bytes (INFO). Frameworks with their own log pass `log` and log that line.
     checkpoint_layout: the contents of `state_dict`. "stock": FP32 moments, as in `torch.optim.AdamW`.
@@ -137,7 +139,7 @@ class CoatAdamW(torch.optim.Optimizer):
         keep_fp32: Rule = KEEP_FP32,
         seed: int = 0,
         checkpoint_layout: str = "stock",
-        offload: str = "none",
+        offload: str | float = "none",
         log: Callable[[str, int], None] | None = None,
     ):
         defaults = {
@@ -161,15 +163,15 @@ class CoatAdamW(torch.optim.Optimizer):
         check_options(defaults)
         check_choice("CoatAdamW: checkpoint_layout", checkpoint_layout, CHECKPOINT_LAYOUTS)
         check_seed(seed)
-        check_choice("CoatAdamW: offload", offload, OFFLOADS)
+        check_offload("CoatAdamW: offload", offload)
         if not callable(keep_fp32):
             keep_fp32 = name_patterns("CoatAdamW: keep_fp32", keep_fp32)
-        self._seed, self._checkpoint_layout = seed, checkpoint_layout
+        self._seed, self._checkpoint_layout, self._offload = seed, checkpoint_layout, offload
         self._layouts = Layouts(keep_fp32)
         self.log = log or to_logging
         self._arrived: Counter[str] = Counter()
         self._copies: dict[torch.Tensor, torch.Tensor] = {}
-        self._host = HostStates() if offload == "cpu" else None
+        self._host = _host_states(offload)
         self._given_back = GivenBack()
         # by name: in a subclass, DeepSpeed's FusedAdam may follow this class in the MRO
         torch.optim.Optimizer.__init__(self, params, defaults)
@@ -181,9 +183,8 @@ class CoatAdamW(torch.optim.Optimizer):
             self.log(f"CoatAdamW: {states_line(self, planned_bytes(self))}", logging.INFO)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("_seed", "_checkpoint_layout", "_arrived", "_copies", "_layouts", "log")
-        own_values = {name: getattr(self, name) for name in own}
-        return {**super().__getstate__(), **own_values, "_host": self._host is not None}
+        own = ("_seed", "_checkpoint_layout", "_offload", "_arrived", "_copies", "_layouts", "log")
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # torch also calls this when it loads a state dict, with states and parameter groups only
@@ -194,8 +195,8 @@ class CoatAdamW(torch.optim.Optimizer):
             rule, kept, *rest = (state.pop(name) for name in names)
             state["_layouts"] = Layouts(rule, dict.fromkeys(kept, True), *rest)
         if "_layouts" in state:
-            state = {"log": to_logging, **state, "_given_back": GivenBack()}
-            state["_host"] = HostStates() if state.get("_host") else None
+            state = {"log": to_logging, "_offload": "none", **state, "_given_back": GivenBack()}
+            state["_host"] = _host_states(state["_offload"])
         torch.optim.Optimizer.__setstate__(self, state)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -274,9 +275,9 @@ class CoatAdamW(torch.optim.Optimizer):
         work = [(group, [p for p in group["params"] if p.grad is not None]) for group in self.param_groups]
         if not (self._said_frozen or any(params for _, params in work)):
             self._say_if_frozen()
-        for _, params in work:
+        for group, params in work:
             for p in params:
-                check_tensors(p, self.state.get(p, {}), self.state_device(p))
+                check_tensors(p, self.state.get(p, {}), self.state_device(p, group))
         passages = None if self._host is None else Passages(self._host)
         scaling = Scaling(grad_scale, found_inf)
         for group, listed in work:
@@ -308,7 +309,7 @@ class CoatAdamW(torch.optim.Optimizer):
             "keep_fp32": self._layouts.keep_fp32,
             "checkpoint_layout": self._checkpoint_layout,
             "seed": self._seed,
-            "offload": "cpu" if self.offloads else "none",
+            "offload": self._offload,
             "log": self.log,
         }
 
@@ -367,7 +368,9 @@ class CoatAdamW(torch.optim.Optimizer):
             value = state.get(name)
             if value is None:
                 layout = self._layouts.layout_of(p, group, name)
-                moment = Moment.zeros(local(p).shape, layout, group["group_size"], self.state_device(p))
+                moment = Moment.zeros(
+                    local(p).shape, layout, group["group_size"], self.state_device(p, group)
+                )
                 # zeros are stored alike in every pair, and encoding them again takes long on a CPU
                 second = local(state["exp_avg_sq"]) if name == "exp_avg" else None
                 state[name] = laid_out_like(p, moment.beside(second))
@@ -380,35 +383,47 @@ class CoatAdamW(torch.optim.Optimizer):
             state.pop("remainder", None)
         elif "remainder" not in state:
             # zero: the parameter's own value is the master
-            remainder = torch.zeros(local(p).shape, dtype=torch.int16, device=self.state_device(p))
+            remainder = torch.zeros(local(p).shape, dtype=torch.int16, device=self.state_device(p, group))
             state["remainder"] = laid_out_like(p, remainder)
-        if self._host is not None:
-            self._host.place(p, state, self._planned_bytes)
+        if self._host is not None and self._is_streamed(p, group):
+            self._host.place(p, state)
         return state
 
     @property
     def offloads(self) -> bool:
-        """Whether states are in host memory, whatever the device of the parameters."""
+        """Whether states may be in host memory, whatever the device of the parameters."""
         return self._host is not None
 
-    def state_device(self, p: torch.Tensor) -> torch.device:
-        """The device of the moments and of the remainder of `p`."""
-        return p.device if self._host is None else CPU
+    def streams(self, p: torch.Tensor) -> bool:
+        """Whether the state of `p`, which exists, is in host memory, whatever the device of `p`."""
+        return self._host is not None and self._host.streams[p]
 
-    def _planned_bytes(self) -> int:
-        """Bytes in host memory of the states of all trained parameters of this rank."""
-        held = {p: group for i, group in enumerate(self.param_groups) for p in self.held_in(i)}
-        return sum(
-            host_bytes(p, group, self._layouts)
-            for p, group in held.items()
-            if p.requires_grad or p in self._layouts.fragments
-        )
+    def state_device(self, p: torch.Tensor, group: dict[str, Any]) -> torch.device:
+        """The device of the moments and of the remainder of `p`."""
+        return CPU if self._is_streamed(p, group) else p.device
+
+    def _is_streamed(self, p: torch.Tensor, group: dict[str, Any]) -> bool:
+        """As `streams`, also before the state exists: decides it for all trained parameters of this rank."""
+        host = self._host
+        if host is None or p in host.streams:
+            return self.streams(p)
+        held = {x: own for i, own in enumerate(self.param_groups) for x in self.held_in(i)} | {p: group}
+        trained = (x for x in held if x is p or x.requires_grad or x in self._layouts.fragments)
+        host.decide({x: host_bytes(x, held[x], self._layouts) for x in trained})
+        if self._offload != "cpu":
+            stay, streamed = host.decided
+            self.log(
+                f"CoatAdamW: offload: {stay:,} bytes of states stay on the GPU, {streamed:,} bytes stream "
+                "from host memory",
+                logging.INFO,
+            )
+        return self.streams(p)
 
     def _take_moment(self, p: torch.Tensor, group: dict[str, Any], name: str, values: torch.Tensor) -> None:
         """Puts FP32 values into the state, in their original codes if they were decoded from codes."""
         values, layout = shard_of(values, p), self._layouts.layout_of(p, group, name)
         second = local(self.state[p]["exp_avg_sq"]) if name == "exp_avg" else None
-        device = self.state_device(p)
+        device = self.state_device(p, group)
         moment = Moment.zeros(values.shape, layout, group["group_size"], device).beside(second)
         exact = moment.recover_(values, p.device)
         self.state[p][name] = laid_out_like(p, moment)
@@ -568,3 +583,9 @@ class CoatAdamW(torch.optim.Optimizer):
             if p in self.state
         }
         say_conversions(self, stored)
+
+
+def _host_states(offload: str | float) -> HostStates | None:
+    if offload == "none":
+        return None
+    return HostStates(0 if offload == "cpu" else 1e9 * float(offload))

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from coat_ds.optim.checks import grad_of
-from coat_ds.optim.host_states import Operands, Passage, stepping_device
+from coat_ds.optim.host_states import Operands, Passages, stepping_device
 from coat_ds.optim.narrow_grad import narrow_and_scale
 from coat_ds.optim.options import rounds_stochastically
 from coat_ds.optim.pieces import Piece
@@ -48,14 +48,14 @@ def update_group(
     scaling: Scaling,
     *,
     seed: int,
-    passages: Mapping[torch.device, Passage] | None = None,
+    passages: Passages | None = None,
 ) -> None:
     """One step of `params`, which all have gradients, in place.
 
     states: the optimizer's state of each parameter, ready for the step.
     copies: BF16 copies of parameters, written along with them.
     seed: as in `CoatAdamW`.
-    passages: of states in host memory, by `stepping_device`; None: states are on the parameters' devices.
+    passages: of the states in host memory; None: all states are on the parameters' devices.
     """
     held = [local(p) for p in params]
     contiguous = [shard.contiguous() for shard in held]
@@ -63,12 +63,13 @@ def update_group(
     steps = _count(states, scaling.found_inf)
     scales = {id(scale): scale for _, scale in read}
     grads = [grad for grad, _ in read]
-    kinds = [id(scale) for _, scale in read]
+    streams = [passages is not None and passages.serve(p) for p in params]
+    kinds = list(zip(streams, map(id, (scale for _, scale in read)), strict=True))
     for key, bucket in _buckets(params, contiguous, grads, kinds, states, steps, copies).items():
-        kind, group_size, *_ = key
+        (streamed, kind), group_size, *_ = key
         scaled = scaling._replace(grad_scale=_product(scaling.grad_scale, scales[kind]))
         device = stepping_device(bucket[0].param.device)
-        for part in [bucket] if passages is None else passages[device].through(bucket, group_size):
+        for part in passages[device].through(bucket, group_size) if passages and streamed else [bucket]:
             _launch(group, part, scaled, group_size, seed)
     for shard, updated in zip(held, contiguous, strict=True):
         if updated is not shard:
@@ -84,7 +85,7 @@ def _buckets(
     params: list[torch.Tensor],
     contiguous: list[torch.Tensor],
     grads: list[torch.Tensor],
-    kinds: list[int],
+    kinds: list[tuple],
     states: list[dict[str, Any]],
     steps: list[torch.Tensor],
     copies: Mapping[torch.Tensor, torch.Tensor],

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from coat_ds.config import (
+    OFFLOADS,
     ActivationsConfig,
     CoatConfig,
     CoatConfigError,
@@ -67,6 +68,13 @@ def check(config: Mapping[str, Any], optimizer: Any) -> CoatConfig:
         )
     if coat.enabled and coat.optimizer.enabled:
         check_deepspeed_config(config)
+        if coat.optimizer.offload not in OFFLOADS and offloads(config):
+            _refuse(
+                "coat.optimizer.offload",
+                coat.optimizer.offload,
+                "with zero_optimization.offload_optimizer all states are in host memory",
+                "Drop one of the two",
+            )
         if optimizer is None:
             optimizer_options(config)
         else:

@@ -214,9 +214,9 @@ def _move_states(
     """Puts all states on `device`, into pinned memory if they come from a GPU. Returns the old tensors.
     States that stream from host memory stay there."""
     moved: list[torch.Tensor] = []
-    if optimizer.offloads:
-        return moved
-    for state in optimizer.state.values():
+    for p, state in optimizer.state.items():
+        if optimizer.streams(p):
+            continue
         first, second = (state.get(name) for name in MOMENTS)
         together = isinstance(first, Moment) and isinstance(second, Moment) and first.is_beside(second)
         for name, value in state.items():

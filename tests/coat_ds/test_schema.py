@@ -15,6 +15,7 @@ GOOD = [
     {"enabled": True},
     {"enabled": False, "optimizer": {"exp_avg_sq_format": "log8", "min_numel": 0, "keep_fp32": []}},
     {"enabled": True, "fp8_activation_checkpointing": True},
+    *({"enabled": True, "optimizer": {"offload": value}} for value in ("cpu", 0, 12.5)),
     {"enabled": True, "activations": {"backward_format": "e4m3"}},
     {"enabled": True, "activations": False, "require": False},
     {"enabled": True, "activations": True, "require": True},
@@ -32,6 +33,7 @@ BAD = [
     {"enabled": True, "activations": "off"},
     {"enabled": True, "optimizer": {"exp_avg_format": "log8"}},
     {"enabled": True, "optimizer": {"min_numel": -1}},
+    *({"enabled": True, "optimizer": {"offload": value}} for value in ("gpu", -1, True, None)),
     {"enabled": True, "optimizer": {"min_numel": "many"}},
     {"enabled": True, "optimizer": {"keep_fp32": "*norm*"}},
     {"enabled": True, "optimizer": {"keep_fp32": [1]}},
@@ -70,10 +72,10 @@ def test_refused(block):
 def test_defaults_and_descriptions():
     def check(block, found):
         for name, described in block["properties"].items():
-            described = described.get("anyOf", [{}, described])[1]
+            inner = described.get("anyOf", [{}, described])[1]
             value = getattr(found, name)
-            if "properties" in described:
-                check(described, value)
+            if "properties" in inner:
+                check(inner, value)
             else:
                 assert described["default"] == (list(value) if isinstance(value, tuple) else value)
                 assert described["description"].endswith(".")
