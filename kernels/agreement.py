@@ -41,12 +41,16 @@ E4M3_RMS, E5M2_RMS, BF16_RMS = map(gaussian_rounding_rms, (3, 2, 7))
 # RMS of the rounding of each saved format of activations
 ROUNDING = {name: fmt.rms for name, fmt in GROUP_FORMATS.items()}
 
-# Roundings of the experts' output: those of gate, which the activation at most doubles, and of up; after the
-# activation, after the router's weight, after the second GEMM and after the sum. In quadrature 4 + 1 + 4.
-EXPERTS_FORWARD = 3 * BF16_RMS
-# Backward reads gate and up with one rounding each, and doubles gate's rounding. It rounds to BF16 as often
-# as forward, and starts from forward's rounded results.
-EXPERTS_BACKWARD = {fmt: (5 * rms**2 + 2 * EXPERTS_FORWARD**2) ** 0.5 for fmt, rms in ROUNDING.items()}
+# Roundings of the experts' output to E4M3: the input's and the weight's, in gate and in up; the activation at
+# most doubles gate's. Then those of the second GEMM's operands. In quadrature 2 (4 + 1) + 2. To BF16: gate's,
+# doubled, and up's; after the activation, after the second GEMM and after the sum. 4 + 1 + 3.
+EXPERTS_FORWARD = (12 * E4M3_RMS**2 + 8 * BF16_RMS**2) ** 0.5
+# Backward reads gate and up as forward computed them, with one more rounding each, and doubles gate's. All
+# GEMMs round the output's gradient; that with the first weight also the second weight, the gate's gradient,
+# and its other operand: 10 + 4. It rounds to BF16 at most as often as forward.
+EXPERTS_BACKWARD = {
+    fmt: (14 * E4M3_RMS**2 + 5 * rms**2 + 16 * BF16_RMS**2) ** 0.5 for fmt, rms in ROUNDING.items()
+}
 
 
 def rel_rms(actual: torch.Tensor, expected: torch.Tensor) -> float:

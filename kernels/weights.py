@@ -99,7 +99,7 @@ class WeightCache:
     def forward(
         self, weight: torch.Tensor, fmt: Fp8Format, trains: bool = True
     ) -> tuple[Quantized, torch.Tensor]:
-        """`weight` [n, k] row-major, and its amax. `trains`: a backward may follow."""
+        """`weight` [..., k], as [n, k], row-major, and its amax. `trains`: a backward may follow."""
         if self.keep == "none" or not trains:
             return self._quantize(weight, fmt)
         key = self._key_of(weight, fmt)
@@ -137,7 +137,8 @@ class WeightCache:
     def _again(self, weight: torch.Tensor, largest: torch.Tensor, fmt: Fp8Format, rows: bool) -> Quantized:
         if self._codes is not None and self._key == self._key_of(weight, fmt):
             return self._codes
-        return quantize_tensor(weight.contiguous(), largest, fmt, rows=rows, columns=not rows)
+        flat = weight.reshape(-1, weight.shape[-1]).contiguous()
+        return quantize_tensor(flat, largest, fmt, rows=rows, columns=not rows)
 
     @staticmethod
     def _key_of(weight: torch.Tensor, fmt: Fp8Format) -> tuple:

@@ -127,22 +127,27 @@ class _Activation(torch.autograd.Function):
 
 
 def activation_operands(
-    x: torch.Tensor, options: tuple[str, bool, int], keep: str, scale: PredictedScale
-) -> tuple[Quantized, torch.Tensor, Grouped]:
+    x: torch.Tensor,
+    options: tuple[str, bool, int],
+    keep: str | None,
+    scale: PredictedScale,
+    weights: torch.Tensor | None = None,
+) -> tuple[Quantized, torch.Tensor, Grouped | None]:
     """Returns the activation's output as row-major FP8 codes only, quantized at once: (operands, the amax,
-    the saved input).
+    the saved input, None if `keep` is None).
 
     x: [rows, f or 2 f], contiguous.
     options: kind, gated, group_size.
+    weights: factors of the output's rows, [rows], or None.
     """
     rows, f = x.shape[0], x.shape[1] // (1 + options[1])
     if uses_kernels(x):
-        kept = empty_grouped(rows, f, options[2], keep, x.device, 1 + options[1])
+        kept = empty_grouped(rows, f, options[2], keep, x.device, 1 + options[1]) if keep else None
 
         def write(out, scales):
-            return launch_forward(x, kept, *options, out=out, scales=scales)
+            return launch_forward(x, kept, *options, out=out, scales=scales, weights=weights)
     else:
-        y, _, kept = activation_forward_reference(x, *options, keep)
+        y, _, kept = activation_forward_reference(x, *options, keep, weights)
         write = functools.partial(write_reference, y, fmt=scale.fmt)
     return *Attempt(write, scale, rows, f, x.device).finish(None), kept
 

@@ -1,0 +1,18 @@
+"""Experts of an MoE layer: all experts in one grouped FP8 GEMM per projection, saved in 8 bits.
+
+reference.py specifies the layer and its kernels. order.py brings rows into the experts' order, matmul.py runs
+the GEMMs, gates.py computes the activation and its gradient, and op.py is what layers call. Start there.
+"""
+
+from coat_kernels.experts.gates import KernelGate, OwnGate
+from coat_kernels.experts.op import ExpertsState, grouped_experts, permuted_experts
+from coat_kernels.experts.reference import experts_reference
+
+__all__ = [
+    "ExpertsState",
+    "KernelGate",
+    "OwnGate",
+    "experts_reference",
+    "grouped_experts",
+    "permuted_experts",
+]

@@ -1,0 +1,317 @@
+"""The experts of an MoE layer as autograd functions.
+
+The input is quantized once for each token, and its codes are gathered in the order of the experts. The gate
+multiplies by the router's weights before the second GEMM: out = sum_k down_k(w_k a_k), so that their gradient
+is the gradient of w_k a_k times a_k, and the output is not needed in backward.
+
+For backward the layer saves the gate's input in groups of 8 bits, and its own input. Two cases differ in the
+input. Tokens (`grouped_experts`) are saved in BF16, because the router, which reads the same norm output,
+saves them anyway. Rows that are already in the experts' order (`permuted_experts`) are saved as the FP8 codes
+that the first GEMM read. Stock layers save the input, the gate's input and its output in BF16, for each
+expert of a token.
+
+Gradients are E4M3, like all other operands. The GEMM with a weight sums over a row of the gradient, which
+therefore has a scale of its own: tokens with small gradients keep their precision. The GEMMs of the weights'
+gradients sum over rows, and have one scale.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from coat_kernels.activation import KINDS
+from coat_kernels.autograd.derivatives import once_differentiable
+from coat_kernels.device import require_fp8, uses_kernels
+from coat_kernels.experts.gates import KernelGate, Needs, OwnGate, gather_columns, quantize_each_row
+from coat_kernels.experts.kernels import sum_to_tokens_triton
+from coat_kernels.experts.matmul import Scaled, matmul_of_rows, matmul_over_rows
+from coat_kernels.experts.order import by_expert, padded
+from coat_kernels.experts.reference import sum_to_tokens_reference
+from coat_kernels.fp8 import ALIGNMENT, E4M3
+from coat_kernels.tensorwise.operands import fp8_operands
+from coat_kernels.tensorwise.predicted import PredictedScale
+from coat_kernels.tensorwise.quantize import quantize_tensor
+from coat_kernels.weights import WeightCache
+
+
+def _predicted() -> PredictedScale:
+    return PredictedScale(E4M3)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsState:
+    """What a layer of experts keeps from one call to the next. It belongs to the caller.
+
+    gate_up, down: the FP8 copies of the weights. x_scale, a_scale, grad_scale: predict the scales of the
+    input, of the gate's output and of the output's gradient. fast: GEMMs accumulate with fewer bits on
+    Hopper; the errors are the same, and without it many small experts are slower than in BF16.
+    """
+
+    gate_up: WeightCache = field(default_factory=WeightCache)
+    down: WeightCache = field(default_factory=WeightCache)
+    x_scale: PredictedScale = field(default_factory=_predicted)
+    a_scale: PredictedScale = field(default_factory=_predicted)
+    grad_scale: PredictedScale = field(default_factory=_predicted)
+    fast: bool = True
+
+
+class _Weight:
+    """FP8 operands of a weight [e, m, k], which is stored as [e, k, m] if `transposed`."""
+
+    def __init__(self, cache: WeightCache, weight: torch.Tensor, transposed: bool):
+        self.cache = cache if cache.keep == "none" else cache.of(weight)
+        self.weight, self.transposed = weight, transposed
+
+    def forward(self, trains: bool) -> tuple[Scaled, torch.Tensor]:
+        """The operand [e, m, k] of the forward GEMM, and the amax."""
+        if self.transposed and (self.cache.keep == "none" or not trains):
+            predicted = self.cache.prediction(E4M3)
+            q, largest = fp8_operands(self.weight, E4M3, rows=False, columns=True, predicted=predicted)
+        else:
+            q, largest = self.cache.forward(self.weight, E4M3, trains)
+        return (self._by_columns(q) if self.transposed else self._by_rows(q), q.scale), largest
+
+    def backward(self, largest: torch.Tensor) -> Scaled:
+        """The operand [e, k, m] of the input's gradient."""
+        if self.transposed:
+            q = self.cache.rows(self.weight, largest, E4M3)
+            return self._by_rows(q), q.scale
+        q = self.cache.columns(self.weight, largest, E4M3)
+        return self._by_columns(q), q.scale
+
+    def _by_rows(self, q) -> torch.Tensor:
+        return q.rows.view(self.weight.shape)
+
+    def _by_columns(self, q) -> torch.Tensor:
+        # the transposes of all experts lie side by side
+        return q.columns.unflatten(1, self.weight.shape[:2]).transpose(0, 1)
+
+    def grad(self, a: Scaled, b: Scaled, ends: torch.Tensor, fast: bool) -> torch.Tensor:
+        """The gradient in the layout of the weight, from the transposed gradient [m, p] of the output and the
+        transposed input [k, p]."""
+        operands = (b, a) if self.transposed else (a, b)
+        return matmul_over_rows(*operands, ends, fast).to(self.weight.dtype)
+
+
+def _gathered(x: torch.Tensor, token: torch.Tensor | None) -> torch.Tensor:
+    """The rows `token` of FP8 codes, a multiple of 8 to a row; `x` if token is None."""
+    return x if token is None else x.view(torch.int64)[token].view(x.dtype)
+
+
+def _to_tokens(rows: torch.Tensor, order: torch.Tensor | None, tokens: int) -> torch.Tensor:
+    """The sum of `rows` [t k, h], which are in the experts' order, over each token's experts: [t, h]."""
+    if order is None:
+        return rows
+    back = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=order.device))
+    sums = sum_to_tokens_triton if uses_kernels(rows) else sum_to_tokens_reference
+    return sums(rows, back.view(tokens, -1))
+
+
+class _Experts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weights, gate_up, down, bias, order, expert, ends, gate, transposed, state, trained):
+        token = None if order is None else order // weights.shape[1]
+        first, second = _Weight(state.gate_up, gate_up, transposed), _Weight(state.down, down, transposed)
+        (codes, _, scale, _), largest_x = fp8_operands(x, E4M3, predicted=state.x_scale)
+        w_1, largest_1 = first.forward(trained)
+        both = matmul_of_rows((_gathered(codes, token), scale), w_1, ends, state.fast)
+        del w_1
+        if bias is not None:
+            both += bias.to(both.dtype)[expert]
+        w = weights.flatten() if order is None else weights.flatten()[order]
+        a, largest_a, kept = gate.forward(both, w, state.a_scale, trained)
+        del both
+        w_2, largest_2 = second.forward(trained)
+        y = matmul_of_rows((a.rows, a.scale), w_2, ends, state.fast)
+        of_x = ()
+        if trained and ctx.needs_input_grad[2]:
+            of_x = (codes, scale) if order is None else (x, largest_x)
+        ctx.save_for_backward(
+            weights, gate_up, down, ends, order, largest_1, largest_2, largest_a, *kept, *of_x
+        )
+        ctx.gate, ctx.transposed, ctx.state = gate, transposed, state
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return _to_tokens(y, order, len(x))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_y):
+        weights, gate_up, down, ends, order, largest_1, largest_2, largest_a, *kept = ctx.saved_tensors
+        kept, of_x = kept[:2], kept[2:]
+        needs_x, needs_weights, needs_gate_up, needs_down, needs_bias = ctx.needs_input_grad[:5]
+        state, fast = ctx.state, ctx.state.fast
+        first = _Weight(state.gate_up, gate_up, ctx.transposed)
+        second = _Weight(state.down, down, ctx.transposed)
+        grad_y, n = grad_y.contiguous(), weights.numel()
+        token = None if order is None else order // weights.shape[1]
+        w = weights.flatten() if order is None else weights.flatten()[order]
+        codes, scales = quantize_each_row(grad_y)
+        if order is not None:
+            codes, scales = _gathered(codes, token), scales[token]
+        grad_a = matmul_of_rows((codes, scales), second.backward(largest_2), ends, fast)
+        del codes
+        # the row of each place, and its token
+        row, place_ends = padded(ends, n)
+        of_token = row
+        if order is not None:
+            of_token = torch.cat((token, token.new_full((1,), len(grad_y)))).to(row.dtype)[row]
+        needs = Needs(needs_weights, needs_down, needs_x, needs_gate_up or needs_bias)
+        found = ctx.gate.backward(grad_a, w, kept, largest_a, row, needs)
+        del grad_a
+        grad_x = grad_weights = grad_gate_up = grad_down = grad_bias = None
+        if needs_weights:
+            grad_weights = found.weights
+            if order is not None:
+                grad_weights = torch.empty_like(grad_weights).index_copy_(0, order, grad_weights)
+            grad_weights = grad_weights.view_as(weights).to(weights.dtype)
+        if needs_down:
+            q, _ = fp8_operands(grad_y, E4M3, predicted=state.grad_scale)
+            columns = gather_columns(q.rows, of_token), q.scale
+            grad_down = second.grad(columns, found.output, place_ends, fast)
+            del q, columns
+        found = found._replace(output=None)
+        if needs_gate_up:
+            if order is None:
+                codes, scale = of_x
+            else:
+                x, largest_x = of_x
+                codes, _, scale, _ = quantize_tensor(x.contiguous(), largest_x, E4M3)
+            columns = gather_columns(codes, of_token), scale
+            grad_gate_up = first.grad(found.columns, columns, place_ends, fast)
+            del codes, columns
+        if needs_bias:
+            grad_bias = _sums(found.columns, place_ends, fast).to(ctx.bias_dtype)
+        found = found._replace(columns=None)
+        if needs_x:
+            rows = matmul_of_rows(found.rows, first.backward(largest_1), ends, fast)
+            grad_x = _to_tokens(rows, order, len(grad_y))
+        return grad_x, grad_weights, grad_gate_up, grad_down, grad_bias, *(None,) * 7
+
+
+def _sums(columns: Scaled, ends: torch.Tensor, fast: bool) -> torch.Tensor:
+    """The sums of `columns` [m, p] over the places of each expert, [e, m], as GEMMs with ones."""
+    codes, scale = columns
+    ones = torch.ones(ALIGNMENT, codes.shape[1], device=codes.device).to(codes.dtype)
+    return matmul_over_rows(columns, (ones, torch.ones_like(scale)), ends, fast)[..., 0]
+
+
+class _NoRows(torch.autograd.Function):
+    """The experts' result for zero rows. Gradients are zero, not None, and no kernel runs."""
+
+    @staticmethod
+    def forward(ctx, x, *parts):
+        ctx.save_for_backward(x, *parts)
+        return torch.zeros_like(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_y):
+        needed = zip(ctx.saved_tensors, ctx.needs_input_grad, strict=True)
+        return tuple(torch.zeros_like(t) if needs else None for t, needs in needed)
+
+
+def grouped_experts(
+    x: torch.Tensor,
+    chosen: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    gate: KernelGate | OwnGate,
+    *,
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+    transposed: bool = False,
+    state: ExpertsState | None = None,
+) -> torch.Tensor:
+    """sum_k w_k down_k(gate(gate_up_k(x))) over the experts k of each token.
+
+    Args:
+        x: [t, h], BF16.
+        chosen: the experts of each token, int64 [t, k].
+        weights: their weights, [t, k], FP32 or BF16.
+        gate_up: [e, 2 f, h], BF16 or FP32; with a `KernelGate`, gate's rows come before up's.
+        down: [e, h, f], BF16 or FP32.
+        gate: computes [rows, f] from [rows, 2 f], and defines how its input is saved.
+        gate_up_bias, down_bias: [e, 2 f] and [e, h], or None.
+        transposed: gate_up is [e, h, 2 f] and down [e, f, h].
+        state: what the caller keeps for the layer; nothing by default.
+
+    Returns [t, h] in BF16. Backward saves 2 k f bytes per token, with their scales, and x. Gradients of
+    weights and of `down` use the gate's result recomputed from the saved codes. Raises ValueError for an
+    unknown kind, another dtype, sizes that do not match or are not multiples of 16, or an f that is not a
+    multiple of the group size; RuntimeError on a GPU without FP8.
+    """
+    order, expert, ends = by_expert(chosen, len(gate_up))
+    parts = x, chosen, weights, gate_up, down, gate_up_bias, down_bias
+    return _experts(*parts, gate, order, expert, ends, transposed, state)
+
+
+def permuted_experts(
+    rows: torch.Tensor,
+    tokens_per_expert: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    gate: KernelGate | OwnGate,
+    *,
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+    state: ExpertsState | None = None,
+) -> torch.Tensor:
+    """w down_k(gate(gate_up_k(row))) for rows in the order of the experts k; each row has one expert.
+
+    Args:
+        rows: [n, h], BF16; n may be 0.
+        tokens_per_expert: number of rows of each expert, int64 [e], on any device. Their sum must be n; it is
+            not checked, because that would synchronize with the GPU.
+        weights: [n], FP32 or BF16.
+        gate_up, down, gate, gate_up_bias, down_bias, state: as in `grouped_experts`.
+
+    Returns [n, h] in BF16. The reference is `experts_reference` for tokens with one expert each. Backward
+    saves h + 2 f bytes per row, and scales; 2 f if gate_up is frozen. Raises as `grouped_experts` does.
+    """
+    ends = tokens_per_expert.cumsum(0).to(rows.device, torch.int32, non_blocking=True)
+    expert = None
+    if gate_up_bias is not None or down_bias is not None:
+        places = torch.arange(len(rows), dtype=torch.int32, device=rows.device)
+        expert = torch.searchsorted(ends, places, right=True)
+    chosen = None if expert is None else expert[:, None]
+    parts = rows, chosen, weights[:, None], gate_up, down, gate_up_bias, down_bias
+    return _experts(*parts, gate, None, expert, ends, False, state)
+
+
+def _experts(
+    x, chosen, weights, gate_up, down, gate_up_bias, down_bias, gate, order, expert, ends, transposed, state
+) -> torch.Tensor:
+    """Common part of both functions. Without an order, x holds rows."""
+    require_fp8(x.device)
+    if isinstance(gate, KernelGate) and gate.kind not in KINDS:
+        raise ValueError(f"experts: expected one of {', '.join(KINDS)}; found {gate.kind!r}")
+    if x.dtype != torch.bfloat16 or not {gate_up.dtype, down.dtype} <= {torch.bfloat16, torch.float32}:
+        raise ValueError(
+            f"experts: expected x in BF16 and weights in BF16 or FP32, found {x.dtype} and weights in "
+            f"{gate_up.dtype}, {down.dtype}"
+        )
+    (t, h), (e, *of_down) = x.shape, down.shape
+    f = of_down[0 if transposed else 1]
+    sizes = [((1 + gate.gated) * f, h), (h, f)]
+    expected = [(e, *(size[::-1] if transposed else size)) for size in sizes]
+    expected.append((t, 1 if order is None else chosen.shape[1]))
+    found = [tuple(part.shape) for part in (gate_up, down, weights)]
+    if found != expected or len(ends) != e or h % ALIGNMENT or f % ALIGNMENT or f % gate.group_size:
+        up = "2 f" if gate.gated else "f"
+        raise ValueError(
+            f"experts: expected gate_up [e, {up}, h] and down [e, h, f], with h and f in multiples of "
+            f"{ALIGNMENT} and f in groups of {gate.group_size}, and weights [t, k] for x {(t, h)} and "
+            f"{len(ends)} experts; found {found}"
+        )
+    inputs = x, weights, gate_up, down, gate_up_bias
+    if not t:
+        return _NoRows.apply(*inputs, down_bias)
+    trained = torch.is_grad_enabled() and any(p is not None and p.requires_grad for p in inputs)
+    y = _Experts.apply(*inputs, order, expert, ends, gate, transposed, state or ExpertsState(), trained)
+    if down_bias is None:
+        return y
+    # sum_k w_k b_k as a GEMM with each token's weights of all experts
+    of_all = torch.zeros(t, e, dtype=x.dtype, device=x.device).scatter(1, chosen, weights.to(x.dtype))
+    return torch.addmm(y, of_all, down_bias.to(x.dtype))
