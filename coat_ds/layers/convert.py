@@ -360,7 +360,7 @@ def _build_activation(module, activations, projections):
 
 def _build_experts(module, activations, projections):
     reason = experts.why_not(module, activations.group_size)
-    return (None, reason) if reason else (experts.forward_of(module, activations), None)
+    return (None, reason) if reason else (experts.Fp8Experts(module, activations), None)
 
 
 _BUILDERS = {

@@ -2,7 +2,7 @@
 
 Tokens are taken to be spread evenly over experts. A token has a row at each of its experts. Bytes that a row
 saves, with h hidden channels, f after the expert's activation, and g = 17/16, a byte and a group's share of its
-scale: 2 (2 h + 4 f) in BF16; 2 g f + 3 h with COAT, one expert after another; 2 g f with COAT, grouped.
+scale: 2 (2 h + 4 f) in BF16; 2 g f with COAT.
 """
 
 from dataclasses import dataclass
@@ -26,8 +26,6 @@ class Experts:
     """Channels of the shared expert, which every token uses."""
     shared_gate: bool = False
     """A GEMM with one column weighs the shared expert's output."""
-    grouped: bool = False
-    """COAT computes all experts in one grouped BF16 GEMM. Else one after another in FP8."""
     gated: bool = True
     """An expert has two GEMMs before its activation and one after it; else one and one."""
 
@@ -43,7 +41,7 @@ class Experts:
 
     def converted(self, h: int) -> int:
         """Elements of `matrices` that COAT multiplies in FP8."""
-        return self._channels(0 if self.grouped else self.count, h)
+        return self._channels(self.count, h)
 
     def active(self, h: int) -> int:
         """Elements that a token is multiplied with."""
@@ -51,7 +49,7 @@ class Experts:
 
     def converted_active(self, h: int) -> int:
         """Elements that a token is multiplied with in FP8."""
-        return self._channels(0 if self.grouped else self.used, h)
+        return self._channels(self.used, h)
 
     def _channels(self, experts: int, h: int) -> int:
         """Elements of so many experts, and of the shared one."""
@@ -63,13 +61,11 @@ class Experts:
         A router's losses are not counted.
         """
         # all probabilities, and the order that tokens are brought into, which most keep in several ways
-        ways = 2 if code is not None and self.grouped else 4
+        ways = 4 if code is None else 2
         routing = FP32 * self.count + ways * INT64 * self.used
         if code is None:
             # input, output, gate and up, the activation's output and the product
             return routing + BF16 * self.used * (2 * h + 4 * self.ffn) + BF16 * 4 * self.shared
         # the router reads the norm's output, which other layers recompute
         routing += BF16 * h + code * 2 * self.shared
-        # one by one: inputs in FP8, and outputs, which are weighted
-        others = 0 if self.grouped else (1 + BF16) * h
-        return routing + self.used * (code * 2 * self.ffn + others)
+        return routing + self.used * code * 2 * self.ffn

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from torch import nn
 
 from coat_ds.layers.detection.probe import shape_of
-from coat_ds.layers.modules.experts import is_experts, runs_one_by_one, why_not
+from coat_ds.layers.modules.experts import is_experts, why_not
 from coat_ds.layers.modules.replaced import replaced
 from coat_ds.plan.errors import PlanError
 from coat_ds.plan.experts import Experts
@@ -181,7 +181,6 @@ def _experts(layer: nn.Module, rest: list, hidden: int, config) -> dict | None:
         "used": used,
         "ffn": ffn,
         "shared_gate": gate,
-        "grouped": not runs_one_by_one(module),
         "gated": _numel(module.gate_up_proj) == 2 * _numel(module.down_proj),
         "seen": seen,
     }

@@ -99,9 +99,7 @@ class Passes:
         if experts is None:
             return 0
         activations = self.layout.tokens * experts.used * (2 * experts.ffn + h)
-        # COAT's come expert by expert, and gate's and up's are then put together
-        copies = 1 + 2 / 3 * (self.system.layers == "coat" and not experts.grouped)
-        weights = copies * 3 * experts.count * experts.ffn * h
+        weights = 3 * experts.count * experts.ffn * h
         return BF16 * (activations + weights / self.layout.tensor)
 
 

@@ -135,10 +135,9 @@ def _notes(plan: Plan) -> list[str]:
             "  off by tens of per cent of what is saved, COAT by a few.",
         ]
     if model.experts is not None:
-        where = "multiply in BF16 and save 8 bits" if model.experts.grouped else "multiply in FP8"
         lines.append(
             f"experts: {model.experts.count} in a layer, {model.experts.used} for a token, without expert "
-            f"parallelism; under COAT they {where}."
+            f"parallelism; under COAT they multiply in FP8."
         )
         lines.append("  Tokens are taken to be spread evenly over experts. None of these peaks was measured.")
     if on_host := max(choice.prediction.on_host for choice in plan.choices):

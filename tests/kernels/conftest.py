@@ -7,7 +7,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 from coat_kernels import activation as act
-from coat_kernels import norm, rope, tensorwise
+from coat_kernels import experts, norm, rope, tensorwise
 from coat_kernels.tensorwise import operands
 from tests.kernels.producers import PRODUCERS
 
@@ -63,6 +63,8 @@ def kernels(takes_kernels, monkeypatch):
     if takes_kernels:
         for module in (
             act.op,
+            experts.gates,
+            experts.op,
             operands,
             norm.op,
             rope.op,
@@ -75,6 +77,9 @@ def kernels(takes_kernels, monkeypatch):
             monkeypatch.setattr(act.kernels, f"{tile}_ROWS", 16)
             monkeypatch.setattr(act.kernels, f"{tile}_COLUMNS", 32)
         monkeypatch.setattr(act.kernels, "SUMMED_ROWS", 32)
+        for tile, size in {"GATE_M": 16, "GATE_N": 32, "ROW_BLOCK": 32, "SUM_BLOCK": 32}.items():
+            monkeypatch.setattr(experts.kernels, tile, size)
+        monkeypatch.setattr(experts.kernels, "COLUMNS_TILE", (16, 32))
         monkeypatch.setattr(norm.kernels, "FORWARD_TILE", 1024)
         monkeypatch.setattr(rope.kernels, "OPERANDS_TOKENS", 8)
         monkeypatch.setattr(rope.kernels, "OPERANDS_HEADS", 3)
