@@ -147,7 +147,6 @@ FAMILIES = {
         _GROUPED
         | {"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": HIDDEN},
     ),
-    # more experts than multiply one by one
     "qwen3_moe_grouped": Family(
         "Qwen3MoeConfig",
         "Qwen3MoeForCausalLM",

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import coat_ds
+from coat_kernels.agreement import EXPERTS_FORWARD
 from tests.coat_ds.layers.measures import fp8_bound, fp8_forward_bound
 from tests.util import rel_rms
 
@@ -85,13 +86,12 @@ def test_experts_with_biases_and_a_gate_of_their_own():
             assert rel_rms(own, gradient) < fp8_bound(4), name
 
 
-@pytest.mark.parametrize("count", [4, 20])
-def test_experts_save_as_the_block_says(count):
+def test_experts_save_as_the_block_says():
     def gradient(**activations):
-        config = {"num_local_experts": count, "num_experts_per_tok": 2}
+        config = {"num_local_experts": 4, "num_experts_per_tok": 2}
         experts = coat_ds.convert(build("Mixtral", **config), activations).model.layers[0].mlp.experts
         x = torch.randn(64, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
-        chosen = torch.stack((torch.arange(64) % count, torch.arange(1, 65) % count), 1)
+        chosen = torch.stack((torch.arange(64) % 4, torch.arange(1, 65) % 4), 1)
         experts(x, chosen, torch.full((64, 2), 0.5)).float().square().sum().backward()
         return experts.down_proj.grad
 
@@ -100,17 +100,8 @@ def test_experts_save_as_the_block_says(count):
         assert 1e-4 < rel_rms(gradient(**changed), first) < fp8_bound(2), changed
 
 
-@pytest.mark.parametrize("count", [16, 17])
-def test_up_to_16_experts_multiply_one_after_another(count):
-    conversion = coat_ds.conversion_of(coat_ds.convert(build("Mixtral", num_local_experts=count)))
-    assert ("model.layers.0.mlp.experts" in conversion.converted["linear"]) == (count == 16)
-
-
-@pytest.mark.parametrize("count", [4, 20])
-def test_experts_of_no_tokens(count, device):
-    experts = (
-        coat_ds.convert(build("Mixtral", num_local_experts=count)).model.layers[0].mlp.experts.to(device)
-    )
+def test_experts_of_no_tokens(device):
+    experts = coat_ds.convert(build("Mixtral", num_local_experts=4)).model.layers[0].mlp.experts.to(device)
     x = torch.zeros(0, 64, dtype=torch.bfloat16, device=device, requires_grad=True)
     weights = torch.zeros(0, 2, dtype=torch.bfloat16, device=device, requires_grad=True)
     y = experts(x, torch.zeros(0, 2, dtype=torch.int64, device=device), weights)
@@ -119,31 +110,28 @@ def test_experts_of_no_tokens(count, device):
     assert all(p.grad is not None and not p.grad.any() for p in experts.parameters())
 
 
-@pytest.mark.parametrize("count", [4, 20])
-def test_activations_of_experts_that_somebody_watches(count):
-    experts = coat_ds.convert(build("Mixtral", num_local_experts=count)).model.layers[0].mlp.experts
-    chosen, seen = torch.arange(64).view(64, 1) % count, []
+def test_activations_of_experts_that_somebody_watches():
+    experts = coat_ds.convert(build("Mixtral", num_local_experts=4)).model.layers[0].mlp.experts
+    chosen, seen = torch.arange(64).view(64, 1) % 4, []
     experts.act_fn.register_forward_hook(lambda module, args, y: seen.append(y) or torch.zeros_like(y))
     y = experts(torch.randn(64, 64).bfloat16(), chosen, torch.ones(64, 1, dtype=torch.bfloat16))
     assert seen and not y.any()
 
 
-@pytest.mark.parametrize("count", [4, 20])
-def test_activations_of_experts_that_are_put_in_place_later(count):
-    experts = coat_ds.convert(build("Mixtral", num_local_experts=count)).model.layers[0].mlp.experts
+def test_activations_of_experts_that_are_put_in_place_later():
+    experts = coat_ds.convert(build("Mixtral", num_local_experts=4)).model.layers[0].mlp.experts
     for copied in (experts, copy.deepcopy(experts)):
-        chosen, x = torch.arange(64).view(64, 1) % count, torch.randn(64, 64).bfloat16()
+        chosen, x = torch.arange(64).view(64, 1) % 4, torch.randn(64, 64).bfloat16()
         weights = torch.ones(64, 1, dtype=torch.bfloat16)
         assert copied(x, chosen, weights).any()
         copied.act_fn = torch.nn.Threshold(1e9, 0.0)
         assert not copied(x, chosen, weights).any()
 
 
-@pytest.mark.parametrize("count", [4, 20])
-def test_experts_whose_activation_is_a_function(count):
+def test_experts_whose_activation_is_a_function():
     """LFM2's, as if it were a module."""
-    sizes = {"num_experts": count, "moe_intermediate_size": 32, "num_dense_layers": 0}
-    found, chosen = [], torch.arange(64).view(64, 1) % count
+    sizes = {"num_experts": 4, "moe_intermediate_size": 32, "num_dense_layers": 0}
+    found, chosen = [], torch.arange(64).view(64, 1) % 4
     for act in (torch.nn.functional.silu, torch.nn.SiLU()):
         model = build("Lfm2Moe", **sizes, layer_types=["full_attention"])
         experts = model.model.layers[0].feed_forward.experts
@@ -155,42 +143,39 @@ def test_experts_whose_activation_is_a_function(count):
     assert found[0].any() and found[0].equal(found[1])
 
 
-@pytest.mark.parametrize("count", [4, 20])
-def test_a_gate_of_ones_own_over_weights_side_by_side(count):
-    experts = build("Mixtral", num_local_experts=count).model.layers[0].mlp.experts
+def test_a_gate_of_ones_own_over_weights_side_by_side():
+    experts = build("Mixtral", num_local_experts=4).model.layers[0].mlp.experts
 
     class Clamped(type(experts)):
         def _apply_gate(self, both):
             gate, up = both.chunk(2, -1)
-            return self.act_fn(gate) * up.clamp(-0.01, 0.01)
+            return self.act_fn(gate) * up.clamp(-0.1, 0.1)
 
     experts.__class__ = Clamped
-    chosen, weights = torch.arange(64).view(64, 1) % count, torch.ones(64, 1, dtype=torch.bfloat16)
+    chosen, weights = torch.arange(64).view(64, 1) % 4, torch.ones(64, 1, dtype=torch.bfloat16)
     x = torch.randn(64, 64).bfloat16()
     expected = experts(x, chosen, weights)
     found = coat_ds.convert(experts)(x, chosen, weights)
     assert coat_ds.conversion_of(experts).converted["feed_forward"] == [""]
-    assert expected.any() and rel_rms(found, expected) < fp8_forward_bound(2)
+    assert expected.any() and rel_rms(found, expected) < EXPERTS_FORWARD
 
 
-@pytest.mark.parametrize("count", [4, 20])
-def test_biases_of_few_experts_and_of_many(count):
-    experts = build("Mixtral", num_local_experts=count).model.layers[0].mlp.experts
+def test_biases_of_experts():
+    experts = build("Mixtral", num_local_experts=4).model.layers[0].mlp.experts
     experts.has_bias, experts.config._experts_implementation = True, "batched_mm"
     for name in ("gate_up_proj", "down_proj"):
         bias = torch.randn(getattr(experts, name).shape[:2], generator=torch.Generator().manual_seed(1))
         experts.register_parameter(f"{name}_bias", torch.nn.Parameter(bias.bfloat16()))
-    chosen, weights = torch.arange(64).view(64, 1) % count, torch.ones(64, 1, dtype=torch.bfloat16)
+    chosen, weights = torch.arange(64).view(64, 1) % 4, torch.ones(64, 1, dtype=torch.bfloat16)
     x = torch.randn(64, 64).bfloat16()
     expected = experts(x, chosen, weights)
     found = coat_ds.convert(experts)(x, chosen, weights)
     assert coat_ds.conversion_of(experts).converted["feed_forward"] == [""]
-    assert rel_rms(found, expected) < fp8_forward_bound(2)
+    assert rel_rms(found, expected) < EXPERTS_FORWARD
 
 
-@pytest.mark.parametrize("count", [4, 20])
-def test_experts_give_the_dtype_of_their_input_whatever_a_routers_is(count):
-    experts = coat_ds.convert(build("Mixtral", num_local_experts=count).model.layers[0].mlp.experts)
+def test_experts_give_the_dtype_of_their_input_whatever_a_routers_is():
+    experts = coat_ds.convert(build("Mixtral", num_local_experts=4).model.layers[0].mlp.experts)
     chosen, weights = torch.zeros(8, 1, dtype=torch.int64), torch.ones(8, 1)
     assert experts(torch.randn(8, 64).bfloat16(), chosen, weights).dtype == torch.bfloat16
 
@@ -210,7 +195,7 @@ def test_a_gate_of_ones_own_in_fp32_under_autocast(trains):
     with torch.autocast("cpu", torch.bfloat16), torch.set_grad_enabled(trains):
         expected = experts(x, chosen, weights)
         found = coat_ds.convert(experts)(x, chosen, weights)
-    assert expected.any() and rel_rms(found, expected) < fp8_forward_bound(2)
+    assert expected.any() and rel_rms(found, expected) < EXPERTS_FORWARD
 
 
 def test_attention_is_dropped_out_while_a_model_trains():
@@ -221,10 +206,9 @@ def test_attention_is_dropped_out_while_a_model_trains():
     assert model(ids).logits.equal(model(ids).logits)
 
 
-@pytest.mark.parametrize("count", [4, 20])
 @pytest.mark.parametrize("name", ["forward", "_apply_gate"])
-def test_experts_that_somebody_has_patched_stay(name, count):
-    experts = build("Mixtral", num_local_experts=count).model.layers[0].mlp.experts
+def test_experts_that_somebody_has_patched_stay(name):
+    experts = build("Mixtral", num_local_experts=4).model.layers[0].mlp.experts
     x, chosen, weights = torch.randn(8, 64).bfloat16(), torch.zeros(8, 1, dtype=torch.int64), torch.ones(8, 1)
     stock, patched = getattr(experts, name), lambda *args: stock(*args) * 2
     expected = 2 * experts(x, chosen, weights)
@@ -236,9 +220,8 @@ def test_experts_that_somebody_has_patched_stay(name, count):
     assert getattr(experts, name) is patched
 
 
-@pytest.mark.parametrize("count", [4, 20])
-def test_gates_of_experts_that_are_patched_later_are_called(count):
-    experts = coat_ds.convert(build("Mixtral", num_local_experts=count).model.layers[0].mlp.experts)
+def test_gates_of_experts_that_are_patched_later_are_called():
+    experts = coat_ds.convert(build("Mixtral", num_local_experts=4).model.layers[0].mlp.experts)
     experts._apply_gate = lambda both: torch.zeros_like(both[:, ::2])
     y = experts(torch.randn(8, 64).bfloat16(), torch.zeros(8, 1, dtype=torch.int64), torch.ones(8, 1))
     assert not y.any()
@@ -256,7 +239,7 @@ def test_experts_of_a_class_with_another_forward_stay():
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-def test_many_experts_of_an_fp32_model_multiply_in_bf16(autocast):
+def test_experts_of_an_fp32_model(autocast):
     def run(model):
         ids = torch.arange(128).view(2, 64) % 61
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
@@ -285,13 +268,12 @@ def test_experts_that_are_left_count_as_a_linear_layer():
     assert conversion.found["feed_forward"] == 1
 
 
-@pytest.mark.parametrize("count", [4, 20])
-def test_experts_of_other_ranks_are_left_to_transformers(count):
+def test_experts_of_other_ranks_are_left_to_transformers():
     """Under expert parallelism a token may have one that this rank does not hold."""
-    experts = build("Mixtral", num_local_experts=count).model.layers[0].mlp.experts
+    experts = build("Mixtral", num_local_experts=4).model.layers[0].mlp.experts
     experts._is_expert_parallel = True
-    chosen, x = torch.arange(64).view(64, 1) % (count + 1), torch.randn(64, 64).bfloat16()
-    weights = (chosen < count).bfloat16()
+    chosen, x = torch.arange(64).view(64, 1) % 5, torch.randn(64, 64).bfloat16()
+    weights = (chosen < 4).bfloat16()
     expected = experts(x, chosen, weights)
     assert coat_ds.convert(experts)(x, chosen, weights).equal(expected)
 
