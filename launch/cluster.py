@@ -61,22 +61,23 @@ def main(argv: list[str]) -> None:
     try:
         settings = Settings.from_environment(args.kind, env)
         own = commands.environment(settings, env)
-        commands.check_unchanged(settings, own, commands.script_words(settings, extra))
+        words = commands.script_words(settings, extra)
+        commands.check_unchanged(settings, own, words)
         if args.dry_run:
             for rank in range(1 if settings.kind == "deepspeed" else settings.nodes):
                 variables = (f"{name}={value}" for name, value in own.items())
                 names = " ".join(settings.hosts) or f"node {rank} of {settings.nodes}"
                 print(f"# {names}")
-                print(shlex.join(["env", *variables, *commands.command(settings, rank, extra)]))
+                print(shlex.join(["env", *variables, *commands.command(settings, rank, words)]))
             return
-        preflight.check(settings, env)
         if settings.hosts:
             own["DS_ENV_FILE"] = commands.write_for_deepspeed(settings, own)
+        preflight.check(settings, {**env, **own})
     except LaunchError as error:
         sys.exit(f"error: {error}")
     # the ranks react with a checkpoint; the agents ignore the signal
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    argv = commands.command(settings, settings.node_rank, extra)
+    argv = commands.command(settings, settings.node_rank, words)
     os.execvpe(argv[0], argv, {**env, **own})
 
 

@@ -16,6 +16,8 @@ from coat_launch.settings import SIZES, Settings
 HERE = Path(__file__).resolve().parent
 # the characters that DeepSpeed, pdsh, which expands "%", and a shell pass on as they are
 UNCHANGED = r"[\w@+=:,./-]*"
+# seconds that nodes wait for each other
+PATIENCE = 300
 
 
 def environment(settings: Settings, env: dict[str, str]) -> dict[str, str]:
@@ -47,41 +49,36 @@ def check_unchanged(settings: Settings, own: dict[str, str], words: list[str]) -
             )
 
 
-def command(settings: Settings, node_rank: int, extra: list[str]) -> list[str]:
-    """The command that starts training on a node; with `deepspeed`, on the node that starts all nodes.
+def command(settings: Settings, node_rank: int, words: list[str], *, trial: bool = False) -> list[str]:
+    """The command that starts processes on a node; with `deepspeed`, on the node that starts all nodes.
 
-    extra: arguments of the training script, appended to the ones from the settings.
+    words: what the processes run. trial: for one process on each node, with the next port.
     """
-    script = script_words(settings, extra)
+    processes, port = (1 if trial else settings.gpus_per_node), settings.master_port + trial
     if settings.kind == "deepspeed":
-        if settings.hosts:
-            # preflight has reached all nodes
-            places = [f"--hostfile={settings.hostfile}", f"--num_nodes={settings.nodes}"]
-            places += ["--force_multi", "--no_ssh_check"]
-        else:
-            places = []
+        places = [f"--hostfile={settings.hostfile}", f"--num_nodes={settings.nodes}", "--force_multi"]
         return [
             *(sys.executable, "-m", "deepspeed.launcher.runner"),
-            *places,
-            f"--num_gpus={settings.gpus_per_node}",
+            *(places if settings.hosts else []),
+            f"--num_gpus={processes}",
             f"--master_addr={settings.address}",
-            f"--master_port={settings.master_port}",
-            *script,
+            f"--master_port={port}",
+            *words,
         ]
     # the interface's address is known on this node only
     address = _address(settings.interface) if node_rank == settings.node_rank else None
     return [
         *(sys.executable, "-m", "torch.distributed.run"),
         f"--nnodes={settings.nodes}",
-        f"--nproc-per-node={settings.gpus_per_node}",
+        f"--nproc-per-node={processes}",
         "--rdzv-backend=c10d",
-        f"--rdzv-endpoint={settings.address}:{settings.master_port}",
+        f"--rdzv-endpoint={settings.address}:{port}",
         f"--rdzv-id={settings.job}",
-        f"--rdzv-conf=is_host={int(node_rank == 0)}",
-        f"--max-restarts={settings.max_restarts}",
+        f"--rdzv-conf=is_host={int(node_rank == 0)},join_timeout={PATIENCE},read_timeout={PATIENCE}",
+        f"--max-restarts={0 if trial else settings.max_restarts}",
         *([f"--local-addr={address}"] if address else []),
         # torchrun expands "$local_rank", and thereby turns "$$" into "$"
-        *(word.replace("$", "$$") for word in script),
+        *(word.replace("$", "$$") for word in words),
     ]
 
 

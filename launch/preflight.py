@@ -1,12 +1,14 @@
-"""Checks what the nodes must have in common before training starts on them: see `coat_launch.cluster`."""
+"""Compares the nodes and checks each of them before training starts: see `coat_launch.cluster`.
 
-import contextlib
+The launcher that will start the training starts this module first, in one process on every node. So its
+addresses, ports, ssh and network are tested too.
+"""
+
+import dataclasses
 import hashlib
 import importlib.util
 import json
 import os
-import shlex
-import shutil
 import socket
 import subprocess
 import sys
@@ -17,6 +19,7 @@ from pathlib import Path
 
 from coat_ds.doctor import machine
 from coat_ds.doctor.packages import PYTHON, versions
+from coat_launch.commands import PATIENCE, command
 from coat_launch.errors import LaunchError
 from coat_launch.files import read_object, writing
 from coat_launch.settings import Settings
@@ -27,26 +30,56 @@ ROOMS = ("coat_kernels", "coat_ds", "megatron_ext", "coat_launch")
 SCRIPT = "pretrain_gpt.py"
 # NCCL's variables that may differ from node to node
 OF_NODES = ("NCCL_SOCKET_IFNAME", "NCCL_DEBUG_FILE")
-# seconds that nodes wait for each other's reports
-PATIENCE = 300
+# begins the lines of the processes that are meant for the user
+MARK = "problem: "
 
 
 def check(settings: Settings, env: dict[str, str]) -> None:
-    """Raises LaunchError, with a line for each problem, unless training can start on all nodes."""
+    """Raises LaunchError, with a line for each problem, unless training can start on all nodes.
+
+    env: variables for the launcher.
+    """
     fp8 = _asks_for_fp8(settings.deepspeed_config)
-    if settings.hosts:
-        if not shutil.which("pdsh"):
-            raise LaunchError(f"{socket.gethostname()}: no pdsh on PATH. Install the package pdsh")
-        reports = reports_by_ssh(settings, env)
-    elif settings.nodes > 1:
-        reports = reports_by_store(settings)
-    else:
-        reports = [report(settings)]
-    if found := [line for node in reports for line in problems(settings, node, reports[0], fp8)]:
+    if settings.kind == "megatron" and not Path(settings.megatron_path, SCRIPT).is_file():
+        raise LaunchError(
+            f"MEGATRON_PATH: no {SCRIPT} in {settings.megatron_path}. Name a checkout of Megatron-LM"
+        )
+    path = Path(settings.output) / f".preflight-{uuid.uuid4().hex}.json"
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"fp8": fp8, "settings": dataclasses.asdict(settings)}))
+    try:
+        if settings.nodes == 1:
+            mine = report(path)
+            found = list(problems(settings, mine, mine, fp8))
+        else:
+            found = _of_all_nodes(settings, env, path)
+    finally:
+        path.unlink(missing_ok=True)
+    if found:
         raise LaunchError("\n".join(["the cluster is not ready:", *found]))
 
 
-def report(settings: Settings, token: str = "") -> dict:
+def _of_all_nodes(settings: Settings, env: dict[str, str], path: Path) -> list[str]:
+    print(f"comparing {settings.nodes} nodes, for {PATIENCE} seconds at most", flush=True)
+    words = ["--module", "coat_launch.preflight", str(path)]
+    done = subprocess.run(
+        command(settings, settings.node_rank, words, trial=True), env=env, capture_output=True, text=True
+    )
+    lines = (done.stdout + done.stderr).splitlines()
+    # each process prints all problems
+    found = list(dict.fromkeys(line.partition(MARK)[2] for line in lines if MARK in line))
+    if done.returncode and not found:
+        found = [
+            *lines[-20:],
+            f"the {settings.nodes} nodes do not find each other. Start the script on all of them within "
+            f"{PATIENCE} seconds, each with its NODE_RANK; check MASTER_ADDR, MASTER_PORT (and the port "
+            "after it), INTERFACE, firewalls; with HOSTFILE, `ssh HOST` has to work without a password",
+        ]
+    return found
+
+
+def report(path: Path) -> dict:
     """This node's properties, for `problems`; plain values. `same` has to be equal on all nodes."""
     nccl = {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
     return {
@@ -57,8 +90,7 @@ def report(settings: Settings, token: str = "") -> dict:
             **{name: value for name, value in nccl.items() if name not in OF_NODES},
         },
         "gpus": machine.gpus(),
-        "sees_token": not token or Path(settings.output, token).is_file(),
-        "sees_megatron": settings.kind != "megatron" or Path(settings.megatron_path, SCRIPT).is_file(),
+        "sees_output": path.is_file(),
         "interfaces": [name for _, name in socket.if_nameindex()],
     }
 
@@ -81,103 +113,16 @@ def problems(settings: Settings, node: dict, first: dict, fp8: bool) -> Iterator
     without = (machine.without_fp8(*gpu) for gpu in node["gpus"] if fp8)
     if (why := next(filter(None, without), None)) is not None:
         yield f"{host}: {why}"
-    if not node["sees_token"]:
+    if not node["sees_output"]:
         yield (
             f"{host}: does not see {settings.output} of {first['host']}. Set OUTPUT to a folder that "
             "all nodes share: every rank writes its part of a checkpoint there"
-        )
-    if not node["sees_megatron"]:
-        yield (
-            f"{host}: MEGATRON_PATH: no {SCRIPT} in {settings.megatron_path}. Name a checkout of Megatron-LM"
         )
     if settings.interface and settings.interface not in node["interfaces"]:
         yield (
             f"{host}: no network interface {settings.interface}, there are {', '.join(node['interfaces'])}. "
             "Set INTERFACE to one of them"
         )
-
-
-def reports_by_ssh(settings: Settings, env: dict[str, str]) -> list[dict]:
-    """Reports of the hosts of HOSTFILE. Raises LaunchError for one that cannot be reached."""
-    out = []
-    with _token(settings) as token:
-        for host in settings.hosts:
-            remote = ["env", *(f"{name}={env[name]}" for name in ("PYTHONPATH", "OUTPUT") if name in env)]
-            remote += [sys.executable, "-m", "coat_launch.preflight", settings.output, token]
-            ssh = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=20", host, shlex.join(remote)]
-            done = subprocess.run(ssh, capture_output=True, text=True, stdin=subprocess.DEVNULL)
-            if done.returncode:
-                raise LaunchError(
-                    f"{host}: cannot be asked by ssh ({done.stderr.strip()}). `ssh {host} "
-                    f"{sys.executable} -V` has to work without a password, and this project has to be "
-                    "installed for it there, at the same path as here"
-                )
-            out.append({**json.loads(done.stdout.splitlines()[-1]), "host": host})
-    return out
-
-
-def reports_by_store(settings: Settings) -> list[dict]:
-    """Reports of all nodes; every node calls this function. Raises LaunchError for missing nodes."""
-    from torch.distributed import DistError, TCPStore
-
-    main, port = settings.node_rank == 0, settings.master_port + 1
-    listener = _listener(settings.address, port).detach() if main else None
-    waiting = "node 0"
-    try:
-        store = TCPStore(
-            settings.address,
-            port,
-            is_master=main,
-            timeout=timedelta(seconds=PATIENCE),
-            wait_for_workers=False,
-            master_listen_fd=listener,
-        )
-        with _token(settings) if main else contextlib.nullcontext("") as token:
-            if main:
-                store.set("token", token)
-            found = report(settings, store.get("token").decode())
-            store.set(f"node{settings.node_rank}", json.dumps(found))
-            reports = []
-            for rank in range(settings.nodes):
-                waiting = f"node {rank}"
-                reports.append(json.loads(store.get(f"node{rank}")))
-            # the store and the token are node 0's
-            store.set(f"read{settings.node_rank}", "")
-            if main:
-                store.wait([f"read{rank}" for rank in range(settings.nodes)])
-    except (DistError, RuntimeError) as error:
-        raise LaunchError(
-            f"{waiting} of {settings.nodes} nodes has not reported in {PATIENCE} s, or has left "
-            f"({str(error).splitlines()[0]}). Start the script on each node with its own NODE_RANK; check "
-            f"that each reaches {settings.address}:{port} (MASTER_ADDR, MASTER_PORT, firewalls)"
-        ) from error
-    return reports
-
-
-def _listener(address: str, port: int) -> socket.socket:
-    """Node 0's socket for the store, bound here, since the store itself would listen on every interface."""
-    try:
-        family = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((address, port), family=family)
-    except OSError as error:
-        raise LaunchError(
-            f"MASTER_ADDR {address}, MASTER_PORT {port - 1}: this is node 0, but cannot listen on port "
-            f"{port} there ({error.strerror}). Set NODE_RANK if it is another node, MASTER_ADDR to an "
-            "address of this one, MASTER_PORT to the first of two free ports"
-        ) from error
-
-
-@contextlib.contextmanager
-def _token(settings: Settings) -> Iterator[str]:
-    """A file in OUTPUT, which shows whether other nodes have the same folder; its name."""
-    path = Path(settings.output) / f".seen-{uuid.uuid4().hex}"
-    with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
-    try:
-        yield path.name
-    finally:
-        path.unlink(missing_ok=True)
 
 
 def _asks_for_fp8(path: str) -> bool:
@@ -200,6 +145,32 @@ def _sources() -> str:
     return f"of digest {digest.hexdigest()[:12]}"
 
 
+def _gathered(value) -> list:
+    from torch import distributed
+
+    values = [None] * distributed.get_world_size()
+    distributed.all_gather_object(values, value)
+    return values
+
+
+def main(path: str) -> None:
+    """In a process that the launcher has started: prints the problems of all nodes."""
+    from torch import distributed
+
+    distributed.init_process_group("gloo", timeout=timedelta(seconds=PATIENCE))
+    # under torchrun every node has written a file of its own
+    given = next(filter(None, _gathered(Path(path).read_text() if Path(path).is_file() else "")), None)
+    reports = _gathered(report(Path(_gathered(path)[0])))
+    if given is None:
+        print(f"{MARK}no node sees {path}. Set OUTPUT to a folder that all nodes share")
+    else:
+        given = json.loads(given)
+        settings = Settings(**given["settings"])
+        for node in reports:
+            for line in problems(settings, node, reports[0], given["fp8"]):
+                print(MARK + line)
+    distributed.destroy_process_group()
+
+
 if __name__ == "__main__":
-    # called by ssh with two arguments: the folder of the output, the token
-    print(json.dumps(report(Settings.from_environment("torchrun", {"OUTPUT": sys.argv[1]}), sys.argv[2])))
+    main(sys.argv[1])

@@ -29,54 +29,34 @@ def die() -> None:
 def kill_at_step(rank: int, step: int, once: str = "") -> None:
     """kill -9 in the middle of a step; with the path `once`, only if that file does not exist yet."""
 
-    def kill(trainer, loss):
-        if (trainer.rank, trainer.step + 1) == (rank, step) and not (once and os.path.exists(once)):
+    def kill():
+        if not (once and os.path.exists(once)):
             if once:
                 Path(once).touch()
             die()
-        return loss
 
-    _before_loss(kill)
+    _at_step(rank, step, kill)
 
 
 def signal_at_step(rank: int, step: int, number: int) -> None:
-    def send(trainer, loss):
-        if (trainer.rank, trainer.step + 1) == (rank, step):
-            os.kill(os.getpid(), number)
-        return loss
-
-    _before_loss(send)
+    _at_step(rank, step, lambda: os.kill(os.getpid(), number))
 
 
-def lose_output_at_step(rank: int, step: int, lock: str) -> None:
-    """Another process takes over the output, as if this live run were dead."""
-
-    def remove(trainer, loss):
-        if (trainer.rank, trainer.step + 1) == (rank, step):
-            Path(lock).unlink(missing_ok=True)
-        return loss
-
-    _before_loss(remove)
+def nan_at_step(rank: int, step: int) -> None:
+    _at_step(rank, step, lambda: float("nan"))
 
 
-def nan_at_steps(rank: int, first: int, last: int, but: int = 0) -> None:
-    def poison(trainer, loss):
-        step = trainer.step + 1
-        return loss * float("nan") if trainer.rank == rank and first <= step <= last and step != but else loss
-
-    _before_loss(poison)
-
-
-def _before_loss(change) -> None:
-    """`change(trainer, loss)` returns the loss of every training micro-batch."""
+def _at_step(rank: int, step: int, action) -> None:
+    """`action()` before the loss of each micro-batch of a step; what it returns is multiplied with the loss."""
     train_step, plain = Trainer._train_step, Trainer._loss
 
     def changed(trainer):
-        trainer._loss = lambda model, batch: change(trainer, plain(model, batch))
+        if (trainer.rank, trainer.step + 1) == (rank, step):
+            trainer._loss = lambda model, batch: (action() or 1) * plain(model, batch)
         try:
             return train_step(trainer)
         finally:
-            del trainer._loss
+            vars(trainer).pop("_loss", None)
 
     Trainer._train_step = changed
 
