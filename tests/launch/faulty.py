@@ -47,7 +47,7 @@ def nan_at_step(rank: int, step: int) -> None:
 
 
 def _at_step(rank: int, step: int, action) -> None:
-    """`action()` before the loss of each micro-batch of a step; what it returns is multiplied with the loss."""
+    """`action()` before the loss of each micro-batch of a step. The loss is multiplied with its result."""
     train_step, plain = Trainer._train_step, Trainer._loss
 
     def changed(trainer):

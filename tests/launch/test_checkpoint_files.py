@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import datetime
-import json
 import os
 import resource
 import sys
@@ -14,8 +13,8 @@ import pytest
 import torch
 
 from coat_launch import checkpoints
+from coat_launch.errors import LaunchError
 from coat_launch.process_group import start_process_group
-from coat_launch.report import OutputError
 from tests.util import run_distributed
 
 
@@ -54,7 +53,7 @@ def full_disk():
 @pytest.mark.parametrize("numbers", [10, 10**5])
 def test_a_full_disk_is_told_from_other_errors(tmp_path, numbers):
     with (
-        pytest.raises(OutputError, match=f"cannot write a checkpoint to {tmp_path} .*: make room"),
+        pytest.raises(LaunchError, match=f"cannot write a checkpoint to {tmp_path} .*: make room"),
         full_disk(),
         checkpoints._writing(tmp_path),
     ):
@@ -99,13 +98,6 @@ def found_twice(folder):
         # a read-only search changes nothing
         found.append((checkpoints.find(folder).step, (folder / "step2").exists()))
         found.append((checkpoints.find(folder, set_aside=True).step, (folder / "step2").exists()))
-    # a layout that is spelled differently would count as another layout, and be converted
-    manifest = json.loads((folder / "step1/manifest.json").read_text())
-    manifest["layout"]["zero_stage"] = "1"
-    del manifest["sha256"]
-    (folder / "step1/manifest.json").write_text(json.dumps(checkpoints.sealed(manifest)))
-    with pytest.raises(checkpoints.CheckpointError, match="every checkpoint in it is damaged"):
-        checkpoints.find(folder)
     return found
 
 
@@ -171,7 +163,7 @@ def conversions(folder):
     engine = small_engine(checkpoint={"load_universal": True})
     state = checkpoints.load(engine, checkpoints.find(folder), LAYOUT, folder)
     left = {path.name for path in folder.iterdir() if path.suffix != ".py"}
-    with pytest.raises(OutputError) as error, full_disk():
+    with pytest.raises(LaunchError) as error, full_disk():
         checkpoints.load(engine, checkpoints.find(folder), LAYOUT, folder)
     return state["of"], left, str(error.value)
 

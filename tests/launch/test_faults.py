@@ -256,8 +256,8 @@ def test_what_was_written_is_read_back(tmp_path):
 
 
 def test_damaged_checkpoints(tmp_path, train, whole):
-    """A folder renamed by hand, a manifest without an existing file, no manifest, one flipped bit in the newest
-    checkpoint, a short file in the one before, an invalid manifest in the third."""
+    """A folder renamed by hand, a manifest without an existing file, no manifest, one flipped bit in the
+    newest checkpoint, a short file in the one before, an invalid manifest in the third."""
     shutil.copytree(whole[1] / "run", tmp_path / "run")
     folder = tmp_path / "run/coat/checkpoints"
     for name in ("step9", "step12", "step13"):
@@ -362,8 +362,7 @@ def test_a_checkpoint_of_something_else(tmp_path, train, whole):
     folder = tmp_path / "run/coat/checkpoints/step8"
     ended = train("--resume", "--steps", 9, "--ffn-hidden-size", 256)
     assert ended.codes == [1] and "Traceback" not in ended.text
-    assert f"error: {folder}: its files are whole, but do not hold what this run needs" in ended.text
-    assert "size mismatch" in ended.text
+    assert f"error: {folder}: its files are whole, but" in ended.text and "size mismatch" in ended.text
     for changes, why in (
         ({"step": 7}, "of step 7"),
         ({"data": {}}, "KeyError: 'seed'"),

@@ -1,6 +1,5 @@
 """The entry point, started as users start it, through the command line, or in forked ranks."""
 
-import contextlib
 import functools
 import json
 import os
@@ -19,7 +18,7 @@ from coat_ds.watch.outs import read
 from coat_ds.zero.deepspeed_config import optimizer_options
 from coat_launch import pretrain_gpt, report
 from coat_launch.args import parse_args
-from coat_launch.deepspeed_config import check_schedule, set_batch_sizes, use_torch_adamw
+from coat_launch.deepspeed_config import set_batch_sizes, use_torch_adamw
 from coat_launch.errors import LaunchError
 from coat_launch.model import warmup_cosine
 from coat_launch.process_group import read_ranks
@@ -79,7 +78,7 @@ def test_quickstart_at_a_reduced_size(tmp_path):
     for run in summary.values():
         assert 5.3 < run["val_loss_start"] < 6.5
         assert run["val_loss"] < run["val_loss_start"] - 1.5
-        assert run["tokens_per_s"] > 0 and run["peak_bytes"] > 2**20
+        assert run["tokens_per_s"] > 0 and (run["peak_bytes"] is not None) == torch.cuda.is_available()
     assert coat["val_loss"] == pytest.approx(bf16["val_loss"], rel=0.02)
     # AdamW has two FP32 moments, and "step" for each tensor
     assert 8.0 <= bf16["state_bytes_per_param"] < 8.01
@@ -107,25 +106,25 @@ def test_save_and_resume(tmp_path):
     folder = tmp_path / "coat/checkpoints"
     assert (folder / "latest").read_text() == "step6"
     # the run would overwrite that checkpoint
-    done = forked(tmp_path, *arguments, "--load", folder / "step3")
-    assert done.returncode == 1 and f"{folder}/step6 is there, from an earlier run" in done.stderr
+    done = forked(tmp_path, *arguments, "--resume", folder / "step3")
+    assert done.returncode == 1 and f"{folder}/step6 is there" in done.stderr
     shutil.rmtree(folder / "step6")
-    done = forked(tmp_path, *arguments, "--load")
+    done = forked(tmp_path, *arguments, "--resume")
     assert done.returncode == 0, done.stdout
     assert "step 4/6" in done.stdout and "step 3/6" not in done.stdout
     # equal to the bit: states are restored with their exact metadata
     assert losses(tmp_path) == whole and losses(tmp_path, "val_loss") == whole_validation
     assert set(whole) == set(range(1, 7)) and set(whole_validation) == {0, 3, 6}
 
-    done = forked(tmp_path, *arguments, "--load", "--seed", 5)
+    done = forked(tmp_path, *arguments, "--resume", "--seed", 5)
     assert done.returncode == 1 and "made with seed 1234, found 5" in done.stderr
     assert done.stderr.rstrip().endswith("Give --seed 1234")
     (tmp_path / "other.txt").write_text(9999 * "other text ")
-    done = forked(tmp_path, *arguments, "--load", "--data", tmp_path / "other.txt")
+    done = forked(tmp_path, *arguments, "--resume", "--data", tmp_path / "other.txt")
     assert done.returncode == 1 and "Give the --data and --tokenizer of that run" in done.stderr
     assert "Traceback" not in done.stderr
-    done = forked(tmp_path, "--steps", 6, "--load", tmp_path)
-    assert done.returncode == 1 and f"error: --load {tmp_path}: no checkpoint there" in done.stderr
+    done = forked(tmp_path, "--steps", 6, "--resume", tmp_path)
+    assert done.returncode == 1 and f"error: --resume {tmp_path}: no checkpoint there" in done.stderr
 
 
 def test_the_optimizers_name_stands_for_the_block(tmp_path):
@@ -199,7 +198,7 @@ def test_two_tensor_parallel_ranks_resume_to_the_bit(tmp_path):
     assert len(norms) == 5 and all(torch.equal(first[name], second[name]) for name in norms)
     # a run does not overwrite later checkpoints
     shutil.rmtree(half.with_name("step4"))
-    done = forked(tmp_path, *arguments, "--load", half, ranks=2)
+    done = forked(tmp_path, *arguments, "--resume", half, ranks=2)
     assert done.returncode == 0, done.stdout
     assert "step 3/4" in done.stdout and losses(tmp_path) == whole
     assert [reading.groups for reading in read(tmp_path / "coat")] == [r.groups for r in readings]
@@ -308,7 +307,7 @@ CONFIGS = [
     ({"optimizer": {"type": None}}, [], "optimizer"),
     ({"zero_optimization": {"stage": "auto"}}, [], "zero_optimization.stage"),
     ({"scheduler": "WarmupLR"}, [], "scheduler"),
-    ({"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-3}}}, ["--lr", 0.1], "--lr"),
+    ({"scheduler": {"type": "WarmupLR"}}, ["--lr", 0.1], "scheduler"),
     ({"coat": {"enabled": True, "optimizer": {"group_sise": 128}}}, [], "coat.optimizer.group_sise"),
     ({"coat": {"enabled": False}}, ["--variant", "coat"], "coat"),
 ]
@@ -333,7 +332,7 @@ def test_files_that_are_no_configs_are_refused(tmp_path, capsys, content):
     [
         ["--num-query-groups", 3],
         ["--compare", "--variant", "coat"],
-        ["--compare", "--load", "somewhere"],
+        ["--compare", "--resume", "somewhere"],
         ["--steps", 0],
         *(["--lr", lr] for lr in ("nan", -1, "inf")),
         ["--data", ""],
@@ -348,31 +347,33 @@ def test_arguments_are_refused(tmp_path, capsys, arguments):
     assert arguments[0].lstrip("-").replace("-", "_") in fails(capsys, tmp_path, *arguments).replace("-", "_")
 
 
-def test_batch_sizes():
-    none = Namespace(micro_batch_size=None, global_batch_size=None)
-    config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}
-    assert set_batch_sizes(config, none, ranks=4) == (2, 24)
-    given = Namespace(micro_batch_size=2, global_batch_size=16)
-    for config in ({}, {"train_micro_batch_size_per_gpu": 8, "train_batch_size": 32}):
-        assert set_batch_sizes(config, given, ranks=2) == (2, 16)
-    config = {"train_batch_size": 64}
-    assert set_batch_sizes(config, none, ranks=2) == (4, 64)
-    assert config["gradient_accumulation_steps"] == 8
-    assert set_batch_sizes({"train_micro_batch_size_per_gpu": "auto"}, none, ranks=1) == (4, 4)
+# the JSON's micro-batch, its accumulation and its global batch; the arguments; ranks; what the run takes
+BATCHES = [
+    ((2, 3, None), (None, None), 4, (2, 24)),
+    ((None, None, None), (2, 16), 2, (2, 16)),
+    ((8, None, 32), (2, 16), 2, (2, 16)),
+    ((None, None, 64), (None, None), 2, (4, 64)),
+    (("auto", None, None), (None, None), 1, (4, 4)),
+    ((None, 2, 64), (None, None), 2, (16, 64)),
+    ((8, 2, 64), (2, 16), 2, (2, 16)),
     # two of the three determine the third, as in DeepSpeed
-    three = {"train_batch_size": 64, "gradient_accumulation_steps": 2}
-    assert set_batch_sizes(dict(three), none, ranks=2) == (16, 64)
-    three["train_micro_batch_size_per_gpu"] = 8
-    with pytest.raises(
-        LaunchError, match="train_batch_size: found 64 .* 2 data-parallel ranks is 32. Drop one"
-    ):
-        set_batch_sizes(dict(three), none, ranks=2)
-    # arguments override the JSON
-    assert set_batch_sizes(dict(three), given, ranks=2) == (2, 16)
-    with pytest.raises(LaunchError, match="train_batch_size: expected a whole number above 0"):
-        set_batch_sizes({"train_batch_size": 0}, none, ranks=3)
-    with pytest.raises(LaunchError, match="64 is not a multiple of --micro-batch-size 4 times 3"):
-        set_batch_sizes({"train_batch_size": 64}, none, ranks=3)
+    ((8, 2, 64), (None, None), 2, "train_batch_size: 64 is not the micro-batch 8 times 2"),
+    ((None, None, 0), (None, None), 3, "train_batch_size: expected a whole number above 0"),
+    ((None, None, 64), (None, None), 3, "64 is not the micro-batch 4 times 3"),
+]
+
+
+@pytest.mark.parametrize("in_json, given, ranks, expected", BATCHES)
+def test_batch_sizes(in_json, given, ranks, expected):
+    keys = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
+    config = {key: value for key, value in zip(keys, in_json, strict=True) if value is not None}
+    args = Namespace(micro_batch_size=given[0], global_batch_size=given[1])
+    if isinstance(expected, str):
+        with pytest.raises(LaunchError, match=expected):
+            set_batch_sizes(config, args, ranks)
+    else:
+        assert set_batch_sizes(config, args, ranks) == expected
+        assert config[keys[0]] * config[keys[1]] * ranks == config[keys[2]]
 
 
 @pytest.mark.parametrize("given", [{}, {"weight_decay": 0.3}])
@@ -384,21 +385,6 @@ def test_weights_of_both_runs_decay_alike(given):
     bf16 = {key: value for key, value in config["optimizer"]["params"].items() if key != "torch_adam"}
     built = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(3))], **bf16)
     assert built.param_groups[0]["weight_decay"] == coat["weight_decay"]
-
-
-@pytest.mark.parametrize("params, peak", [({}, 0.5), ({"warmup_max_lr": 0.1}, 0.1)])
-def test_a_scheduler_has_the_rate_of_the_optimizer_or_its_own(params, peak):
-    from deepspeed.runtime.lr_schedules import WarmupLR
-
-    args = Namespace(lr=0.5, warmup_given=False, deepspeed_config="ds.json")
-    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(3))], lr=args.lr)
-    schedule = WarmupLR(optimizer, warmup_num_steps=2, **params)
-    for _ in range(3):
-        schedule.step()
-    assert optimizer.param_groups[0]["lr"] == peak
-    refused = pytest.raises(LaunchError, match="--lr: of no effect")
-    with refused if peak != args.lr else contextlib.nullcontext():
-        check_schedule({"scheduler": {"type": "WarmupLR", "params": params}}, args)
 
 
 def test_ranks_of_other_launchers():
@@ -417,18 +403,12 @@ def test_ranks_of_other_launchers():
     assert ranks(**slurm, **address) == ("3", "0", "4")
     assert ranks(**slurm, **torchrun) == ("0", "0", "2")
     assert ranks(**alone) == ranks(**alone, SLURM_STEP_NUM_TASKS="1") == (None, None, None)
-    for env in (mpi, slurm):
-        with pytest.raises(LaunchError, match="MASTER_ADDR: not set, but this is one of"):
-            ranks(**env)
-        with pytest.raises(LaunchError, match="MASTER_PORT: not set, but this is one of"):
-            ranks(**env, MASTER_ADDR="a")
-    for env, name in ((mpi, "OMPI_COMM_WORLD_RANK"), (slurm, "SLURM_LOCALID"), (torchrun, "LOCAL_RANK")):
-        for found in ({}, {name: ""}):
-            with pytest.raises(LaunchError, match=f"{name}: not set, but this is one of . processes"):
-                ranks(**{key: value for key, value in {**env, **address}.items() if key != name} | found)
-    for port in ("99999999", "a", "0", "", "9" * 5000):
-        with pytest.raises(LaunchError, match="MASTER_PORT: expected a number from 1 to 65535, f"):
-            ranks(**torchrun | {"MASTER_PORT": port})
+    for env in (mpi, slurm, torchrun):
+        given = {**env, **address}
+        # the last of each three is the number of processes
+        for name in [*list(env)[:2], *address]:
+            with pytest.raises(LaunchError, match=": not set, but this is one of . processes"):
+                ranks(**{key: value for key, value in given.items() if key != name})
 
 
 def test_schedule():
@@ -436,6 +416,4 @@ def test_schedule():
     assert factors[0] == 0.1 and factors[9] == 1.0 == factors[10]
     assert factors[60] == pytest.approx(0.55) and factors[110] == factors[111] == pytest.approx(0.1)
     assert warmup_cosine(0, warmup=0, total=1) == 1.0
-    given = [[], ["--warmup-steps", "0"]]
-    assert [parse_args(["--steps", "50", *more]).warmup_steps for more in given] == [5, 0]
     assert [parse_args(["--steps", steps]).eval_interval for steps in ("4", "50")] == [1, 10]

@@ -1,10 +1,15 @@
-import json
+import contextlib
 import os
 import resource
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from coat_launch import report
+from coat_launch.errors import LaunchError
+from coat_launch.files import atomic_write, lock_folder
 
 SUMMARY = {
     run: {
@@ -13,7 +18,6 @@ SUMMARY = {
         "state_bytes_per_param": state,
         "saved_bytes_per_token_layer": saved,
         "peak_bytes": peak,
-        "peak_kind": report.GPU_PEAK,
         "tokens_per_s": 1000.0,
     }
     for run, loss, state, saved, peak in (
@@ -53,7 +57,7 @@ def test_metrics_survive_a_crash_and_a_resume(tmp_path):
     assert [r["run"] for r in report.read_metrics(path)] == ["bf16", "bf16"]
 
 
-NO_RECORDS = [b"{", b"[1]", b'{"step": 1}', b'{"run": 1, "step": 1}', b'{"run": "coat", "step": "1"}']
+NO_RECORDS = [b"{", b"[1]", b'{"step": 1}', b'{"run": "coat", "step": "1"}']
 
 
 @pytest.mark.parametrize("line", [*NO_RECORDS, b"[" * 10**5], ids=lambda line: line[:30].decode())
@@ -61,14 +65,14 @@ def test_metrics_that_cannot_be_read_stay(tmp_path, line):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"run": "coat", "step": 1}\n' + line + b'\n{"run": "coat", "step": 2}\n')
     before = path.read_bytes()
-    with pytest.raises(report.OutputError, match="metrics.jsonl, line 2: expected a record with run"):
+    with pytest.raises(LaunchError, match="metrics.jsonl, line 2: expected a record with run"):
         report.MetricsWriter(path, "coat", resume_step=2)
     assert path.read_bytes() == before
 
 
 def test_summary_and_table(tmp_path):
-    report.write_summary(tmp_path / "summary.json", SUMMARY)
-    assert json.loads((tmp_path / "summary.json").read_text()) == SUMMARY
+    report.write_summary(tmp_path / "summary.json", SUMMARY["coat"])
+    assert report.read_summary(tmp_path / "summary.json") == SUMMARY["coat"]
     lines = report.comparison_table(SUMMARY).splitlines()
     cells = {line[:45].strip(): line[45:].split() for line in lines[2:-2]}
     assert lines[0].split() == ["BF16", "COAT", "ratio"]
@@ -76,38 +80,38 @@ def test_summary_and_table(tmp_path):
     assert cells["optimizer state, bytes per parameter"] == ["8.000", "2.100", "0.263"]
     assert cells["saved for backward, bytes per token and layer"] == ["4,000", "2,000", "0.500"]
     assert cells["peak memory (GPU allocator), MiB"] == ["1,024", "512", "0.500"]
-    *rows, empty, note = lines
-    assert len({len(row) for row in rows}) == 1 and empty == "" and note.startswith("Losses are of one seed.")
-    # a run that had no steps left
+    # a run that had no steps left; runs without a GPU; one run
     nothing = report.comparison_table({**SUMMARY, "bf16": {**SUMMARY["bf16"], "tokens_per_s": 0.0}})
     assert next(line.split() for line in nothing.splitlines() if "second" in line)[-3:] == ["0", "1,000", "-"]
-    alone = report.comparison_table({"coat": SUMMARY["coat"]})
-    assert "ratio" not in alone and "seed" not in alone
+    on_cpu = {run: values | {"peak_bytes": None} for run, values in SUMMARY.items()}
+    assert not {"MiB", "second"} & set(report.comparison_table(on_cpu).partition("\n\n")[0].split())
+    assert "ratio" not in report.comparison_table({"coat": SUMMARY["coat"]})
 
 
-def test_a_summary_of_something_else(tmp_path):
+@pytest.mark.parametrize("content", ["{}", "[]", "{"])
+def test_a_summary_of_something_else(tmp_path, content):
     path = tmp_path / "summary.json"
-    for key, value in (("val_loss", "2.0"), ("tokens_per_s", None), ("peak_kind", 1)):
-        path.write_text(json.dumps({**SUMMARY["coat"], key: value}))
-        with pytest.raises(report.OutputError, match=f"summary.json: {key}: expected a .*: remove it, or"):
-            report.read_summary(path)
-    report.write_summary(path, SUMMARY["coat"])
-    assert report.read_summary(path) == SUMMARY["coat"]
+    path.write_text(content)
+    with pytest.raises(LaunchError, match=r"summary.json: .*: remove it, or"):
+        report.read_summary(path)
+
+
+@contextlib.contextmanager
+def full_disk(size: int):
+    """The kernel refuses to write beyond the limit, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_atomic_write_keeps_the_old_file_when_the_disk_is_full(tmp_path):
     path = tmp_path / "summary.json"
-    report.atomic_write(path, b"old")
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    # the kernel refuses to write beyond the limit, as on a full disk
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
-    try:
-        with pytest.raises(
-            report.OutputError, match=r"cannot write .*summary.json \(File too large\).*--output"
-        ):
-            report.atomic_write(path, b"x" * 2000)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    atomic_write(path, b"old")
+    with pytest.raises(LaunchError, match=r"cannot write .*summary.json .*--output"), full_disk(1000):
+        atomic_write(path, b"x" * 2000)
     assert path.read_bytes() == b"old"
     assert os.listdir(tmp_path) == ["summary.json"]
 
@@ -115,24 +119,29 @@ def test_atomic_write_keeps_the_old_file_when_the_disk_is_full(tmp_path):
 def test_metrics_of_a_full_disk(tmp_path):
     """The run ends with the error of the first write, and the next run drops the truncated line."""
     writer = report.MetricsWriter(tmp_path / "metrics.jsonl", "coat")
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
-    try:
-        with pytest.raises(report.OutputError, match=r"cannot write .*metrics.jsonl \(File too large\)"):
+    with full_disk(100):
+        with pytest.raises(LaunchError, match=r"cannot write .*metrics.jsonl"):
             for step in range(10):
                 writer.write(step, loss=1.0)
         writer.close()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     report.MetricsWriter(tmp_path / "metrics.jsonl", "coat", resume_step=9).close()
     assert [record["step"] for record in report.read_metrics(tmp_path / "metrics.jsonl")] == [0, 1]
 
 
-def test_unwritable_folder(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(report.OutputError, match="choose another folder with --output"):
-        report.prepare_folder(tmp_path / "file" / "run")
-    # the folder exists, but no files can be created in it
-    with pytest.raises(report.OutputError, match="cannot write /proc"):
-        report.prepare_folder("/proc")
-    assert report.prepare_folder(tmp_path / "a" / "b").is_dir()
+def test_a_locked_folder(tmp_path):
+    """Another process is refused while this one holds the lock, and takes it after a kill."""
+    folder = tmp_path / "run"
+    code = (
+        f"from coat_launch.files import lock_folder; file = lock_folder({str(folder)!r}); print(1); input()"
+    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", code], **pipes) as other:
+        assert other.stdout.readline() == "1\n"
+        with pytest.raises(LaunchError, match=f"--output {folder}: in use by process {other.pid} on "):
+            lock_folder(folder)
+        other.kill()
+    lock_folder(folder).close()
+    # a folder that cannot be made, and one without permission to write
+    for wrong in (tmp_path / "run/run.lock/x", Path("/proc")):
+        with pytest.raises(LaunchError, match="choose another folder with --output"):
+            lock_folder(wrong)
