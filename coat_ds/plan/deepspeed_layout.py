@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from coat_ds.plan.errors import PlanError
-from coat_ds.plan.gathers import Limits
-from coat_ds.plan.layout import Layout
+from coat_ds.plan.layout import Layout, Limits
 from coat_ds.zero.block import flag
 
 # values that Trainer and Accelerate write in place of "auto", from the model's channels

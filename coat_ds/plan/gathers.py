@@ -1,4 +1,4 @@
-"""Weights that ZeRO-3 has gathered at each module: a replay of DeepSpeed's coordinator.
+"""Weights that ZeRO-3 has gathered at each module of a model: a replay of DeepSpeed's coordinator.
 
 DeepSpeed gathers a module's weights when it begins, and ahead of that those of the next modules until
 `stage3_prefetch_bucket_size` elements are under way, not beyond `stage3_max_live_parameters` in all. It
@@ -12,15 +12,9 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-
-class Limits(NamedTuple):
-    """Limits of DeepSpeed's `zero_optimization`, in elements, with its defaults."""
-
-    prefetch: int = 50_000_000
-    max_live: int = 1_000_000_000
-    max_reuse: int = 1_000_000_000
-    persistence: int = 100_000
-    """Smaller parameters stay whole on every rank."""
+from coat_ds.plan.layout import Layout, Limits
+from coat_ds.plan.sizes import Sizes
+from coat_ds.plan.systems import System
 
 
 class Gathered(NamedTuple):
@@ -40,6 +34,40 @@ class Module(NamedTuple):
     parameters in the order of a set, so the last parameter of each buffer may be the last of all."""
     runs: Gathered
     """Those buffers are freed, and gathers for modules ahead are under way."""
+
+
+class Gathers(NamedTuple):
+    """What is gathered at each module of the layers, and while the head runs. Each module is preceded by the
+    index of its layer."""
+
+    forward: list[tuple[int, Module]]
+    head: Gathered
+    backward: list[tuple[int, Module]]
+
+
+def gathers_of(sizes: Sizes, layout: Layout, system: System) -> Gathers:
+    """What ZeRO-3 gathers in forward and backward, one after the other."""
+    layers = [[[n / layout.tensor for n in module] for module in layer] for layer in sizes.stack()]
+    if system.has_units:
+        # a layer is gathered as one module
+        layers = [[[n for module in layer for n in module]] for layer in layers]
+    prefetch = layout.prefetch
+    if prefetch is None:
+        prefetch = layout.limits.prefetch
+        if system.has_units:
+            prefetch = max(prefetch, *(sum(layer[0]) for layer in layers))
+    table = sizes.table / layout.tensor
+    # the model, and what holds the embedding, or all layers, have no weights of their own, and look ahead
+    before, after = [[], [], [table], []], [[sizes.hidden], [table]]
+    modules = [tuple(module) for module in (*before, *(m for layer in layers for m in layer), *after)]
+    found = replay(tuple(modules), layout.limits._replace(prefetch=prefetch))
+    layer_of = [layer for layer, modules in enumerate(layers) for _ in modules]
+    half = len(modules)
+    return Gathers(
+        list(zip(layer_of, found[len(before) : half - len(after)], strict=True)),
+        found[half - 1].runs,
+        list(zip(reversed(layer_of), found[half + len(after) : -len(before)], strict=True)),
+    )
 
 
 # a search for a micro-batch replays the same model many times

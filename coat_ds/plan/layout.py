@@ -1,12 +1,22 @@
 """How training is spread over GPUs."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from coat_ds.plan.errors import PlanError
-from coat_ds.plan.gathers import Limits
 
 # DeepSpeed's defaults
 BUCKET, SUB_GROUP = 500_000_000, 1_000_000_000
+
+
+class Limits(NamedTuple):
+    """Limits of ZeRO-3's gathers in DeepSpeed's `zero_optimization`, in elements, with its defaults."""
+
+    prefetch: int = 50_000_000
+    max_live: int = 1_000_000_000
+    max_reuse: int = 1_000_000_000
+    persistence: int = 100_000
+    """Smaller parameters stay whole on every rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +61,7 @@ class Layout:
     """Elements that ZeRO-3 steps together."""
     prefetch: int | None = None
     """Elements that ZeRO-3 gathers ahead. None is DeepSpeed's own, and where layers are units a layer."""
-    limits: Limits = field(default_factory=Limits)
+    limits: Limits = Limits()
     """The other limits of ZeRO-3's gathers."""
     quantized_gathers: bool = False
     """Weights are gathered in 8 bits (`zero_quantized_weights`)."""

@@ -18,9 +18,10 @@ from dataclasses import dataclass
 
 from coat_ds.plan.errors import PlanError
 from coat_ds.plan.experts import BF16, FP32
+from coat_ds.plan.gathers import gathers_of
 from coat_ds.plan.layout import Layout
 from coat_ds.plan.model_states import ModelStates
-from coat_ds.plan.passes import Gathers, Passes
+from coat_ds.plan.passes import Passes
 from coat_ds.plan.sizes import Sizes
 from coat_ds.plan.systems import System
 
@@ -118,7 +119,7 @@ def _predict(sizes: Sizes, layout: Layout, system: System, first: bool, last: bo
         # gathered hidden states
         held = _sum(held, buffers=layout.tensor * passes.hidden)
     if layout.stage == 3 and layout.data > 1:
-        moments = _passes_of_stage_3(held, states, passes, Gathers(sizes, layout, system))
+        moments = _passes_of_stage_3(held, states, passes)
     else:
         moments = _passes(held, states, passes, last)
     moments.append(_at("step", held, states.step()))
@@ -145,20 +146,25 @@ def _passes(held: Mapping, states: ModelStates, passes: Passes, has_head: bool) 
     return moments
 
 
-def _passes_of_stage_3(held: Mapping, states: ModelStates, passes: Passes, gathers: Gathers) -> list[Memory]:
-    count, saved = states.sizes.layers, passes.saved
+def _passes_of_stage_3(held: Mapping, states: ModelStates, passes: Passes) -> list[Memory]:
+    layout, temporaries = states.layout, passes.temporaries()
+    share, saved = 1 / states.sizes.layers, passes.saved
+    gathers = gathers_of(states.sizes, layout, states.system)
+    # quantized, the buffer has 8-bit codes and the values decoded from them
+    buffer = BF16 + layout.quantized_gathers
+    size = lambda found: BF16 * found.weights + buffer * found.buffers  # noqa: E731
     forward, layers = [], []
-    for layer, (begins, runs) in enumerate(gathers.forward()):
+    for layer, (begins, runs) in gathers.forward:
         # its input, and what the layer before has added to
-        before = {"saved": saved * layer / count, "temporaries": 2 * passes.hidden}
-        forward.append(_at("forward", held, before, gathered=begins))
-        forward.append(_at("forward", held, saved=saved * (layer + 1) / count, gathered=runs))
-    for layer, gathered in enumerate(gathers.backward()):
-        left = {"saved": saved * (count - layer) / count, "temporaries": passes.temporaries()}
-        layers.append(_at("layers", held, left, gathered=gathered))
+        before = {"saved": saved * share * layer, "temporaries": 2 * passes.hidden}
+        forward.append(_at("forward", held, before, gathered=size(begins)))
+        forward.append(_at("forward", held, saved=saved * share * (layer + 1), gathered=size(runs)))
+    for layer, module in gathers.backward:
+        left = {"saved": saved * share * (layer + 1), "temporaries": temporaries}
+        layers.append(_at("layers", held, left, gathered=max(map(size, module))))
     return [
         max(forward, key=lambda memory: memory.total),
-        _at("loss", held, saved=saved, logits=passes.logits(), gathered=gathers.loss()),
+        _at("loss", held, saved=saved, logits=passes.logits(), gathered=size(gathers.head)),
         _at("head", held, saved=saved, gradients=_head_gradient(states), temporaries=passes.hidden),
         max(layers, key=lambda memory: memory.total),
     ]

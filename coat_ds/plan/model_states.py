@@ -104,30 +104,16 @@ class ModelStates:
         return self.earlier_gradients()
 
     def gradients_after_backward(self) -> dict[str, float]:
-        """Gradients that ZeRO-1 reduces after backward. Those that fill the first bucket leave room for it."""
-        gradients = self.gradient * self.parameters + self.reduced
-        return {"gradients": gradients, "buffers": self.buckets() - self.gradient * self._moved_first()}
-
-    def _moved_first(self) -> float:
-        """Elements of gradients that fill the first bucket: none if the first is too large for it."""
-        moved = 0.0
-        for numel in (self.sizes.table, *self._large()):
-            if moved + numel / self.layout.tensor > self.layout.reduce_bucket:
-                break
-            moved += numel / self.layout.tensor
-        return moved
-
-    def _large(self) -> list[int]:
-        """Elements of the layers' matrices, in order."""
-        stack = self.sizes.stack()
-        return [n for layer in stack for module in layer for n in module if n > self.sizes.hidden]
+        """Gradients that ZeRO-1 reduces after backward."""
+        return {"gradients": self.gradient * self.parameters + self.reduced, "buffers": self.buckets()}
 
     def step(self) -> dict[str, float]:
         """Gradients and temporary tensors of the optimizer's step."""
         layout, system = self.layout, self.system
         if not self.in_deepspeed or self.on_cpu:
             return {"gradients": self.reduced if self.flat else 0}
-        part = self._stepped_together() if layout.stage == 3 else self.part
+        # ZeRO-3 steps so many elements at once
+        part = min(self.part, layout.sub_group) if layout.stage == 3 else self.part
         gradients = self.gradient * part if layout.stage < 3 else 0
         temporaries = 0 if self.flat else self.gradient * part
         if system.optimizer == "transformer_engine":
@@ -139,15 +125,6 @@ class ModelStates:
             # the chunks of states that are on the GPU at once
             temporaries += self.states * min(1, SLOTS * CHUNK / self.part)
         return {"gradients": gradients, "temporaries": temporaries}
-
-    def _stepped_together(self) -> float:
-        """Elements of this GPU's part that ZeRO-3 steps at once: whole parameters until there are enough."""
-        found = 0.0
-        for numel in (self.sizes.table, *self._large(), self.sizes.table):
-            found += numel / self.layout.tensor / self.layout.data
-            if found >= self.layout.sub_group:
-                break
-        return found
 
     def _takes_narrow(self) -> bool:
         """Whether the step takes gradients as they were accumulated, without a copy in FP32."""

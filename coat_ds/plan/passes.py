@@ -1,4 +1,4 @@
-"""Bytes that forward and backward of a micro-batch take on a GPU, and weights that ZeRO-3 gathers for them.
+"""Bytes that forward and backward of a micro-batch take on a GPU.
 
 t tokens of a micro-batch for each GPU; h hidden channels, f of the feed-forward layer, u before its activation
 (2 f where it is gated), V vocabulary:
@@ -10,10 +10,8 @@ t tokens of a micro-batch for each GPU; h hidden channels, f of the feed-forward
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
 
 from coat_ds.plan.experts import BF16, FP32
-from coat_ds.plan.gathers import Gathered, Module, replay
 from coat_ds.plan.layout import Layout
 from coat_ds.plan.saved import saved_per_token
 from coat_ds.plan.sizes import Sizes
@@ -101,74 +99,3 @@ class Passes:
         activations = self.layout.tokens * experts.used * (2 * experts.ffn + h)
         weights = 3 * experts.count * experts.ffn * h
         return BF16 * (activations + weights / self.layout.tensor)
-
-
-class Gathers:
-    """Bytes of the weights that ZeRO-3 has gathered."""
-
-    def __init__(self, sizes: Sizes, layout: Layout, system: System):
-        self.layout = layout
-        # elements of what is gathered at once, by layer
-        self._layers = _units(sizes, layout, system)
-        self.modules = _replayed(sizes, layout, system, self._layers)
-
-    def loss(self) -> float:
-        return self._bytes(self.modules[len(self.modules) // 2 - 1].runs)
-
-    def forward(self) -> list[tuple[float, float]]:
-        """For each layer, the most while its modules begin, and while they run."""
-        # before the layers come the model, what holds the embedding, the embedding, and what holds the layers
-        return list(self._most(self._layers, self.modules[4:]))
-
-    def backward(self) -> list[float]:
-        """For each layer, the last one first."""
-        # after the head and the last norm
-        after = self.modules[len(self.modules) // 2 + 2 :]
-        return [max(found) for found in self._most(self._layers[::-1], after)]
-
-    def _most(self, layers: Sequence[list], modules: Sequence[Module]) -> Iterator[tuple[float, float]]:
-        start = 0
-        for count in map(len, layers):
-            begin, run = zip(*modules[start : start + count], strict=True)
-            yield max(map(self._bytes, begin)), max(map(self._bytes, run))
-            start += count
-
-    def _bytes(self, gathered: Gathered) -> float:
-        # quantized, the buffer has 8-bit codes and the values decoded from them
-        buffers = BF16 + 1 if self.layout.quantized_gathers else BF16
-        return BF16 * gathered.weights + buffers * gathered.buffers
-
-
-def _units(sizes: Sizes, layout: Layout, system: System) -> list[list[list[float]]]:
-    """Elements of what ZeRO-3 gathers at once, by layer: of each module, or of the whole layer."""
-    layers = [
-        [[n / layout.tensor if n > sizes.hidden else n for n in module] for module in layer]
-        for layer in sizes.stack()
-    ]
-    if not system.has_units:
-        return layers
-    if sizes.maker == "megatron":
-        # in the order of a layer's parameters, the projection is the first of attention
-        layers = [[norm, proj, qkv, *rest] for norm, qkv, proj, *rest in layers]
-    return [[[n for module in layer for n in module]] for layer in layers]
-
-
-def _replayed(sizes: Sizes, layout: Layout, system: System, layers: list) -> tuple[Module, ...]:
-    """What is gathered at each module, forward and then backward."""
-    prefetch = layout.prefetch
-    if prefetch is None:
-        prefetch = layout.limits.prefetch
-        if system.has_units:
-            prefetch = max(prefetch, *(sum(layer[0]) for layer in layers))
-    table = sizes.table / layout.tensor
-    # the model, and what holds the embedding, or all layers, have no weights of their own, and look ahead
-    modules = [
-        [],
-        [],
-        [table],
-        [],
-        *(module for layer in layers for module in layer),
-        [sizes.hidden],
-        [table],
-    ]
-    return replay(tuple(map(tuple, modules)), layout.limits._replace(prefetch=prefetch))
