@@ -66,9 +66,11 @@ def run(arguments: argparse.Namespace) -> int:
         best = advice.fastest(model, candidates, gpu, limit, grow=arguments.micro_batch is None)
     if config and asks_for_coat(config):
         systems.append(configured(config, gpu))
-    choices = advice.compare(model, layout, systems, gpu)
-    largest = [advice.largest_micro_batch(model, layout, c.system, limit) for c in choices]
-    plan = report.Plan(model, layout, gpu, limit, choices, largest, best, refused, base)
+    choices = {
+        choice.system.name: (choice, advice.largest_micro_batch(model, layout, choice.system, limit))
+        for choice in advice.compare(model, layout, systems, gpu)
+    }
+    plan = report.Plan(model, layout, gpu, limit, choices, best, refused, base)
     if arguments.json:
         print(json.dumps(report.as_json(plan), indent=2))
     else:

@@ -16,12 +16,9 @@ _FILLED_IN = {
 # as DeepSpeed reads it
 _FP32_NAMES = ("fp32", "float32", "float", "torch.float32")
 # numbers of zero_optimization, by the field of Layout and of Limits
-_NUMBERS = {
-    "reduce_bucket": "reduce_bucket_size",
-    "sub_group": "sub_group_size",
-    "prefetch": "stage3_prefetch_bucket_size",
-}
+_NUMBERS = {"reduce_bucket": "reduce_bucket_size", "sub_group": "sub_group_size"}
 _LIMITS = {
+    "prefetch": "stage3_prefetch_bucket_size",
     "max_live": "stage3_max_live_parameters",
     "max_reuse": "stage3_max_reuse_distance",
     "persistence": "stage3_param_persistence_threshold",
@@ -38,7 +35,6 @@ NOT_PLANNED = (
     "activation_checkpointing.cpu_checkpointing",
     "torch_autocast.enabled",
     "compile.deepcompile",
-    "bf16.immediate_grad_update",
 )
 
 
@@ -57,7 +53,7 @@ def from_deepspeed(config: Mapping, hidden: int | None = None, **rest) -> Layout
         "limits": Limits(**_numbers(zero, _LIMITS)),
         "fp32_gradients": section(config, "data_types").get("grad_accum_dtype") in _FP32_NAMES,
         "flat_gradients": zero.get("contiguous_gradients") is not False,
-        "overlap": zero["overlap_comm"] if isinstance(zero.get("overlap_comm"), bool) else None,
+        "overlap": flag(zero.get("overlap_comm")),
         "quantized_gathers": flag(zero.get("zero_quantized_weights")),
         "offload_optimizer": _offloads(zero, "offload_optimizer", "cpu_offload"),
         "offload_parameters": _offloads(zero, "offload_param", "cpu_offload_param"),

@@ -17,6 +17,10 @@ from coat_ds.plan.sizes import Sizes
 from coat_ds.plan.systems import System
 
 
+# elements, DeepSpeed's default
+PREFETCH = 50_000_000
+
+
 class Gathered(NamedTuple):
     """Elements on each rank."""
 
@@ -51,16 +55,15 @@ def gathers_of(sizes: Sizes, layout: Layout, system: System) -> Gathers:
     if system.has_units:
         # a layer is gathered as one module
         layers = [[[n for module in layer for n in module]] for layer in layers]
-    prefetch = layout.prefetch
-    if prefetch is None:
-        prefetch = layout.limits.prefetch
-        if system.has_units:
-            prefetch = max(prefetch, *(sum(layer[0]) for layer in layers))
+    limits = layout.limits
+    if limits.prefetch is None:
+        prefetch = max(PREFETCH, *(sum(layer[0]) for layer in layers)) if system.has_units else PREFETCH
+        limits = limits._replace(prefetch=prefetch)
     table = sizes.table / layout.tensor
     # the model, and what holds the embedding, or all layers, have no weights of their own, and look ahead
     before, after = [[], [], [table], []], [[sizes.hidden], [table]]
     modules = [tuple(module) for module in (*before, *(m for layer in layers for m in layer), *after)]
-    found = replay(tuple(modules), layout.limits._replace(prefetch=prefetch))
+    found = replay(tuple(modules), limits)
     layer_of = [layer for layer, modules in enumerate(layers) for _ in modules]
     half = len(modules)
     return Gathers(

@@ -1,6 +1,6 @@
 """Rates of GPUs."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from coat_ds.plan.errors import PlanError
 
@@ -42,38 +42,40 @@ _H200 = Gpu(
 )
 
 
+_H100 = replace(
+    _H200,
+    name="H100",
+    memory=85.0 * GB - 3 * GB,
+    copy=3.03e12,
+    source="a copy of 3.03 TB/s, measured on an H100; else as the H200, which has the same cores",
+)
+# of data sheets: GB of memory, dense TFLOP/s with FP32 sums in BF16 and FP8, GB/s of memory and of links
+_OTHERS = {
+    "A100": (85.0, 312, 0, 2039, 245),
+    "B200": (192, 2250, 4500, 8000, 736),
+    "L40S": (47.7, 362, 733, 864, 25),
+    "RTX 4090": (25.3, 165, 330, 1008, 25),
+    "RTX 5090": (33.7, 209, 419, 1792, 50),
+}
+
+
 def _of_data_sheet(name: str, memory: float, bf16: float, fp8: float, bandwidth: float, link: float) -> Gpu:
-    """A GPU that was not measured: GB, dense TFLOP/s with FP32 sums and GB/s of its data sheet, at the shares
-    of theirs that an H200 reaches (of 989 and 1,979 TFLOP/s, and 4,800 GB/s)."""
+    """A GPU that was not measured, at the shares of its data sheet that an H200 reaches (of 989 and 1,979
+    TFLOP/s, and 4,800 GB/s)."""
     return Gpu(
         name=name,
         memory=memory * GB - 3 * GB,
-        bf16=bf16 * 1e12 * _H200.bf16 / 989e12,
-        fp8=fp8 * 1e12 * _H200.fp8 / 1979e12,
-        attention=bf16 * 1e12 * _H200.attention / 989e12,
-        copy=bandwidth * GB * _H200.copy / (4800 * GB),
+        bf16=bf16 / 989 * _H200.bf16,
+        fp8=fp8 / 1979 * _H200.fp8,
+        attention=bf16 / 989 * _H200.attention,
+        copy=bandwidth / 4800 * _H200.copy,
         link=link * GB,
         source="its data sheet, at the share of theirs that H200s reach; nothing was measured on it",
     )
 
 
-GPUS = {
-    "h200": _H200,
-    "h100": Gpu(
-        name="H100",
-        memory=85.0 * GB - 3 * GB,
-        bf16=_H200.bf16,
-        fp8=_H200.fp8,
-        attention=_H200.attention,
-        copy=3.03e12,
-        link=_H200.link,
-        source="a copy of 3.03 TB/s, measured on an H100; else as the H200, which has the same cores",
-    ),
-    "a100": _of_data_sheet("A100", 85.0, 312, 0, 2039, 245),
-    "b200": _of_data_sheet("B200", 192, 2250, 4500, 8000, 736),
-    "l40s": _of_data_sheet("L40S", 47.7, 362, 733, 864, 25),
-    "4090": _of_data_sheet("RTX 4090", 25.3, 165, 330, 1008, 25),
-    "5090": _of_data_sheet("RTX 5090", 33.7, 209, 419, 1792, 50),
+GPUS = {"h200": _H200, "h100": _H100} | {
+    name.split()[-1].lower(): _of_data_sheet(name, *rates) for name, rates in _OTHERS.items()
 }
 
 

@@ -12,7 +12,8 @@ BUCKET, SUB_GROUP = 500_000_000, 1_000_000_000
 class Limits(NamedTuple):
     """Limits of ZeRO-3's gathers in DeepSpeed's `zero_optimization`, in elements, with its defaults."""
 
-    prefetch: int = 50_000_000
+    prefetch: int | None = None
+    """Elements that are gathered ahead. None is DeepSpeed's 50,000,000, and where layers are units a layer."""
     max_live: int = 1_000_000_000
     max_reuse: int = 1_000_000_000
     persistence: int = 100_000
@@ -55,14 +56,11 @@ class Layout:
     """ZeRO-3's parts of the weights are in the CPU's memory."""
     reduce_bucket: int = BUCKET
     """Elements of gradients that are reduced together."""
-    overlap: bool | None = None
-    """Whether gradients are reduced during backward. None is DeepSpeed's default: only at stage 3."""
+    overlap: bool = False
+    """At stages 1 and 2 gradients are reduced during the rest of backward."""
     sub_group: int = SUB_GROUP
     """Elements that ZeRO-3 steps together."""
-    prefetch: int | None = None
-    """Elements that ZeRO-3 gathers ahead. None is DeepSpeed's own, and where layers are units a layer."""
     limits: Limits = Limits()
-    """The other limits of ZeRO-3's gathers."""
     quantized_gathers: bool = False
     """Weights are gathered in 8 bits (`zero_quantized_weights`)."""
 

@@ -25,19 +25,6 @@ from coat_ds.plan.passes import Passes
 from coat_ds.plan.sizes import Sizes
 from coat_ds.plan.systems import System
 
-ROLES = (
-    "weights",
-    "gradients",
-    "masters",
-    "states",
-    "saved",
-    "logits",
-    "gathered",
-    "buffers",
-    "copies",
-    "graphs",
-    "temporaries",
-)
 # torch gives cuBLAS 8 x 4 MiB on Hopper for each thread that multiplies: forward's and backward's
 WORKSPACES = 2 * 8 * 4 * 2**20
 
@@ -70,6 +57,10 @@ class Memory:
     @property
     def total(self) -> float:
         return sum(getattr(self, role) for role in ROLES)
+
+
+# what bytes are for
+ROLES = tuple(field.name for field in dataclasses.fields(Memory) if field.name != "moment")
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,7 +84,7 @@ class ModelStates:
 
     def buckets(self) -> float:
         """Bytes of the gradient buckets: one, or two if their reduction overlaps with backward."""
-        two = bool(self.layout.overlap) and self.layout.stage < 3
+        two = self.layout.overlap and self.layout.stage < 3
         element = self.gradient if self.layout.stage == 1 else BF16
         return element * self.layout.reduce_bucket * (1 + two)
 

@@ -12,9 +12,6 @@ from coat_ds.plan.layout import Layout
 from coat_ds.plan.memory import ROLES
 from coat_ds.plan.sizes import Sizes
 
-# smaller sums of bytes round to 0.0 GB
-LEAST = 5e6
-
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -25,9 +22,8 @@ class Plan:
     gpu: Gpu
     limit: float
     """Bytes that a peak may take."""
-    choices: list[Choice]
-    largest: list[int]
-    """The largest micro-batch of each choice."""
+    choices: dict[str, tuple[Choice, int]]
+    """By the system's name, with the largest micro-batch."""
     best: Choice | None
     """What is recommended."""
     refused: list[str]
@@ -40,7 +36,7 @@ def as_text(plan: Plan) -> str:
     parts = [_title(plan), "", _table(plan), "", *_notes(plan)]
     parts += [f"not recommended: {line}" for line in plan.refused]
     if plan.best is not None:
-        parts += ["", _recommendation(plan.best, plan), paste(plan.best, plan.base)]
+        parts += ["", _recommendation(plan.best, plan), _paste(plan.best, plan.base)]
     return "\n".join(parts)
 
 
@@ -48,17 +44,14 @@ def as_json(plan: Plan) -> dict:
     """Plain values."""
     found = {
         "model": dataclasses.asdict(plan.model) | {"parameters": plan.model.parameters},
-        "layout": dataclasses.asdict(plan.layout) | {"limits": plan.layout.limits._asdict()},
-        "gpu": dataclasses.asdict(plan.gpu),
         "limit_bytes": plan.limit,
         "systems": [
-            _plain(choice) | {"largest_micro_batch": largest}
-            for choice, largest in zip(plan.choices, plan.largest, strict=True)
+            _plain(choice) | {"largest_micro_batch": largest} for choice, largest in plan.choices.values()
         ],
         "not_recommended": plan.refused,
     }
     if plan.best is not None:
-        found["recommended"] = _plain(plan.best) | {"paste": paste(plan.best, plan.base)}
+        found["recommended"] = _plain(plan.best) | {"paste": _paste(plan.best, plan.base)}
     return found
 
 
@@ -90,34 +83,27 @@ def _title(plan: Plan) -> str:
 
 
 def _table(plan: Plan) -> str:
-    """Bytes at the peak by role, in 10^9. The row of the recommended system is marked."""
-    used = [r for r in ROLES if any(getattr(c.prediction.peak, r) >= LEAST for c in plan.choices)]
-    rows = [["GB", *used, "peak", "of step's", "largest", "ms", "tokens/s"]]
-    for choice, largest in zip(plan.choices, plan.largest, strict=True):
-        peak, name = choice.prediction.peak, choice.system.name
-        by_role = [getattr(peak, role) for role in used]
-        over = " !" if peak.total > plan.limit else ""
-        rows.append(
-            [
-                f"> {name}" if plan.best and choice.system == plan.best.system else name,
-                *(f"{found / 1e9:.1f}" if found >= LEAST else "" for found in by_role),
-                f"{peak.total / 1e9:.1f}{over}",
-                peak.moment,
-                str(largest),
-                f"{choice.time.total:,.0f}",
-                f"{choice.tokens_per_second:,.0f}",
-            ]
-        )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    """GB at the peak by role. The row of the recommended system is marked."""
+    rows = []
+    for name, (choice, largest) in plan.choices.items():
+        peak = choice.prediction.peak
+        in_gb = {role: f"{getattr(peak, role) / 1e9:.1f}" for role in ROLES}
+        row = {"GB": f"> {name}" if plan.best and name == plan.best.system.name else name}
+        row |= {role: "" if text == "0.0" else text for role, text in in_gb.items()}
+        row["peak"] = f"{peak.total / 1e9:.1f}{' !' if peak.total > plan.limit else ''}"
+        row |= {"of step's": peak.moment, "largest": str(largest), "ms": f"{choice.time.total:,.0f}"}
+        rows.append(row | {"tokens/s": f"{choice.tokens_per_second:,.0f}"})
+    used = [head for head in rows[0] if any(row[head] for row in rows)]
+    widths = {head: max(len(head), *(len(row[head]) for row in rows)) for head in used}
     lines = []
-    for first, *rest in rows:
-        cells = [cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True)]
-        lines.append("  ".join([first.ljust(widths[0]), *cells]).rstrip())
+    for row in (dict(zip(used, used, strict=True)), *rows):
+        first, *cells = (row[head].rjust(width) for head, width in widths.items())
+        lines.append("  ".join([first.strip().ljust(widths["GB"]), *cells]).rstrip())
     return "\n".join(lines)
 
 
 def _notes(plan: Plan) -> list[str]:
-    model = plan.model
+    model, choices = plan.model, [choice for choice, _ in plan.choices.values()]
     lines = [
         f"peak: of the fullest GPU, at that moment of a step; ! is beyond {plan.limit / 1e9:.1f} GB. largest: "
         "micro-batch within that, with",
@@ -126,23 +112,22 @@ def _notes(plan: Plan) -> list[str]:
     ]
     if model.outside:
         lines.append(
-            f"not planned: {model.outside:,} parameters outside of the decoder. They are counted, activations "
-            "there are not."
+            f"not planned: {model.outside:,} parameters outside of the decoder. They are counted, what they "
+            "compute is not."
         )
     if not model.counted:
         lines += [
             "layers of this model type were not counted: what they save is taken for Llama's. BF16 may be",
             "  off by tens of per cent of what is saved, COAT by a few.",
         ]
-    if model.experts is not None:
-        lines.append(
-            f"experts: {model.experts.count} in a layer, {model.experts.used} for a token, without expert "
-            f"parallelism; under COAT they multiply in FP8."
-        )
-        lines.append("  Tokens are taken to be spread evenly over experts. None of these peaks was measured.")
-    if on_host := max(choice.prediction.on_host for choice in plan.choices):
+    if experts := model.experts:
+        lines += [
+            f"experts: {experts.count} in a layer, {experts.used} for a token; under COAT they multiply in FP8.",
+            "  Tokens are taken to be spread evenly over experts. None of these peaks was measured.",
+        ]
+    if on_host := max(choice.prediction.on_host for choice in choices):
         lines.append(f"offload: up to {on_host / 1e9:.1f} GB of the CPU's memory for each GPU.")
-    if any(choice.system.recompute == "full" for choice in plan.choices):
+    if any(choice.system.recompute == "full" for choice in choices):
         lines.append("recompute: with gradient checkpointing of whole layers switched on in the script.")
     return lines
 
@@ -152,7 +137,8 @@ def _recommendation(best: Choice, plan: Plan) -> str:
     stage = f", ZeRO-{layout.stage}" if in_deepspeed else ""
     line = (
         f"fastest within {plan.limit / 1e9:.1f} GB (>): {best.system.name}{stage}, micro-batch "
-        f"{layout.micro_batch}, {best.bytes / 1e9:.1f} GB, at best {best.tokens_per_second:,.0f} tokens/s and GPU"
+        f"{layout.micro_batch}, {best.bytes / 1e9:.1f} GB, at best {best.tokens_per_second:,.0f} tokens/s "
+        "and GPU"
     )
     if in_deepspeed and is_trainers(plan.base) and plan.base.get(MICRO_BATCH, "auto") == "auto":
         arguments = f"per_device_train_batch_size={layout.micro_batch}"
@@ -163,7 +149,7 @@ def _recommendation(best: Choice, plan: Plan) -> str:
     return line
 
 
-def paste(best: Choice, base: Mapping) -> str:
+def _paste(best: Choice, base: Mapping) -> str:
     """The DeepSpeed JSON, or Megatron's arguments and the file of COAT_CONFIG."""
     if best.layout.framework == "deepspeed":
         return json.dumps(deepspeed_json(best.system, best.layout, base), indent=2)
@@ -173,5 +159,7 @@ def paste(best: Choice, base: Mapping) -> str:
     block = best.system.block().get("coat")
     if block is None:
         return words
-    words += " --spec megatron_ext.spec coat_layer_spec"
-    return f"{words}\nand in the file that COAT_CONFIG names\n{json.dumps({'coat': block}, indent=2)}"
+    block = json.dumps({"coat": block}, indent=2)
+    return (
+        f"{words} --spec megatron_ext.spec coat_layer_spec\nand in the file that COAT_CONFIG names\n{block}"
+    )

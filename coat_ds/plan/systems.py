@@ -1,9 +1,9 @@
 """What computes the layers and steps the weights: BF16, TransformerEngine's FP8, and COAT's rungs."""
 
-import dataclasses
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from coat_ds.config import CoatConfig, OptimizerConfig
 from coat_kernels.codecs import CODECS, first_codec
@@ -28,6 +28,8 @@ class System:
     """"adamw", "coat" or "transformer_engine"."""
     coat: CoatConfig = CoatConfig()
     """The block, where layers or optimizer are COAT's."""
+    keys: Mapping = field(default_factory=dict)
+    """The keys of the block without their defaults."""
     bf16_masters: bool = False
     """DeepSpeed keeps masters and gradients in BF16, and COAT steps them without more bits."""
     recompute: str = "none"
@@ -69,24 +71,8 @@ class System:
         if self.bf16_masters:
             found["bf16"] |= dict.fromkeys(BF16_MASTERS, True)
         if self.layers == "coat" or self.optimizer == "coat":
-            found["coat"] = {"enabled": True} | differences(self.coat)
+            found["coat"] = {"enabled": True, **self.keys}
         return found
-
-
-def differences(block) -> dict:
-    """The keys of a block that do not have their defaults, as JSON."""
-    found = {}
-    for field in dataclasses.fields(block):
-        value = getattr(block, field.name)
-        if dataclasses.is_dataclass(value):
-            value = differences(value)
-            if value:
-                found[field.name] = value
-        elif value != field.default and field.name != "enabled":
-            found[field.name] = list(value) if isinstance(value, tuple) else value
-        elif field.name == "enabled" and field.default is True and value is False:
-            found[field.name] = False
-    return found
 
 
 def moment_bytes(optimizer: OptimizerConfig) -> float:
@@ -99,14 +85,15 @@ def moment_bytes(optimizer: OptimizerConfig) -> float:
     return sum(codec.zeros(size, size, "cpu").nbytes for codec in (first, second)) / size
 
 
-def coat(name: str, block: Mapping | None = None, **fields) -> System:
+def coat(name: str, keys: Mapping = MappingProxyType({}), **fields) -> System:
     """A system of COAT's layers and optimizer, with a block of these keys and `enabled`."""
-    config = CoatConfig.from_dict({"enabled": True, **(block or {})})
+    config = CoatConfig.from_dict({"enabled": True, **keys})
     return System(
         name=name,
         layers="coat" if config.activations.enabled else "bf16",
         optimizer="coat" if config.optimizer.enabled else "adamw",
         coat=config,
+        keys=keys,
         **fields,
     )
 

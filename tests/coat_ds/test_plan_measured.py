@@ -20,6 +20,7 @@ from benchmarks.common.harness import read_rows
 from benchmarks.common.whole_models import MODELS, SYSTEMS, WAYS, planned
 from coat_ds import plan
 from coat_ds.plan import Layout, Memory, Sizes, from_deepspeed, rungs
+from coat_ds.plan.layout import Limits
 from coat_ds.plan.memory import WORKSPACES
 from coat_ds.plan.read import from_values
 from tests.util import run_distributed
@@ -34,8 +35,8 @@ BOUND = 0.03
 THEN = {
     "da9ec18": ({}, {"zero3_layer_units": False}),
     "9851d86": ({}, {"zero3_layer_units": False}),
-    "1edb649": ({"prefetch": 50_000_000}, {}),
-    "515274f": ({"prefetch": 50_000_000}, {}),
+    "1edb649": ({"limits": Limits(prefetch=50_000_000)}, {}),
+    "515274f": ({"limits": Limits(prefetch=50_000_000)}, {}),
 }
 # until then the steps of ZeRO 1 and 2 copied their gradients, but at these commits
 COPIED_UNTIL, FLAT = "2026-11-27", {"c0a3b4c", "a342dac", "e2c1def"}
