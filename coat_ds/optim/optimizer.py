@@ -78,12 +78,12 @@ class CoatAdamW(torch.optim.Optimizer):
     keep_fp32: which other tensors keep FP32 moments: patterns of names, for parameters given with names, or
         a function of (name or None, parameter).
     seed: of the stochastic rounding of BF16 parameters; the same on all ranks.
-    offload: where moments and remainders are. "none": on the parameters' device. "cpu": in one allocation of
-        pinned host memory, from which a step copies them to the GPU in chunks, and back. The results have
-        the same bits. A step takes as long as the copies, returns when they have ended, and cannot be
-        captured in a CUDA graph. A number: GB (10^9 bytes) of states that stay on the device, whole tensors
-        in their order; this is decided when the first state is created, and logged. Parameters on the CPU
-        pass through the GPU with their states, unless it is "none".
+    offload: where moments and remainders are. The default "none" keeps them on the parameters' device. With
+        "cpu" they are in one allocation of pinned host memory. A step copies them to the GPU in chunks, and
+        back. The results have the same bits. A step takes as long as the copies, returns when they have
+        ended, and cannot be captured in a CUDA graph. A number: GB (10^9 bytes) of states that stay on the
+        device, whole tensors in their order. This is decided when the first state is created, and logged.
+        Parameters on the CPU pass through the GPU with their states, unless it is "none".
     log: a function of (line, level). None is Python's logging, on rank 0; the constructor then logs how
         states are stored, and their bytes (INFO). Frameworks with their own log pass `log` and log that line.
     checkpoint_layout: the contents of `state_dict`. "stock": FP32 moments, as in `torch.optim.AdamW`.
