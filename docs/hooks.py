@@ -1,8 +1,10 @@
-"""mkdocs' hook: the README is the first page, and files outside of docs/ that pages link to are on the site.
+"""mkdocs' hook: the README is the first page, with a card for each task, and files outside of docs/ are on
+the site if pages link to them.
 
 Links are written as they lead on the repository's own pages; the site has the folder docs/ at its top.
 """
 
+import re
 from pathlib import Path
 
 from mkdocs.structure.files import File
@@ -10,6 +12,20 @@ from mkdocs.structure.files import File
 ROOT = Path(__file__).resolve().parents[1]
 OUTSIDE = ("CONTRIBUTING.md", "benchmarks/*.md", "benchmarks/*.csv", "benchmarks/results/*", "examples/*")
 OUTSIDE += ("configs/*.json",)
+CARDS = ("deepspeed", "huggingface", "megatron", "fsdp2", "fit", "faster", "finetune", "checkpoints", "watch")
+CARDS += ("performance", "support", "symptoms")
+
+
+def cards() -> str:
+    """Title and first sentence of the pages by task."""
+    lines = []
+    for name in CARDS:
+        title, _, rest = (ROOT / f"docs/{name}.md").read_text().partition("\n")
+        paragraph = re.search(r"^[A-Z`].*?$\n\n", rest, re.M | re.S)[0]
+        bare = re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", " ".join(paragraph.split()))
+        sentence = re.split(r"(?<=[.:])\s", bare, maxsplit=1)[0].rstrip(":")
+        lines.append(f"- [**{title.removeprefix('# ')}**]({name}.md)\n\n    {sentence}")
+    return '<div class="grid cards" markdown>\n\n' + "\n\n".join(lines) + "\n\n</div>\n\n"
 
 
 def on_files(files, config):
@@ -27,6 +43,8 @@ def on_page_markdown(markdown, page, config, files):
     if name.startswith("benchmarks/"):
         # hundreds of rows that hide every other hit of a search
         page.meta["search"] = {"exclude": True}
+    if name == "index.md":
+        markdown = markdown.replace("## Install\n", cards() + "## Install\n", 1)
     if (ROOT / "docs" / name).exists():
         # of a page in docs/, the folder above
         return markdown.replace("](../", "](")

@@ -309,6 +309,8 @@ HEAD = """\
 
 <!-- made by: python docs/support.py > docs/support.md -->
 
+What works with COAT, on which machines it ran, and what is refused.
+
 **Find a feature**: {sections}, [other limits](#not-in-the-tables).
 Or search the page for its name: `MoE + ZeRO-3`, `LoRA`, `AutoTP`.
 
