@@ -3,10 +3,6 @@
 One spawn of each size serves all tests.
 """
 
-import argparse
-import contextlib
-import gc
-import logging
 import os
 import warnings
 import weakref
@@ -15,10 +11,10 @@ import zipfile
 import deepspeed
 import pytest
 import torch
-from torch import nn
 
 from coat_ds.optim.moment import Moment
 from coat_ds.zero.partitions import partitions
+from tests.coat_ds.checkpointed import NEW, OLD, Given, full_states, listening, start, to_universal
 from tests.coat_ds.faithful import assert_faithful, assert_ratio_faithful
 from tests.coat_ds.test_zero import (
     FP8_BOUND,
@@ -44,78 +40,11 @@ RUNS = {
 # where formats change: the phase, the stage and the layout
 CONVERTED = [(0, stage, layout) for stage in (1, 3) for layout in ("stock", "compressed")]
 CONVERTED += [(1, 1, "compressed"), (1, 3, "stock")]
-# the paper's second moment, and today's: the first one's format follows
-OLD, NEW = "fp8_expanded", "log8"
-
-
-class Given(nn.Module):
-    """The gradients of its parameters are given: the same at any number of ranks, to the bit."""
-
-    def __init__(self):
-        super().__init__()
-        shapes = [(37, 131), (13,), (61, 47), (131, 61), (1500,), (5, 1000)]
-        self.weights = nn.ParameterList(nn.Parameter(torch.ones(shape)) for shape in shapes)
-
-    def forward(self, step):
-        generator = torch.Generator().manual_seed(step)
-        return sum((w * torch.randn(w.shape, generator=generator)).sum() for w in self.weights)
 
 
 def second_of(name):
     """In which format a run's second moments are stored."""
     return OLD if name.startswith("stage") else NEW
-
-
-def start(run, coat=True, universal=False, layout="stock", second=OLD):
-    torch.manual_seed(0)
-    model = run["model"]()
-    groups = run["groups"] and run["groups"](model)
-    config = ds_config(run, coat)
-    if coat:
-        config["coat"]["optimizer"] |= {"checkpoint_layout": layout, "exp_avg_sq_format": second}
-    config["checkpoint"] = {"load_universal": universal}
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=config)
-    return engine
-
-
-def full_states(engine):
-    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-
-    return [
-        (
-            safe_get_full_fp32_param(p).clone(),
-            *(safe_get_full_optimizer_state(p, name).clone() for name in ("exp_avg", "exp_avg_sq")),
-        )
-        for p in engine.module.parameters()
-        if p.requires_grad
-    ]
-
-
-def to_universal(folder, tag):
-    from deepspeed.checkpoint.ds_to_universal import main
-
-    if torch.distributed.get_rank() == 0:
-        main(
-            argparse.Namespace(
-                input_folder=f"{folder}/{tag}",
-                output_folder=f"{folder}/{tag}_universal",
-                num_extract_workers=1,
-                num_merge_workers=1,
-                keep_temp_folder=False,
-                strict=True,
-                inject_missing_state=True,
-            )
-        )
-    torch.distributed.barrier()
-
-
-def live_bytes():
-    gc.collect()
-    held = {}
-    for x in gc.get_objects():
-        if type(x) in (torch.Tensor, nn.Parameter) and x.device.type == "cpu":
-            held[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-    return sum(held.values())
 
 
 class Watch:
@@ -152,23 +81,6 @@ def watch_saving(folder):
         torch.save(engine.optimizer.state_dict(), f"{folder}/rank{torch.distributed.get_rank()}.pt")
     flats = [flat.numel() for flat in engine.basic_optimizer.state]
     return saving.peak, at_once.peak, 4 * max(flats), 8 * sum(flats)
-
-
-@contextlib.contextmanager
-def listening():
-    """Messages of DeepSpeed's logger that name formats or moments of a checkpoint."""
-    from deepspeed.utils import logger
-
-    lines, handler = [], logging.Handler()
-
-    def emit(record):
-        if "change their formats" in (line := record.getMessage()) or "moments of the checkpoint" in line:
-            lines.append(line)
-
-    handler.emit = emit
-    logger.addHandler(handler)
-    yield lines
-    logger.removeHandler(handler)
 
 
 def conversions(folder, stage, layout):
@@ -256,12 +168,10 @@ def chain(folder, index):
         if index:
             # into an engine that has stepped, and has gathered what ZeRO-3 keeps
             train_step(engine)
-            before = live_bytes()
             with listening() as lines:
                 engine.load_checkpoint(where, tag=f"{index - 1}_universal")
-            grown = live_bytes() - before
         else:
-            grown, lines = 0, []
+            lines = []
             for _ in range(3):
                 train_step(engine)
         states, groups = full_states(engine), groups_of(engine)
@@ -276,7 +186,6 @@ def chain(folder, index):
         out[name] = {
             "states": states,
             "groups": groups,
-            "grown": grown,
             "lines": lines,
             "file": size,
             "steps": engine.global_steps,
@@ -423,15 +332,6 @@ def test_nothing_is_said_of_formats_that_stay(phases, name):
         for number, rank in enumerate(phase):
             lines = rank["chain"][name]["lines"]
             assert len(lines) == (number == 0) and not any("change their formats" in line for line in lines)
-
-
-@every_run
-def test_no_fp32_staging_outlives_a_universal_load(phases, name):
-    """FP32 moments would be 8 bytes per parameter more than the zeros that were there before."""
-    for phase in phases[1:]:
-        for rank in phase:
-            numel = sum(p.numel() for p, *_ in rank["chain"][name]["states"]) / len(phase)
-            assert rank["chain"][name]["grown"] < numel
 
 
 def test_compressed_files_are_small(phases):

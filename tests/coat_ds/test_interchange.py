@@ -19,8 +19,8 @@ from coat_ds import CoatAdamW
 from coat_ds.optim.moment import Moment
 from coat_ds.optim.options import MOMENTS
 from coat_ds.zero import stage0
+from tests.coat_ds.checkpointed import full_states, listening, to_universal
 from tests.coat_ds.faithful import assert_ratio_faithful, assert_second_faithful
-from tests.coat_ds.test_checkpoints import full_states, listening, to_universal
 from tests.coat_ds.test_zero import (
     FP8_BOUND,
     MASTER16,

@@ -7,8 +7,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from coat_ds.optim import loading
 from coat_ds.optim.options import MOMENTS
+from tests.coat_ds.checkpointed import NEW, Given, full_states, start
 from tests.coat_ds.optimizers import assert_equal
-from tests.coat_ds.test_checkpoints import NEW, Given, full_states, start
 from tests.coat_ds.test_zero import cell
 from tests.util import run_distributed
 

@@ -284,14 +284,6 @@ def test_weights_of_one_kind_are_quantized_in_one_launch(device, monkeypatch):
     assert launches == [3, 2]
 
 
-def test_double_backward_is_refused(device):
-    model = Model(True, torch.bfloat16, device)
-    x, _ = inputs(device, torch.bfloat16)
-    leaf = x.requires_grad_()
-    with pytest.raises(RuntimeError, match="cannot be differentiated again"):
-        torch.autograd.grad(model.by_blocks(leaf).sum(), leaf, create_graph=True)
-
-
 @pytest.mark.parametrize("has_origin", [False, True])
 def test_nothing_is_held_behind_backward(has_origin, device):
     """Backward frees the graph. If the graph is still alive, it frees the tensors saved for backward."""

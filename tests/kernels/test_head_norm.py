@@ -197,13 +197,6 @@ def test_a_zero_sized_batch(device):
     assert y.shape == x.shape == grads[0].shape and grads[1].equal(torch.zeros_like(weight))
 
 
-def test_second_derivatives_are_refused():
-    x = torch.randn(4, 1, 2, 16, requires_grad=True)
-    y = head_norm(x, torch.ones(16), *tables(4, 16), EPS)
-    with pytest.raises(RuntimeError, match="cannot be differentiated again"):
-        torch.autograd.grad(y.sum(), x, create_graph=True)
-
-
 @pytest.mark.parametrize(
     ("shape", "width", "table", "words"),
     [

@@ -13,6 +13,7 @@ from triton.backends.nvidia.compiler import CUDABackend
 
 from coat_kernels import tensorwise
 from coat_kernels.prepared import PreparedKernel, cdiv, next_power_of_2, on_device_of, signature_of
+from tests.hosts import TEST_ALL
 
 
 def test_integers_are_tritons():
@@ -70,7 +71,7 @@ def arguments(draw):
     return draw(st.one_of(tensors, numbers, st.floats(), st.booleans(), st.none()))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300 if TEST_ALL else 100, deadline=None)
 @given(st.lists(st.tuples(arguments(), arguments()), min_size=1, max_size=4))
 def test_one_signature_means_one_compiled_kernel(pairs):
     """If triton would compile another kernel, the key of a prepared launch differs."""

@@ -17,13 +17,13 @@ FORMATS = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda f: f.name)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_tensorwise_kernel_equals_the_reference_bit_for_bit(dtype, shape, fmt, device):
-    for x in (wide(*shape), *(v.view(*shape) for v in hard(shape[0] * shape[1]).values())):
+    for i, x in enumerate((wide(*shape), *(v.view(*shape) for v in hard(shape[0] * shape[1]).values()))):
         x = x.to(device, dtype)
         maxima = tensorwise.maxima_triton(x)
         assert maxima.amax() == tensorwise.maxima_reference(x).amax()
         largest = tensorwise.largest_magnitude(with_maxima(x, maxima))
         expected = tensorwise.quantize_tensor_reference(x, largest, fmt, columns=True)
-        for rows in (True, False):
+        for rows in (True, False) if i == 0 else (True,):
             actual = tensorwise.quantize_tensor_triton(x, largest, fmt, rows, columns=True)
             for a, e in zip(actual, expected, strict=True):
                 if a is not None:
@@ -99,7 +99,7 @@ def test_scales_are_the_smallest_of_their_steps_that_suffice(step, fmt, device):
     assert (largest.double() <= most).all()
     # a scale smaller by one step would overflow
     assert ((largest.double() > most / 2**step) | (e - step < -126)).all()
-    for x, expected in zip(largest, scale, strict=True):
+    for x, expected in zip(largest[::17], scale[::17], strict=True):
         x = x.reshape(1, 1).to(device)
         assert tensorwise.quantize_tensor_triton(x, x[0], fmt).scale == expected
 

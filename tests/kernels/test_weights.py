@@ -11,8 +11,6 @@ from coat_kernels.linear import fp8_linear
 from coat_kernels.tensorwise import quantize_tensor_reference
 from coat_kernels.weights import WeightCache, invalidate_weight_caches
 
-KEEP = pytest.mark.parametrize("keep", ["fp8"])
-
 
 @pytest.fixture
 def work(monkeypatch):
@@ -96,15 +94,14 @@ IN_STEPS = [by_optimizer, behind_autograd_in_a_step]
 CHANGES = [in_place, load_state_dict, other_memory, by_hand]
 
 
-@KEEP
 @pytest.mark.parametrize(
     ("change", "trains"),
     [*((change, True) for change in IN_STEPS + CHANGES), *((change, False) for change in CHANGES)],
 )
-def test_is_never_stale(keep, change, trains, device):
+def test_is_never_stale(change, trains, device):
     x, weight = layer(device)
     weight.requires_grad_(trains)
-    cache = WeightCache(keep)
+    cache = WeightCache("fp8")
     before = fp8_linear(x, weight, cache=cache)
     change(weight)
     after = fp8_linear(x, weight, cache=cache)
@@ -125,12 +122,11 @@ def part_of_another(memory, values):
     return another_parameter(memory, values).view_as(values)
 
 
-@KEEP
 @pytest.mark.parametrize("weight_of", [masked, another_parameter, part_of_another])
-def test_another_weight_at_the_same_place(keep, weight_of, device):
+def test_another_weight_at_the_same_place(weight_of, device):
     """Replaced between forwards, and between a forward and its backward, where a GEMM reads the weight
     again."""
-    memory, cache = torch.empty(64, 64, device=device), WeightCache(keep)
+    memory, cache = torch.empty(64, 64, device=device), WeightCache("fp8")
     x = torch.randn(16, 64, device=device, requires_grad=True)
     for _ in range(3):
         weight = weight_of(memory, torch.randn(64, 64, device=device))
@@ -143,9 +139,8 @@ def test_another_weight_at_the_same_place(keep, weight_of, device):
         del weight, y
 
 
-@KEEP
-def test_another_view_of_a_parameter(keep, device):
-    weight, cache = torch.nn.Parameter(torch.randn(64, 64, device=device)), WeightCache(keep)
+def test_another_view_of_a_parameter(device):
+    weight, cache = torch.nn.Parameter(torch.randn(64, 64, device=device)), WeightCache("fp8")
     x, amax = torch.randn(16, 64, device=device), weight.detach().abs().max().view(1)
     for view in (weight, weight.t(), weight.view_as(weight)):
         assert fp8_linear(x, view, cache=cache).equal(fp8_linear(x, view))
@@ -180,18 +175,9 @@ def test_codes_do_not_depend_on_what_was_predicted(keep, kernels, device):
                 torch.testing.assert_close(a.float(), e.float(), rtol=0, atol=0, equal_nan=True)
 
 
-@KEEP
-def test_codes_of_another_format(keep, device):
+def test_codes_that_could_not_be_made_are_made_later(device, monkeypatch):
     _, weight = layer(device)
-    cache = WeightCache(keep)
-    for fmt in (E4M3, E5M2, E4M3):
-        assert cache.forward(weight, fmt)[0].rows.dtype == fmt.dtype
-
-
-@KEEP
-def test_codes_that_could_not_be_made_are_made_later(keep, device, monkeypatch):
-    _, weight = layer(device)
-    cache = WeightCache(keep)
+    cache = WeightCache("fp8")
     expected = cache.forward(weight, E4M3)[0].rows
 
     def fail(*args, **options):
@@ -213,10 +199,9 @@ def test_codes_of_a_transposed_weight(keep, kernels, device):
     assert codes.rows.equal(expected.rows) and columns.equal(expected.columns)
 
 
-@KEEP
-def test_backward_uses_the_weight_of_its_forward_or_refuses(keep, device):
+def test_backward_uses_the_weight_of_its_forward_or_refuses(device):
     x, weight = layer(device)
-    cache = WeightCache(keep)
+    cache = WeightCache("fp8")
     y = fp8_linear(x, weight, cache=cache)
     with torch.no_grad():
         weight.mul_(2)
@@ -224,10 +209,9 @@ def test_backward_uses_the_weight_of_its_forward_or_refuses(keep, device):
         y.sum().backward()
 
 
-@KEEP
-def test_evaluation_neither_fills_nor_uses_it(keep, device):
+def test_evaluation_neither_fills_nor_uses_it(device):
     x, weight = layer(device)
-    cache = WeightCache(keep)
+    cache = WeightCache("fp8")
     with torch.no_grad():
         fp8_linear(x, weight, cache=cache)
         assert cache.nbytes == 0
@@ -243,20 +227,6 @@ def test_copies_start_empty(device):
     cache = WeightCache("fp8")
     fp8_linear(x, weight, cache=cache)
     assert copy.deepcopy(cache).nbytes == 0 and cache.nbytes > 0
-
-
-def test_unknown_value_is_refused():
-    with pytest.raises(ValueError, match="weight_cache: expected one of none, fp8; found 'bf16'"):
-        WeightCache("bf16")
-
-
-def test_cached_columns_are_those_of_the_forward(device):
-    _, weight = layer(device)
-    for keep in ("none", "fp8"):
-        cache = WeightCache(keep)
-        rows, largest = cache.forward(weight, E4M3)
-        columns = cache.columns(weight, largest, E4M3)
-        assert columns.columns.t().float().equal(rows.rows.float()) and columns.scale.equal(rows.scale)
 
 
 def test_copies_that_a_graph_knows_are_written_in_place(kernels, device, monkeypatch):
