@@ -369,8 +369,8 @@ class Acts(torch.nn.Module):
 
 
 def each_its_own():
-    """Whether regions keep their inputs in FP8: in an engine, in another one within its forward, after its
-    forward was interrupted, and in a copy of its module. Of threads: tests/kernels/test_saved.py."""
+    """Whether regions keep their inputs in FP8: in an engine, in another within its forward and alone, after
+    the forward was interrupted, and in a copy of its module. Of threads: tests/kernels/test_saved.py."""
 
     def engine_of(model, compress=True):
         config = {
@@ -390,7 +390,7 @@ def each_its_own():
         raise KeyboardInterrupt
 
     outer = engine_of(Acts(around))
-    found["itself"] = outer(x)[1]
+    found["itself"], found["stock"] = outer(x)[1], stock(x)[1]
     outer.module.action = interrupt
     with contextlib.suppress(KeyboardInterrupt):
         outer(x)
@@ -432,11 +432,7 @@ def test_nothing_to_compress_is_said_once_and_not_before(two):
 
 def test_each_engine_has_its_own(two):
     # DeepSpeed's regions keep codes as an attribute of a stand-in, torch's by hooks
-    compressed, stock = [True] * 3, [False] * 3
+    fp8, plain = [True] * 3, [False] * 3
+    expected = {"itself": fp8, "within": fp8, "stock": plain, "interrupted": plain, "copy": fp8}
     for rank in two:
-        assert rank["each"] == {
-            "itself": compressed,
-            "within": stock,
-            "interrupted": stock,
-            "copy": compressed,
-        }
+        assert rank["each"] == expected

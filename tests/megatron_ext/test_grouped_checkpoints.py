@@ -11,8 +11,9 @@ from coat_ds.config import CoatConfig
 from tests.megatron_ext.test_checkpoints import _build, _shake, _stock
 from tests.megatron_ext.test_grouped_experts import GROUPED
 from tests.megatron_ext.test_moe import EXPERTS, GPT
-from tests.megatron_ext.test_optimizer import Trainer, _plain
+from tests.megatron_ext.test_optimizer import _plain
 from tests.megatron_ext.test_parallel import whole
+from tests.megatron_ext.trainer import Trainer
 from tests.util import run_distributed
 
 pytestmark = pytest.mark.early

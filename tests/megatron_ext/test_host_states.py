@@ -6,7 +6,8 @@ import torch.distributed as dist
 
 from coat_ds.config import CoatConfig
 from coat_ds.optim import host_states
-from tests.megatron_ext.test_optimizer import MODES, SHARDINGS, Trainer
+from tests.megatron_ext.test_optimizer import SHARDINGS
+from tests.megatron_ext.trainer import MODES, Trainer
 from tests.util import run_distributed
 
 

@@ -27,7 +27,6 @@ from tests.megatron_ext.layers import (
     GPT,
     HEADS,
     LINEARS,
-    VOCAB,
     B,
     D,
     H,
@@ -290,17 +289,6 @@ def test_what_megatrons_own_layers_lack_is_named(field, found, text):
         setattr(settings, name, value)
     with pytest.raises(ValueError, match=text):
         sdpa_parts(settings, experts=True)
-
-
-@pytest.mark.parametrize("spec", [coat_layer_spec, sdpa_layer_spec], ids=["coat", "sdpa"])
-def test_a_decoder_behind_an_encoder_is_refused(device, spec):
-    T5 = pytest.importorskip("megatron.core.models.T5")
-    settings = config(attention_dropout=0.0, hidden_dropout=0.0, bf16=True)
-    model = T5.T5Model(settings, settings, spec, spec, VOCAB, S).to(device, torch.bfloat16)
-    tokens = batch(device)[0]
-    seen = torch.zeros(B, 1, S, S, dtype=torch.bool, device=device)
-    with pytest.raises(ValueError, match="encoder's output.*no cross-attention"):
-        model(tokens, tokens, seen, seen, seen)
 
 
 VARIANTS = {

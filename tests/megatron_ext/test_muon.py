@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.megatron_ext.test_moe import EACH_ONE, EXPERTS
-from tests.megatron_ext.test_optimizer import MODES, Trainer
+from tests.megatron_ext.trainer import MODES, Trainer
 from tests.util import run_distributed
 
 pytest.importorskip(

@@ -13,7 +13,7 @@ from coat_ds.optim.moment import Moment
 from coat_ds.optim.state_dict import format_of
 from coat_ds.watch.states import StateSampler, figures
 from coat_kernels.adamw import join_master
-from tests.megatron_ext.test_optimizer import FFN, MODES, H, S, Trainer
+from tests.megatron_ext.trainer import FFN, MODES, H, S, Trainer
 from tests.util import Made, default_dtype, rel_rms
 
 
@@ -83,30 +83,6 @@ def test_the_optimizer_is_watched_beside_layers_of_megatron(megatron):
         optimizer.uninstall()
     # the watch is still installed, since our layers are imported by now
     assert watch.installed()
-
-
-def test_small_tensors_keep_fp32_moments(megatron):
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-
-    from megatron_ext import cpu
-    from megatron_ext.layer_specs import sdpa_layer_spec
-    from megatron_ext.model import ModelShape, build_gpt
-    from megatron_ext.optimizer import seam as optimizer
-
-    block = {"enabled": True, "optimizer": {"min_numel": 600, "keep_fp32": []}, "watch": False}
-    optimizer.install(CoatConfig.from_dict(block))
-    try:
-        model = build_gpt(ModelShape(1, 32, 48, 2, 2), sdpa_layer_spec, seq_length=S, vocab_size=16)
-        settings = DistributedDataParallelConfig(use_distributed_optimizer=True)
-        with cpu.no_cuda():
-            wrapped = DistributedDataParallel(model.config, settings, model)
-            config = OptimizerConfig(optimizer="adam", lr=1e-3, bf16=True, use_distributed_optimizer=True)
-            (part,) = get_megatron_optimizer(config, [wrapped]).chained_optimizers
-    finally:
-        optimizer.uninstall()
-    found = {(p.numel() < 600, state["exp_avg"].codec.name) for p, state in part.optimizer.state.items()}
-    assert found == {(True, "fp32"), (False, "ratio8")}
 
 
 @pytest.mark.parametrize(
@@ -241,18 +217,6 @@ def test_masters_are_read_and_written_part_by_part(monkeypatch):
     state = optimizer.state[again]
     state["exp_avg_sq"].mul_(4)
     assert rel_rms(state["exp_avg"].decode(), tensors["exp_avg"]) < 0.05
-
-
-@pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq"])
-def test_types_of_moments_are_megatrons_default_or_fp8(name):
-    from megatron_ext.optimizer.adamw import MegatronAdamW
-
-    p = torch.nn.Parameter(torch.ones(4))
-    for dtype in (torch.float32, torch.uint8):
-        MegatronAdamW([p], **{f"{name}_dtype": dtype})
-    argument = f"--{name.replace('_', '-')}-dtype"
-    with pytest.raises(CoatConfigError, match=f"{argument}: found torch.bfloat16.*{name}_format"):
-        MegatronAdamW([p], **{f"{name}_dtype": torch.bfloat16})
 
 
 def two_parameters(**options):

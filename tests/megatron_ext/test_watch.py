@@ -11,7 +11,7 @@ from coat_ds import state_bytes
 from coat_ds.config import CoatConfig, WatchConfig
 from coat_ds.watch.outs import read
 from tests.megatron_ext.test_moe import ALL_TO_ALL, EACH_ONE, EXPERTS
-from tests.megatron_ext.test_optimizer import FFN, B, S, Trainer
+from tests.megatron_ext.trainer import FFN, B, S, Trainer
 from tests.util import run_distributed
 
 pytestmark = pytest.mark.early
