@@ -226,35 +226,6 @@ def test_patterns_are_about_names_in_the_scripts_own_optimizer_too(log):
     assert len([line for _, line in log if "'*haed*' matches no parameter" in line]) == 1
 
 
-@pytest.mark.parametrize("own", [False, True])
-def test_the_table_of_states(own, log):
-    """The table of the config's optimizer and of the script's own."""
-    block = {**BLOCK, "optimizer": {"keep_fp32": ["*head*"]}}
-    model = torch.nn.ModuleDict(
-        {"0": torch.nn.Linear(96, 64, bias=False), "head": torch.nn.Linear(64, 96, bias=False)}
-    )
-    given = torch.optim.AdamW(model.parameters()) if own else None
-    config = host(zero_optimization={"stage": 1})
-    make = build.optimizer_for_engine(CoatConfig.from_dict(block), config, given, model)
-    if not own:
-        make(model.parameters())
-    (table,) = (line for _, line in log if "AdamW states of the whole model" in line)
-    codes, plain = 96 * 64 * 2 + 96 * 64 // 128 * 9, 96 * 64 * 8
-    assert [row.split() for row in table.splitlines()[2:]] == [
-        ["1", f"{codes:,}", "ratio8", "log8", "[64,", "96]", "*.weight"],
-        ["1", f"{plain:,}", "fp32", "fp32", "[96,", "64]", "head.weight"],
-    ]
-
-
-def test_names_in_front_of_experts_are_refused_as_without_the_block():
-    model = torch.nn.Linear(64, 64, bias=False)
-    # as DeepSpeed marks those of experts
-    model.weight.allreduce = False
-    make = build.optimizer_for_engine(keeping(), host(zero_optimization={"stage": 1}), None, model)
-    with pytest.raises(TypeError, match="Tensors or dicts, but got <class 'tuple'>"):
-        make(model.named_parameters())
-
-
 def built(log, optimizer=None, params=None, block=None, size=64):
     """What is logged when the optimizer is built for a matrix of `size` x `size`."""
     coat = CoatConfig.from_dict({**BLOCK, "optimizer": block or {}})

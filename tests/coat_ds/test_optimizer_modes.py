@@ -197,18 +197,6 @@ def test_gradients_are_unscaled_after_a_scalers_step(dtype, device):
     assert all_equal([p.grad for p in params], expected)
 
 
-def test_a_parameter_that_a_group_lists_twice_is_stepped_twice(device):
-    """As torch.optim.AdamW does, which warns of it."""
-    (ours,), (theirs,) = start(device, 5000), start(device, 5000)
-    fp32 = {"exp_avg_format": "fp32", "exp_avg_sq_format": "fp32"}
-    with pytest.warns(UserWarning, match="duplicate parameters"):
-        first, second = CoatAdamW([ours, ours], **OPTIONS, **fp32), torch.optim.AdamW([theirs] * 2, **OPTIONS)
-    train([ours], first)
-    train([theirs], second)
-    assert first.state[ours]["step"] == second.state[theirs]["step"] == 8
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
-
-
 @pytest.mark.parametrize("skipped", [False, True])
 def test_a_scaler_counts_the_steps_of_a_group_on_several_devices(skipped):
     """As of a model whose layers are dealt out to GPUs."""

@@ -107,18 +107,6 @@ def test_first_step_without_gradient_only_decays(m_name, v_name, run, device):
         assert x.equal(torch.zeros_like(p))
 
 
-def test_kernel_is_deterministic(device):
-    def once():
-        torch.manual_seed(0)
-        codecs, state = states("fp8_expanded", "fp8_expanded", 1100, device)
-        p = wide(1100).to(device)
-        for step in range(1, 3):
-            adamw_triton(p, wide(1100).to(device), *state, step, **codecs, **OPTIONS)
-        return p, *state[0], *state[1]
-
-    assert all(a.equal(b) for a, b in zip(once(), once(), strict=True))
-
-
 def test_list_is_what_its_tensors_are_one_by_one(device, monkeypatch):
     """Sizes that end mid-group, an empty tensor, several chunks of either size; each tensor has its own step
     count."""

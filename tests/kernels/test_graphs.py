@@ -43,17 +43,6 @@ def test_garbage_stays_where_it_is_not_to_be_collected(often):
     assert node() is None
 
 
-def test_collections_go_on_as_before():
-    with pytest.raises(KeyError), uncollected():
-        raise KeyError
-    assert gc.isenabled()
-    with uncollected():
-        with uncollected():
-            pass
-        assert not gc.isenabled()
-    assert gc.isenabled()
-
-
 def in_a_thread(call):
     found = []
     thread = threading.Thread(target=lambda: found.append(call()))

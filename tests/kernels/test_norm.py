@@ -8,7 +8,7 @@ from coat_kernels import norm
 from coat_kernels.agreement import E4M3_RMS, ROUNDING
 from coat_kernels.autograd.origin import maxima_of, origin_of, with_maxima
 from coat_kernels.fp8 import E4M3, E5M2
-from coat_kernels.groups import Grouped, dequantize_groups_reference
+from coat_kernels.groups import dequantize_groups_reference
 from coat_kernels.linear import fp8_linear
 from coat_kernels.tensorwise import PredictedScale, quantize_tensor_reference
 from coat_kernels.tensorwise.operands import fp8_operands
@@ -333,14 +333,3 @@ def test_every_way_to_an_output_gives_the_same_bits(layer_norm, h, device):
     parameters = weight.detach(), bias.detach() if layer_norm else None
     codes = norm.norm_operands(x, *parameters, (EPS, layer_norm, False, 16), "sqrt8", PredictedScale(E4M3))[0]
     assert codes.rows.float().equal(fp8_operands(y, E4M3)[0].rows.float())
-
-
-def test_kept_input_has_its_own_groups(device):
-    """A partial last group is a group of its own, in every row."""
-    x = torch.ones(2, 40, device=device)
-    x[:, 32:] = 1e-3
-    _, _, q, _ = norm.norm_forward_triton(
-        x, torch.ones(40, device=device), None, EPS, False, False, 16, "e4m3"
-    )
-    assert isinstance(q, Grouped) and q.exponent.shape == (2, 3)
-    assert rel_rms(dequantize_groups_reference(q, 16)[:, 32:], x[:, 32:]) < 2**-4

@@ -125,27 +125,6 @@ def test_backward_hands_its_maxima_on(device):
     assert seen["maxima"].amax() == seen["grad"].abs().amax()
 
 
-@pytest.mark.parametrize(
-    ("width", "table", "words"),
-    [
-        (6 * 8, (5, 4), "cosines and sines of shape .5, 8.*found .5, 4."),
-        (6 * 8, (4, 8), "found .4, 8."),
-        (6 * 8, (5, 1, 8), "found .5, 1, 8."),
-        (5 * 8, (5, 8), "multiple of 2 groups x 8 channels, at least three times that; found 40"),
-        # one key and one value each, and no query
-        (4 * 8, (5, 8), "at least three times that; found 32"),
-    ],
-)
-def test_what_does_not_belong_together(width, table, words):
-    cos = torch.ones(table)
-    with pytest.raises(ValueError, match=words):
-        rope.rotate_qkv(torch.ones(5, 1, width), cos, cos, 2, 8)
-    with pytest.raises(ValueError, match="found .5, 8. and .5, 6."):
-        rope.rotate_qkv(torch.ones(5, 1, 48), torch.ones(5, 8), torch.ones(5, 6), 2, 8)
-    with pytest.raises(ValueError, match="an even number of channels"):
-        rope.rotate_qkv(torch.ones(5, 1, 42), torch.ones(5, 7), torch.ones(5, 7), 2, 7)
-
-
 def test_operators_are_sound(device):
     mixed, cos, sin, groups, d = inputs(SHAPES[2], device)
     torch.library.opcheck(rope.rotate_qkv_forward.op, (mixed, cos, sin, groups, d))

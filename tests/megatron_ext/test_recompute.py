@@ -139,31 +139,3 @@ def test_distributed_inputs_are_codes_of_a_share():
         # shares consist of whole groups: the codes are the same
         assert torch.equal(loss, loss_of_shares)
         assert all(torch.equal(gradients_of_shares[name], g) for name, g in gradients.items())
-
-
-def test_seam_comes_and_goes(megatron):
-    from megatron.core.tensor_parallel import random
-
-    from megatron_ext.layers import recompute
-
-    before = dict(vars(random))
-    recompute.install()
-    during = dict(vars(random))
-    recompute.install()
-    assert vars(random) == during and recompute.installed()
-    assert {name for name in before if during[name] is not before[name]} == {"CheckpointFunction"}
-    recompute.uninstall()
-    assert vars(random) == before and not recompute.installed()
-
-
-def test_an_unknown_megatron_is_refused(megatron, monkeypatch):
-    from megatron.core.tensor_parallel import random
-
-    from megatron_ext.layers import recompute
-
-    monkeypatch.setattr(random, "CheckpointFunction", torch.autograd.Function)
-    with pytest.raises(
-        RuntimeError, match="random.CheckpointFunction: expected .*distribute_saved_activations"
-    ):
-        recompute.install()
-    assert not recompute.installed()

@@ -11,7 +11,6 @@ from packaging.version import Version
 import coat_ds
 from coat_ds.layers.modules.replaced import replaced
 from coat_ds.layers.parallel.autotp import is_autotp
-from coat_ds.zero.model_layers import check_adapters
 from tests.coat_ds.layers.parts import ALL_FALL, Net, check_watched, in_two_parts, tokens
 from tests.families import FAMILIES
 from tests.util import rel_rms, run_distributed
@@ -167,17 +166,3 @@ def test_the_json_is_enough_on_two_gpus():
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     check(run_distributed(of_engines, 2, gpus=True))
-
-
-def test_adapters_are_refused_where_autotp_would_drop_them():
-    from peft import LoraConfig, get_peft_model
-
-    lora = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
-    model, layers = get_peft_model(LLAMA.build(), lora), LLAMA.build().config.num_hidden_layers
-    said = f"autotp_size: found 2, .*q_proj and {2 * layers - 1} more.*merge_and_unload"
-    with pytest.raises(coat_ds.CoatConfigError, match=said):
-        check_adapters(model, {"autotp_size": 2})
-    # of one rank nothing is cut, and patterns may leave out layers with adapters
-    for section in ({}, {"autotp_size": 1}, {"autotp_size": 2, "partition_config": {}}):
-        check_adapters(model, section)
-    check_adapters(LLAMA.build(), {"autotp_size": 2})

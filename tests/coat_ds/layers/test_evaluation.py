@@ -11,7 +11,6 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import coat_ds
-from coat_ds.layers.inventory import layers_of
 from tests.coat_ds.layers.measures import placed, run
 from tests.coat_ds.layers.parts import Net, tokens
 from tests.coat_ds.ways import BLOCK, Data, engine_of, step
@@ -105,14 +104,6 @@ def test_a_compiled_model():
         assert not trained.equal(expected)
         assert model.eval()(x).equal(expected)
         assert model.train()(x).equal(trained)
-
-
-def test_what_is_said():
-    model = coat_ds.convert(LLAMA.build(), STOCK)
-    said = layers_of(model, why="").summary()
-    assert "e4m3, gradients in e5m2, evaluation as stock layers" in said
-    with pytest.raises(RuntimeError, match="evaluation: found 'fp8', but .* converted with 'stock'"):
-        coat_ds.convert(model, {})
 
 
 def evaluated(engine):

@@ -100,8 +100,18 @@ def test_experts_save_as_the_block_says():
         assert 1e-4 < rel_rms(gradient(**changed), first) < fp8_bound(2), changed
 
 
+def mixtral():
+    return build("Mixtral", num_local_experts=4).model.layers[0].mlp.experts
+
+
+def tokens_of():
+    """Tokens, the expert of each, and its weight."""
+    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+    return x, torch.arange(64).view(64, 1) % 4, torch.ones(64, 1, dtype=torch.bfloat16)
+
+
 def test_experts_of_no_tokens(device):
-    experts = coat_ds.convert(build("Mixtral", num_local_experts=4)).model.layers[0].mlp.experts.to(device)
+    experts = coat_ds.convert(mixtral().to(device))
     x = torch.zeros(0, 64, dtype=torch.bfloat16, device=device, requires_grad=True)
     weights = torch.zeros(0, 2, dtype=torch.bfloat16, device=device, requires_grad=True)
     y = experts(x, torch.zeros(0, 2, dtype=torch.int64, device=device), weights)
@@ -110,22 +120,21 @@ def test_experts_of_no_tokens(device):
     assert all(p.grad is not None and not p.grad.any() for p in experts.parameters())
 
 
-def test_activations_of_experts_that_somebody_watches():
-    experts = coat_ds.convert(build("Mixtral", num_local_experts=4)).model.layers[0].mlp.experts
-    chosen, seen = torch.arange(64).view(64, 1) % 4, []
-    experts.act_fn.register_forward_hook(lambda module, args, y: seen.append(y) or torch.zeros_like(y))
-    y = experts(torch.randn(64, 64).bfloat16(), chosen, torch.ones(64, 1, dtype=torch.bfloat16))
-    assert seen and not y.any()
+# what gives zeros, put in place after convert
+ZEROS = {
+    "hook": lambda experts: experts.act_fn.register_forward_hook(lambda module, args, y: torch.zeros_like(y)),
+    "activation": lambda experts: setattr(experts, "act_fn", torch.nn.Threshold(1e9, 0.0)),
+    "gate": lambda experts: setattr(experts, "_apply_gate", lambda both: torch.zeros_like(both[:, ::2])),
+}
 
 
-def test_activations_of_experts_that_are_put_in_place_later():
-    experts = coat_ds.convert(build("Mixtral", num_local_experts=4)).model.layers[0].mlp.experts
-    for copied in (experts, copy.deepcopy(experts)):
-        chosen, x = torch.arange(64).view(64, 1) % 4, torch.randn(64, 64).bfloat16()
-        weights = torch.ones(64, 1, dtype=torch.bfloat16)
-        assert copied(x, chosen, weights).any()
-        copied.act_fn = torch.nn.Threshold(1e9, 0.0)
-        assert not copied(x, chosen, weights).any()
+@pytest.mark.parametrize("change", ZEROS)
+def test_what_is_put_into_experts_later_is_called(change):
+    experts = coat_ds.convert(mixtral())
+    for copied in (copy.deepcopy(experts), experts):
+        assert copied(*tokens_of()).any()
+        ZEROS[change](copied)
+        assert not copied(*tokens_of()).any()
 
 
 def test_experts_whose_activation_is_a_function():
@@ -143,72 +152,54 @@ def test_experts_whose_activation_is_a_function():
     assert found[0].any() and found[0].equal(found[1])
 
 
-def test_a_gate_of_ones_own_over_weights_side_by_side():
-    experts = build("Mixtral", num_local_experts=4).model.layers[0].mlp.experts
-
+def clamped(experts):
     class Clamped(type(experts)):
         def _apply_gate(self, both):
             gate, up = both.chunk(2, -1)
-            return self.act_fn(gate) * up.clamp(-0.1, 0.1)
+            return self.act_fn(gate) * up.clamp(-0.01, 0.01)
 
     experts.__class__ = Clamped
-    chosen, weights = torch.arange(64).view(64, 1) % 4, torch.ones(64, 1, dtype=torch.bfloat16)
-    x = torch.randn(64, 64).bfloat16()
-    expected = experts(x, chosen, weights)
-    found = coat_ds.convert(experts)(x, chosen, weights)
-    assert coat_ds.conversion_of(experts).converted["feed_forward"] == [""]
-    assert expected.any() and rel_rms(found, expected) < EXPERTS_FORWARD
 
 
-def test_biases_of_experts():
-    experts = build("Mixtral", num_local_experts=4).model.layers[0].mlp.experts
-    experts.has_bias, experts.config._experts_implementation = True, "batched_mm"
-    for name in ("gate_up_proj", "down_proj"):
-        bias = torch.randn(getattr(experts, name).shape[:2], generator=torch.Generator().manual_seed(1))
-        experts.register_parameter(f"{name}_bias", torch.nn.Parameter(bias.bfloat16()))
-    chosen, weights = torch.arange(64).view(64, 1) % 4, torch.ones(64, 1, dtype=torch.bfloat16)
-    x = torch.randn(64, 64).bfloat16()
-    expected = experts(x, chosen, weights)
-    found = coat_ds.convert(experts)(x, chosen, weights)
-    assert coat_ds.conversion_of(experts).converted["feed_forward"] == [""]
-    assert rel_rms(found, expected) < EXPERTS_FORWARD
-
-
-def test_experts_give_the_dtype_of_their_input_whatever_a_routers_is():
-    experts = coat_ds.convert(build("Mixtral", num_local_experts=4).model.layers[0].mlp.experts)
-    chosen, weights = torch.zeros(8, 1, dtype=torch.int64), torch.ones(8, 1)
-    assert experts(torch.randn(8, 64).bfloat16(), chosen, weights).dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize("trains", [True, False])
-def test_a_gate_of_ones_own_in_fp32_under_autocast(trains):
-    experts = build("Mixtral", num_local_experts=4).model.layers[0].mlp.experts
-
+def in_fp32(experts):
     class Wide(type(experts)):
         def _apply_gate(self, both):
             gate, up = both.float().chunk(2, -1)
             return self.act_fn(gate) * up
 
     experts.__class__ = Wide
-    chosen, weights = torch.arange(64).view(64, 1) % 4, torch.ones(64, 1, dtype=torch.bfloat16)
-    x = torch.randn(64, 64).bfloat16()
-    with torch.autocast("cpu", torch.bfloat16), torch.set_grad_enabled(trains):
-        expected = experts(x, chosen, weights)
-        found = coat_ds.convert(experts)(x, chosen, weights)
+
+
+def with_biases(experts):
+    experts.has_bias, experts.config._experts_implementation = True, "batched_mm"
+    for name in ("gate_up_proj", "down_proj"):
+        bias = torch.randn(getattr(experts, name).shape[:2], generator=torch.Generator().manual_seed(1))
+        experts.register_parameter(f"{name}_bias", torch.nn.Parameter(bias.bfloat16()))
+
+
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize(
+    "change, autocast",
+    [(clamped, False), (with_biases, False), (in_fp32, True)],
+)
+def test_experts_with_a_gate_of_their_own_or_biases(change, autocast, trains):
+    experts = mixtral()
+    change(experts)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast), torch.set_grad_enabled(trains):
+        expected = experts(*tokens_of())
+        found = coat_ds.convert(experts)(*tokens_of())
+    assert coat_ds.conversion_of(experts).converted["feed_forward"] == [""]
     assert expected.any() and rel_rms(found, expected) < EXPERTS_FORWARD
 
 
-def test_attention_is_dropped_out_while_a_model_trains():
-    model = coat_ds.convert(build("Llama", attention_dropout=0.5))
-    ids = torch.arange(48).view(2, 24)
-    assert not model(ids).logits.equal(model(ids).logits)
-    model.eval()
-    assert model(ids).logits.equal(model(ids).logits)
+def test_experts_give_the_dtype_of_their_input_whatever_a_routers_is():
+    x, chosen, weights = tokens_of()
+    assert coat_ds.convert(mixtral())(x, chosen, weights.float()).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("name", ["forward", "_apply_gate"])
 def test_experts_that_somebody_has_patched_stay(name):
-    experts = build("Mixtral", num_local_experts=4).model.layers[0].mlp.experts
+    experts = mixtral()
     x, chosen, weights = torch.randn(8, 64).bfloat16(), torch.zeros(8, 1, dtype=torch.int64), torch.ones(8, 1)
     stock, patched = getattr(experts, name), lambda *args: stock(*args) * 2
     expected = 2 * experts(x, chosen, weights)
@@ -220,15 +211,8 @@ def test_experts_that_somebody_has_patched_stay(name):
     assert getattr(experts, name) is patched
 
 
-def test_gates_of_experts_that_are_patched_later_are_called():
-    experts = coat_ds.convert(build("Mixtral", num_local_experts=4).model.layers[0].mlp.experts)
-    experts._apply_gate = lambda both: torch.zeros_like(both[:, ::2])
-    y = experts(torch.randn(8, 64).bfloat16(), torch.zeros(8, 1, dtype=torch.int64), torch.ones(8, 1))
-    assert not y.any()
-
-
 def test_experts_of_a_class_with_another_forward_stay():
-    experts = build("Mixtral", num_local_experts=4).model.layers[0].mlp.experts
+    experts = mixtral()
 
     class Doubled(type(experts)):
         def forward(self, *args):
@@ -239,7 +223,7 @@ def test_experts_of_a_class_with_another_forward_stay():
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-def test_experts_of_an_fp32_model(autocast):
+def test_many_experts_of_an_fp32_model_multiply_in_bf16(autocast):
     def run(model):
         ids = torch.arange(128).view(2, 64) % 61
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
@@ -270,7 +254,7 @@ def test_experts_that_are_left_count_as_a_linear_layer():
 
 def test_experts_of_other_ranks_are_left_to_transformers():
     """Under expert parallelism a token may have one that this rank does not hold."""
-    experts = build("Mixtral", num_local_experts=4).model.layers[0].mlp.experts
+    experts = mixtral()
     experts._is_expert_parallel = True
     chosen, x = torch.arange(64).view(64, 1) % 5, torch.randn(64, 64).bfloat16()
     weights = (chosen < 4).bfloat16()
@@ -286,7 +270,7 @@ def test_experts_of_other_forms_are_left():
         {"gate_up_proj": torch.zeros(4, 128, 72), "down_proj": torch.zeros(4, 72, 64)},
         {"has_post_expert_norm": True},
     ):
-        experts = build("Mixtral", num_local_experts=4).model.layers[0].mlp.experts
+        experts = mixtral()
         for name, value in fields.items():
             setattr(experts, name, torch.nn.Parameter(value) if torch.is_tensor(value) else value)
         conversion = coat_ds.conversion_of(coat_ds.convert(experts))
