@@ -313,6 +313,7 @@ def warned():
     coat_ds.convert(net, {"weight_cache": "fp8"})
     handler.emit = lambda record: found.setdefault("cached", []).append(record.getMessage())
     _in_parts(net, mesh)(x)
+    logging.getLogger("coat_ds").removeHandler(handler)
     return found
 
 
