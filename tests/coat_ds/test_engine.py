@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import coat_ds
-from coat_ds import CoatAdamW, CoatConfig, CoatConfigError
+from coat_ds import CoatAdamW, CoatConfig
 from coat_ds.config import OptimizerConfig
 from coat_ds.zero.build import parameter_groups
 from tests.coat_ds.ways import listening
@@ -151,11 +151,6 @@ def client_optimizers():
     train_step(engine, 0)
     with listening() as lines:
         mine.log("what it says from now on", logging.WARNING)
-    errors = []
-    try:
-        deepspeed.initialize(model=model(), optimizer=torch.optim.SGD(model().parameters()), config=config)
-    except CoatConfigError as error:
-        errors.append(str(error))
     left_alone = {
         **ds_config(1, True),
         "coat": {"enabled": True, "activations": False, "optimizer": {"enabled": False}},
@@ -165,7 +160,6 @@ def client_optimizers():
     return (
         engine.basic_optimizer is mine,
         coat_ds.state_bytes(engine),
-        errors,
         (type(other.basic_optimizer).__name__, other.coat.states, str(other.coat)),
         lines,
     )
@@ -257,12 +251,11 @@ def test_every_way_to_give_the_config(one):
 
 
 def test_client_optimizers(one):
-    used, held, errors, left_alone, lines = one["client"]
+    used, held, left_alone, lines = one["client"]
     assert len(lines) == 1 and "what it says from now on" in lines[0]
     assert used and set(held["by_codec"]) == {"fp8", "log8", "fp32"}
     assert held["by_codec"]["fp32"] > 2 * 4 * 32 * 128
-    assert "SGD" in errors[0] and "coat_ds.CoatAdamW" in errors[0]
-    assert len(errors) == 1 and left_alone == ("AdamW", None, "COAT: nothing enabled")
+    assert left_alone == ("AdamW", None, "COAT: nothing enabled")
 
 
 def test_engines_without_an_optimizer_have_fp8_layers(one):

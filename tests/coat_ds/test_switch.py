@@ -257,28 +257,6 @@ def by_hand():
     coat_ds.uninstall()
     coat_ds.uninstall()
     out["undone"] = build(), vars(DeepSpeedEngine)["__init__"] is original
-
-    # another patch on top of ours: ours is still found, and not removed from below
-    coat_ds.install()
-    import functools
-
-    ours = vars(DeepSpeedEngine)["__init__"]
-    DeepSpeedEngine.__init__ = functools.wraps(ours)(lambda self, *a, **k: ours(self, *a, **k))
-    coat_ds.install()
-    out["on_top"] = build()
-    try:
-        coat_ds.uninstall()
-    except RuntimeError as error:
-        out["refused"] = str(error)
-    DeepSpeedEngine.__init__ = ours
-    coat_ds.uninstall()
-
-    # a DeepSpeed to come
-    DeepSpeedEngine.__init__ = lambda self, args, model: None
-    try:
-        coat_ds.install()
-    except RuntimeError as error:
-        out["unknown"] = str(error)
     return out
 
 
@@ -287,10 +265,8 @@ def test_install_and_uninstall():
     with mock.patch.dict(os.environ, {switch.DISABLE: "1"}):
         out = run_distributed(by_hand, 1, fresh=True)[0]
     assert (out["before"], out["after"]) == ("AdamW", "CoatAdamW")
-    assert out["undone"] == ("AdamW", True) and out["original"] and out["on_top"] == "CoatAdamW"
+    assert out["undone"] == ("AdamW", True) and out["original"]
     assert out["installed"] == [False, True]
-    assert "exchanged again" in out["refused"]
-    assert "optimizer, config_class" in out["unknown"] and "0.18.9" in out["unknown"]
 
 
 def test_names_of_the_package():

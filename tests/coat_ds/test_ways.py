@@ -158,21 +158,13 @@ def check_codes(ranks):
 
 
 MEETINGS = {
-    "the script's": ["14 of 15 linear layers in FP8", "gradients in e4m3"],
     "the script's, equal": ["14 of 15 linear layers in FP8", "gradients in e4m3"],
     "the script's, other": ["error: coat.activations.backward_format: found 'e5m2'", "convert with 'e4m3'"],
     "the script's, off": ["error: coat.activations.enabled: found False", "coat_ds.convert with True"],
-    "first engine": ["14 of 15 linear layers in FP8", "gradients in e5m2"],
-    "second engine": ["14 of 15 linear layers in FP8", "gradients in e4m3"],
-    "third engine": ["AdamW states 2.", "), exp_avg_sq rounded to nearest"],
     "FP16": ["0 of 15 linear layers in FP8", "15 left as before", "fp16.enabled is true"],
-    "FP16, asked for": ["error: coat.activations.enabled: found True, but fp16.enabled", "Set"],
     "loaded in FP16": ["14 of 15 linear layers in FP8"],
     "loaded in FP16, DeepSpeed's old key": ["14 of 15 linear layers in FP8"],
-    "recomputed": ["2 attentions save 8 bits (sqrt8, groups of 16), in fused blocks the output alone"],
-    "odd sizes": ["0 of 2 linear layers in FP8", "(0): 10 x 10, not multiples of 16"],
-    "odd sizes, required": ["error: coat.activations.enabled: found True, but 0 of 2", "require"],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", MEETINGS)
@@ -180,11 +172,9 @@ def test_meetings(two, name):
     for rank in two:
         found = rank["meetings"][name]
         assert all(word in found for word in MEETINGS[name]), found
-        assert name != "third engine" or "linear" not in found
 
 
 def test_no_layer_in_fp8_is_a_warning(two):
-    lines = two[0]["meetings"]["warned"]
-    assert len(lines) == 2 and not two[1]["meetings"]["warned"]
-    assert "0 of 15 linear layers" in lines[0] and "0 of 2 linear layers" in lines[1]
-    assert all('"require": true makes it an error' in line for line in lines)
+    (line,) = two[0]["meetings"]["warned"]
+    assert not two[1]["meetings"]["warned"]
+    assert "0 of 15 linear layers" in line and '"require": true makes it an error' in line
