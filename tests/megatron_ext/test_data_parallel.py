@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.hosts import TEST_ALL
 from tests.megatron_ext.test_parallel import whole, without_rounding
 from tests.util import rel_rms, run_distributed
 
@@ -89,24 +88,13 @@ def _mean(value):
 ZERO = {
     "exact-1": (1, False, 1, False, True),
     "exact-2-sequence": (2, True, 1, False, True),
-    "exact-2-zero3-sequence": (2, True, 3, False, True),
     "fp8-1": (1, False, 1, True, True),
-    "fp8-2-zero1-sequence": (2, True, 1, True, True),
-    "fp8-2-zero2-sequence": (2, True, 2, True, True),
     "fp8-2-zero2": (2, False, 2, True, True),
     "fp8-2-zero3-sequence": (2, True, 3, True, True),
     "not-summed": (2, True, 1, True, False),
 }
-# other cases cover their stages, sequence parallelism and exact sums
-LEFT_OUT = ("fp8-2-zero1-sequence", "fp8-2-zero2-sequence", "exact-2-zero3-sequence")
 SPLIT = [name for name, (tp, *_, sums) in ZERO.items() if tp == 2 and sums]
-split_cases = pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(n, marks=pytest.mark.long("a pair of options of ZeRO") if n in LEFT_OUT else [])
-        for n in SPLIT
-    ],
-)
+split_cases = pytest.mark.parametrize("name", SPLIT)
 
 
 def _engine(tp, sequence_parallel, stage, rounds, sums):
@@ -188,12 +176,8 @@ def _zero(device, folder):
     results = {}
     for name, case in ZERO.items():
         tp, _, _, rounds, sums = case
-        if device.type == "cuda":
-            # kernels round
-            left_out = not rounds
-        else:
-            left_out = name in LEFT_OUT and not TEST_ALL
-        if left_out:
+        # kernels round
+        if device.type == "cuda" and not rounds:
             continue
         with contextlib.nullcontext() if rounds else without_rounding():
             engine = _engine(*case)

@@ -13,12 +13,11 @@ NVIDIAS = "class FusedLayerNormAffineFunction: ...\n"
 
 
 def _package(folder: Path, kind: str) -> Path:
-    """The part that can be imported without a GPU, for the other project named apex and for NVIDIA's apex."""
+    """The part of NVIDIA's apex that can be imported without a GPU."""
     (folder / "apex" / "normalization").mkdir(parents=True)
     (folder / "apex" / "__init__.py").touch()
-    if kind != "another":
-        (folder / "apex" / "normalization" / "__init__.py").touch()
-        (folder / "apex" / "normalization" / "fused_layer_norm.py").write_text(NVIDIAS)
+    (folder / "apex" / "normalization" / "__init__.py").touch()
+    (folder / "apex" / "normalization" / "fused_layer_norm.py").write_text(NVIDIAS)
     if kind == "with kernels":
         (folder / "fused_layer_norm_cuda.py").touch()
     return folder
@@ -74,7 +73,6 @@ def _run(folder):
 @pytest.mark.parametrize(
     "kind",
     [
-        pytest.param("another", marks=pytest.mark.long("as apex without kernels")),
         "without kernels",
         pytest.param("with kernels", marks=pytest.mark.long("a process that imports the frameworks")),
     ],

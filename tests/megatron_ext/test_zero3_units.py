@@ -29,7 +29,6 @@ ONE_FOR_ALL = {
 }
 GROUPED = ONE_FOR_ALL | {"moe_grouped_gemm": True}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]}
 
 
 def _gpt(coat: bool = True, tied: bool = False, layers: int = LAYERS, **config) -> nn.Module:
@@ -162,7 +161,6 @@ CASES = {
         _gpt, base=3, steps=4, host={"gradient_accumulation_steps": 2, "gradient_clipping": 1.0}
     ),
     "full recompute": Case(lambda: _gpt(**FULL), coat=COMPRESS),
-    "selective recompute": Case(lambda: _gpt(**SELECTIVE)),
     "reentrant": Case(lambda: _checkpointed(_by_torch), coat=COMPRESS),
     # the recompute ends within the layer, before DeepSpeed's hook that releases its weights
     "not reentrant": Case(lambda: _checkpointed(partial(_by_torch, use_reentrant=False)), coat=COMPRESS),
@@ -171,7 +169,6 @@ CASES = {
     "evaluation, tied": Case(lambda: _gpt(tied=True), after=_evaluate),
     "experts": Case(lambda: _gpt(**ONE_FOR_ALL), _one_token),
     "grouped experts": Case(lambda: _gpt(**GROUPED), _one_token),
-    "grouped experts, module by module": Case(lambda: _gpt(**GROUPED), _one_token, units=0, wanted=False),
     "hybrid": Case(_stack, units=4),
     "frozen part": Case(lambda: _freeze(_gpt(), "decoder.layers.0.mlp.linear_fc1"), units=1),
     # at stage 1 the border between ranks cuts a group of the moments
@@ -181,22 +178,11 @@ CASES = {
     "Megatron's": Case(lambda: _gpt(False), wanted=True),
     "Megatron's, not asked for": Case(lambda: _gpt(False), units=0),
     "Hugging Face's, converted": Case(_llama, _by_keyword),
-    "Mixtral, converted": Case(FAMILIES["mixtral"].build, _by_keyword),
     "Qwen3-MoE of 24 experts, converted": Case(FAMILIES["qwen3_moe_grouped"].build, _by_keyword),
-    # BF16 GEMMs save the weights themselves, which ZeRO-3 releases: other bytes than at stage 1
-    "Hugging Face's": Case(_llama, _by_keyword, coat={"activations": False}, wanted=True, base=3),
 }  # fmt: skip
 FOUR_RANKS = ["small buckets"]
 # other cases have their kinds of layers and of recompute
-LEFT_OUT = (
-    "selective recompute",
-    "reentrant",
-    "experts",
-    "grouped experts, module by module",
-    "secondary partitions",
-    "Mixtral, converted",
-    "Hugging Face's",
-)
+LEFT_OUT = ("reentrant", "experts", "secondary partitions")
 TWO_RANKS = [name for name in CASES if TEST_ALL or name not in LEFT_OUT]
 
 

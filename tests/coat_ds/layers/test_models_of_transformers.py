@@ -156,7 +156,7 @@ def clamped(experts):
     class Clamped(type(experts)):
         def _apply_gate(self, both):
             gate, up = both.chunk(2, -1)
-            return self.act_fn(gate) * up.clamp(-0.01, 0.01)
+            return self.act_fn(gate) * up.clamp(-0.1, 0.1)
 
     experts.__class__ = Clamped
 

@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import coat_ds
 from tests.coat_ds.layers.measures import fp8_bound, relative, run
-from tests.coat_ds.layers.parts import check_watched, watched
 from tests.families import FAMILIES
 from tests.util import run_distributed
 
@@ -92,53 +91,6 @@ def test_a_model_on_two_gpus(tmp_path):
         pytest.skip("needs two GPUs")
     LLAMA.build().save_pretrained(tmp_path)
     check(run_distributed(llama, 2, str(tmp_path), "cuda", gpus=True), exact=False)
-
-
-def tied(path):
-    """A model whose embedding is its head: loss and gradients alone and in parts; the same with adapters, for
-    either order of conversion; and a watched run."""
-    from peft import LoraConfig, get_peft_model
-
-    start("cpu")
-    batch = LLAMA.batch()
-
-    def adapted(model):
-        # those on layers that are split by rows fail without COAT, too
-        model = get_peft_model(model, LoraConfig(r=16, target_modules=["q_proj", "v_proj", "up_proj"]))
-        for name, p in model.named_parameters():
-            if "lora_B" in name:
-                nn.init.constant_(p, 0.01)
-            elif "lora_A" in name:
-                with torch.no_grad():
-                    p.copy_(torch.linspace(-0.1, 0.1, p.numel()).view_as(p))
-        return model
-
-    def measured(model):
-        loss, gradients = run(model, batch)
-        return loss, whole(gradients)
-
-    def build():
-        return LLAMA.build(tie_word_embeddings=True)
-
-    plain = measured(build()), [measured(model := coat_ds.convert(load(path)))]
-    assert model.lm_head.weight is model.model.embed_tokens.weight
-    models = coat_ds.convert(adapted(load(path))), adapted(coat_ds.convert(load(path)))
-    adapters = measured(adapted(build())), [measured(model) for model in models]
-    losses, watch, paused = watched(coat_ds.convert(load(path)), batch)
-    return plain, adapters, (losses, watch.last, watch.fallback.state(), paused)
-
-
-@pytest.mark.long("the watch under one more way to split layers")
-def test_a_tied_model_with_adapters_is_watched(tmp_path):
-    pytest.importorskip("peft")
-    LLAMA.build(tie_word_embeddings=True).save_pretrained(tmp_path)
-    ranks = run_distributed(tied, 2, str(tmp_path))
-    for plain, adapters, _ in ranks:
-        for (loss, expected), found in (plain, adapters):
-            for other, gradients in found:
-                assert other != loss and abs(other - loss) < 2**-8 * loss
-                assert 2**-6 < relative(gradients, expected) < fp8_bound(14)
-    check_watched([watch for *_, watch in ranks])
 
 
 def layers():
