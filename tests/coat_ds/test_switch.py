@@ -124,10 +124,6 @@ def test_opting_out(site):
     assert out["heavy"] == [False, False, False]
     # a line for each of the two engines with a block
     assert said.count("the coat block is ignored, for COAT_DISABLE=1 is set") == 2
-    # `install` does not look at the variable
-    script = f"import deepspeed, coat_ds\ncoat_ds.install()\n{SCRIPT}"
-    out, said = run(site, script, "block", COAT_DISABLE="1", say=True)
-    assert out["block"] == ["CoatAdamW", True] and "is ignored" not in said
 
 
 def test_an_interpreter_without_torch_loads_nothing(site):
@@ -161,17 +157,14 @@ def test_torch_imports_where_the_clone_was_moved(python, tmp_path):
     said, waiting = imports(python, tmp_path)
     assert waiting == "0" and said.count("\n") == 1
     assert "COAT is off" in said and "No module named 'coat_ds'" in said and f"{tmp_path}/clone" in said
-    assert imports(python, tmp_path, RANK="1") == imports(python, tmp_path, COAT_DISABLE="1") == ("", "0")
+    assert imports(python, tmp_path, RANK="1") == ("", "0")
 
 
 def test_torch_imports_where_the_package_is_not_whole(site, python, tmp_path):
     shutil.copytree(site, tmp_path / "site")
-    (tmp_path / "site/coat_ds/zero/switch.py").unlink()
-    said, waiting = imports(python, tmp_path, PYTHONPATH=str(tmp_path / "site"))
-    assert waiting == "0" and said.count("\n") == 1 and "No module named 'coat_ds.zero.switch'" in said
     (tmp_path / "site/coat_ds/zero/switch.py").write_text("def register(:")
-    said, _ = imports(python, tmp_path, PYTHONPATH=str(tmp_path / "site"))
-    assert said.count("\n") == 1 and "SyntaxError" in said
+    said, waiting = imports(python, tmp_path, PYTHONPATH=str(tmp_path / "site"))
+    assert waiting == "0" and said.count("\n") == 1 and "SyntaxError" in said
 
 
 ENGINE = """
@@ -181,26 +174,34 @@ class DeepSpeedEngine:
 """
 
 
-@pytest.mark.parametrize("version, supported", [("0.17.0", False), ("0.20.1", False), ("0.19.2+abc", True)])
-def test_a_deepspeed_of_another_version(version, supported, site, tmp_path):
+VERSIONS = {"0.17.0": False, "0.20.1": False, "0.19.2+abc": True}
+
+
+def test_a_deepspeed_of_another_version(site, tmp_path):
     """It is an error that names both versions where there is a block, and not before."""
     runtime = tmp_path / "deepspeed/runtime"
     runtime.mkdir(parents=True)
     (runtime / "__init__.py").touch()
-    (runtime.parent / "__init__.py").write_text(f"__version__ = {version!r}")
+    (runtime.parent / "__init__.py").touch()
     (runtime / "engine.py").write_text(ENGINE)
     code = """
-import json, types, torch
+import json, sys, types, torch
+import deepspeed
 from deepspeed.runtime.engine import DeepSpeedEngine
-DeepSpeedEngine(None, None, types.SimpleNamespace(_param_dict={}))
-try:
-    DeepSpeedEngine(None, None, types.SimpleNamespace(_param_dict={"coat": {"enabled": True}}))
-except Exception as error:
-    print("RESULT " + json.dumps([type(error).__name__, str(error)]))
+found = []
+for deepspeed.__version__ in sys.argv[1:]:
+    DeepSpeedEngine(None, None, types.SimpleNamespace(_param_dict={}))
+    try:
+        DeepSpeedEngine(None, None, types.SimpleNamespace(_param_dict={"coat": {"enabled": True}}))
+    except Exception as error:
+        found.append([type(error).__name__, str(error)])
+print("RESULT " + json.dumps(found))
 """
-    kind, said = run(site, code, PYTHONPATH=f"{tmp_path}:{site}")
-    assert (kind != "PatchError") == supported
-    assert (f"found {version}" in said and ">=0.18.9,<0.20" in said) != supported
+    for version, (kind, said) in zip(
+        VERSIONS, run(site, code, *VERSIONS, PYTHONPATH=f"{tmp_path}:{site}"), strict=True
+    ):
+        assert (kind != "PatchError") == VERSIONS[version]
+        assert (f"found {version}" in said and ">=0.18.9,<0.20" in said) != VERSIONS[version]
 
 
 def test_a_finder_waits_for_deepspeed(site):
