@@ -130,7 +130,8 @@ def check_runs():
             net = build(width)
             optimizer = coat(net, **formats)
             alone = train(net, optimizer, range(3)), moments(net, optimizer)
-            for kind in KINDS:
+            # of groups that shards cut, HSDP cuts as FSDP does
+            for kind in KINDS if width == 128 else ("fsdp", "tp"):
                 net = sharded(build(width), kind)
                 optimizer = coat(net, **formats)
                 together = train(net, optimizer, range(3)), moments(net, optimizer)
@@ -316,7 +317,7 @@ def test_shards_of_whole_groups_are_one_process_to_the_bit(four, kind):
             assert not differing(four[-1]["runs"][kind, 128, compressed][1][1], held)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["fsdp", "tp"])
 def test_groups_that_shards_cut_are_as_exact(four, kind):
     runs = four[0]["runs"]
     (losses, exact), (others, shards) = runs[kind, 96, False]

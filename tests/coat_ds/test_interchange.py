@@ -37,11 +37,13 @@ from tests.util import run_distributed
 SECTIONS = {"FusedAdam": {}, "DeepSpeedCPUAdam": {}, "AdamW": {"torch_adam": True}}
 # the optimizer, the stage, the type, and whether the checkpoint is made universal
 ROWS = [
-    *((peer, stage, "bf16", False) for peer in ("FusedAdam", "AdamW") for stage in range(4)),
+    *(("FusedAdam", stage, "bf16", False) for stage in (0, 1, 3)),
+    *(("AdamW", stage, "bf16", False) for stage in (0, 2, 3)),
     ("client AdamW", 0, "bf16", False),
     *((peer, 0, dtype, False) for peer in ("FusedAdam", "AdamW") for dtype in ("fp32", "fp16")),
-    *(("DeepSpeedCPUAdam", stage, "bf16", False) for stage in (1, 2, 3)),
-    *((peer, stage, "bf16", True) for peer in ("FusedAdam", "AdamW") for stage in (1, 3)),
+    *(("DeepSpeedCPUAdam", stage, "bf16", False) for stage in (1, 3)),
+    ("FusedAdam", 1, "bf16", True),
+    ("AdamW", 3, "bf16", True),
     ("DeepSpeedCPUAdam", 2, "bf16", True),
 ]
 # DeepSpeed keeps a master of each parameter around torch's AdamW there, and reads no other layout
