@@ -328,22 +328,22 @@ class WatchConfig(_Block):
 
     KEY: ClassVar[str] = "coat.watch"
     OR_BOOLEAN: ClassVar[bool] = True
+    REMOVED: ClassVar[Mapping[str | tuple[str, str], str]] = {
+        "readings": "Three consecutive readings above a limit count. Set every for sooner or later ones, and "
+        "drop the key.",
+    }
 
     every: int = field(default=100, metadata={"minimum": 0})
     """Steps from one reading to the next. 0: no readings. Nothing is measured either if no monitor, writer or
     folder takes the readings and `act` is "off"."""
 
     folder: str = ""
-    """The folder of watch.jsonl, which `coat watch` reads. One rank, DeepSpeed's first or Megatron's last,
-    appends each reading to the file. Empty: no file."""
+    """The folder of watch.jsonl, which `coat watch` reads. Rank 0 appends each reading. Empty: no file."""
 
     act: str = _choice("off", WATCH_ACTS)
-    """What happens if a linear layer or the moments of a tensor pass a limit in `readings` consecutive
+    """What happens if a linear layer or the moments of a tensor are above a limit in three consecutive
     readings. "off": nothing. "warn": a line is logged. "act": from then on the layer computes in BF16, or the
     moments are kept in FP32; checkpoints store this change."""
-
-    readings: int = field(default=3, metadata={"minimum": 1})
-    """Number of consecutive readings above a limit after which `act` takes effect."""
 
     update_error: float = field(default=0.5, metadata={"minimum": 0})
     """The limit of a tensor's update error, as a share of the update's root mean square."""

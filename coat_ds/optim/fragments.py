@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
+
 
 class Fragment(NamedTuple):
     """The part of one model parameter that a flat partition holds."""
@@ -14,6 +16,8 @@ class Fragment(NamedTuple):
     """Its first element in the parameter."""
     kept: bool
     """Whether the parameter keeps FP32 moments."""
+    param: torch.Tensor | None = None
+    """The model parameter; None if it is not known."""
 
 
 def piece_begins(fragments: Sequence[Fragment], numel: int, group_size: int) -> tuple[tuple[int, bool], ...]:
@@ -28,7 +32,7 @@ def piece_begins(fragments: Sequence[Fragment], numel: int, group_size: int) -> 
             begins.append((at, kept))
 
     end, kept = 0, True
-    for start, size, offset, kept in fragments:
+    for start, size, offset, kept, _ in fragments:
         if start > end:
             begin(end, kept)
         begin(start, kept)

@@ -450,13 +450,23 @@ class CoatAdamW(torch.optim.Optimizer):
             self._arrange(param, group)
 
     def keep(self, p: torch.Tensor, whether: bool = True) -> None:
-        """Has `p` keep FP32 moments from now on, or compressed ones, and converts existing moments. For a
-        parameter in a flat partition it only notes the choice; `set_fragments` then applies it."""
+        """Has `p` keep FP32 moments from now on, or compressed ones, and converts existing moments. `p` is a
+        parameter of this optimizer, or one of which its flat partitions hold parts."""
         self._layouts.kept[p] = whether
+        self.set_fragments(
+            (flat, [f._replace(kept=whether) if f.param is p else f for f in fragments], index)
+            for flat, fragments, index in self._layouts.partitions_of(p)
+        )
         group = next((g for g in self.param_groups if any(p is own for own in g["params"])), None)
         if group is None or "exp_avg" not in self.state.get(p, {}):
             return
         self._arrange(p, group)
+
+    def parts_of(self, p: torch.Tensor) -> list[tuple[torch.Tensor | None, int, int]]:
+        """The model's parameters that `p`, a tensor of this optimizer, holds: parameter, first element in
+        `p`, number of elements. The parameter is None if it is not known."""
+        fragments = self._layouts.fragments.get(p)
+        return [(p, 0, p.numel())] if fragments is None else [(f.param, f.start, f.numel) for f in fragments]
 
     def note_kept(self) -> None:
         """Notes which parameters keep FP32 moments, before ZeRO replaces them by flat partitions without

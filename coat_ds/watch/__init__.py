@@ -1,24 +1,23 @@
-"""Training watched: every N steps errors and bytes, by layer group.
+"""Training watched: every N steps the errors of 8 bits, by layer group.
 
 It may import `coat_kernels`, `coat_ds.optim` and `coat_ds.layers`. Start at watch.py.
 
-states.py measures what storing does to moments, codes.py counts FP8 codes, memory.py sums bytes, watch.py
-says when, fallback.py acts, and command.py shows a run. docs/watch.md has the formulas.
+watch.py says when a reading begins and ends, states.py measures what storing does to moments, codes.py
+counts codes, readings.py writes and reads a run's file, fallback.py acts, and command.py shows a run.
+docs/watch.md has the formulas.
 """
 
-import importlib
+from typing import Any
 
-_HOMES = {
-    "Callback": "coat_ds.watch.callback",
-    "Watch": "coat_ds.watch.watch",
-    "jsonl": "coat_ds.watch.outs",
-    "monitor": "coat_ds.watch.outs",
-    "writer": "coat_ds.watch.outs",
-}
-__all__ = ["Callback", "Watch", "jsonl", "monitor", "writer"]
+from coat_ds.watch.watch import Watch
+
+__all__ = ["Callback", "Watch"]
 
 
-def __getattr__(name: str):
-    if name not in _HOMES:
+def __getattr__(name: str) -> Any:
+    if name != "Callback":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    # it imports transformers
+    from coat_ds.watch.callback import Callback
+
+    return Callback

@@ -6,10 +6,10 @@ from typing import Any
 from transformers import Trainer, TrainerCallback
 
 from coat_ds.config import WatchConfig
-from coat_ds.layers.log import say_once
+from coat_ds.log import say_once
 from coat_ds.optim.optimizer import CoatAdamW
 from coat_ds.watch.fallback import KEY
-from coat_ds.watch.outs import Reading
+from coat_ds.watch.readings import Reading
 from coat_ds.watch.watch import Watch
 
 
@@ -28,58 +28,53 @@ class Callback(TrainerCallback):
 
     def __init__(self, trainer: Trainer, config: WatchConfig | Mapping[str, Any] | None = None):
         self.trainer, self.config = trainer, config
+        # the engine's, or else this callback's own
         self._watch: Watch | None = None
-        self._is_own = False
+        self._own: Watch | None = None
 
     def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs) -> None:
         # of a training that was interrupted
         self.on_train_end(args, state, control)
-        engine = getattr(self.trainer, "deepspeed", None)
-        coat = getattr(engine, "coat", None)
-        if coat is not None:
-            if coat.watch is None:
-                raise ValueError(
-                    "coat_ds.watch.Callback: the engine is not watched. Set coat.watch in its DeepSpeed "
-                    "config to true, or remove the callback."
-                )
-            if self.config is not None:
-                say_once(
-                    f"coat_ds.watch.Callback: config: found {self.config!r}, of no effect: under DeepSpeed "
-                    "coat.watch says how. Drop it."
-                )
-            self._watch, self._is_own = coat.watch, False
-        else:
-            optimizer = getattr(optimizer, "optimizer", optimizer)
-            if not isinstance(optimizer, CoatAdamW):
-                raise ValueError(
-                    f"coat_ds.watch.Callback: expected a CoatAdamW, found {type(optimizer).__name__}. Give "
-                    "one to the Trainer as `optimizers`, or add the coat block to its DeepSpeed config."
-                )
-            self._watch = Watch(
-                model,
-                optimizer,
-                self.config,
-                # a run that resumes goes on counting
-                steps_done=lambda: self.trainer.state.global_step,
+        coat = getattr(getattr(self.trainer, "deepspeed", None), "coat", None)
+        if coat is None:
+            self._own = self._watch = self._new(model, getattr(optimizer, "optimizer", optimizer))
+            self._own.resume(state.stateful_callbacks.get(KEY, {}))
+            self._own.go_on_from(state.global_step)
+            return
+        if coat.watch is None:
+            raise ValueError(
+                "coat_ds.watch.Callback: the engine is not watched. Set coat.watch in its DeepSpeed "
+                "config to true, or remove the callback."
             )
-            self._is_own = True
-            self._watch.resume(state.stateful_callbacks.get(KEY, {}))
+        if self.config is not None:
+            say_once(
+                f"coat_ds.watch.Callback: config: found {self.config!r}, of no effect under DeepSpeed, where "
+                "coat.watch of the JSON is the config. Drop it."
+            )
+        self._watch = coat.watch
         self._watch.add(self._log)
 
+    def _new(self, model, optimizer) -> Watch:
+        if not isinstance(optimizer, CoatAdamW):
+            raise ValueError(
+                f"coat_ds.watch.Callback: expected a CoatAdamW, found {type(optimizer).__name__}. Give "
+                "one to the Trainer as `optimizers`, or add the coat block to its DeepSpeed config."
+            )
+        return Watch(model, optimizer, self.config, [self._log])
+
     def on_step_end(self, args, state, control, **kwargs) -> None:
-        if self._is_own:
-            self._watch.end_step()
+        if self._own is not None:
+            self._own.end_step(state.global_step)
             if control.should_save:
-                self._watch.take_in()
-            state.stateful_callbacks[KEY] = self._watch.fallback.state()
+                self._own.take_in()
+            state.stateful_callbacks[KEY] = self._own.fallback.state()
 
     def on_train_end(self, args, state, control, **kwargs) -> None:
-        if self._watch is None:
-            return
-        if self._is_own:
-            self._watch.close()
-        self._watch.outs.remove(self._log)
-        self._watch = None
+        if self._own is not None:
+            self._own.close()
+        elif self._watch is not None:
+            self._watch.outs.remove(self._log)
+        self._watch = self._own = None
 
     def _log(self, reading: Reading) -> None:
         self.trainer.log({"coat/step": reading.step, **reading.flat()})

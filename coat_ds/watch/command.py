@@ -1,7 +1,6 @@
 """`coat watch RUN`: a run's readings as a short table and as pictures."""
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -9,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from coat_ds.config import CoatConfigError, WatchConfig
-from coat_ds.watch.outs import FILE, Reading, read
+from coat_ds.watch.readings import FILE, Reading, read
 
 # figures of the table and the pictures; a large number is bad
 FIGURES = {
@@ -22,7 +21,6 @@ FIGURES = {
     "input_saturated": "FP8 inputs of the largest code",
     "gradient_saturated": "FP8 gradients of the largest code",
     "saved_saturated": "saved activations of the largest code",
-    "wrong_scales": "scales predicted wrongly",
 }
 _IN_BF16 = 'Set coat.watch.act to "act": the layer then runs in BF16.'
 # figures with a limit: the key of the limit in `coat.watch`, and what helps
@@ -40,25 +38,24 @@ NAMED = 6
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", help=f"the folder of coat.watch.folder, or its {FILE}")
-    parser.add_argument("--pictures", metavar="FOLDER", help="write PNGs there (default: the run's folder)")
-    parser.add_argument("--no-pictures", action="store_true", help="print the table alone")
     parser.add_argument(
-        "--json", action="store_true", help="print the last reading as JSON (null for NaN), draw nothing"
+        "--pictures", metavar="FOLDER", help="write errors.png there (default: the run's folder)"
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the table and draws; 0. Raises CoatConfigError where there is no reading, and where --pictures
     is given without matplotlib."""
+    path = Path(arguments.run)
     try:
-        readings = read(arguments.run)
+        readings = read(path)
     except FileNotFoundError:
-        way_out = "Name the folder that coat.watch.folder names; without it a run writes no readings."
+        fix = "Name the folder that coat.watch.folder names; without it a run writes no readings."
         # `coat train` writes into a folder of its output
-        if beneath := sorted(str(path.parent) for path in Path(arguments.run).glob(f"*/{FILE}")):
-            way_out = f"Name {' or '.join(beneath)}."
+        if beneath := sorted(str(found.parent) for found in path.glob(f"*/{FILE}")):
+            fix = f"Name {' or '.join(beneath)}."
         raise CoatConfigError(
-            f"RUN: expected a folder with {FILE}, found none in {arguments.run!r}. {way_out}"
+            f"RUN: expected a folder with {FILE}, found none in {arguments.run!r}. {fix}"
         ) from None
     except OSError as error:
         raise CoatConfigError(
@@ -66,31 +63,23 @@ def run(arguments: argparse.Namespace) -> int:
         ) from error
     except ValueError as error:
         raise CoatConfigError(f"RUN: {error}. Correct the file, or name another run.") from error
-    if arguments.json:
-        # JSON has no NaN and no infinity
-        finite = json.loads(json.dumps(readings[-1]._asdict()), parse_constant=lambda _: None)
-        print(json.dumps(finite))
-        return 0
     print(table(readings))
-    if not arguments.no_pictures and not arguments.pictures and find_spec("matplotlib") is None:
+    if not arguments.pictures and find_spec("matplotlib") is None:
         print("No pictures: matplotlib is not installed. pip install matplotlib", file=sys.stderr)
-    elif not arguments.no_pictures:
-        path = Path(arguments.run)
-        folder = Path(arguments.pictures or (path if path.is_dir() else path.parent))
-        try:
-            for written in draw(readings, folder):
-                print(f"wrote {written}")
-        except OSError as error:
-            # of another user's run, say
-            raise CoatConfigError(
-                f"pictures: cannot write {error.filename} ({error.strerror}). Name another folder with "
-                "--pictures, or say --no-pictures."
-            ) from error
+        return 0
+    try:
+        written = draw(readings, Path(arguments.pictures or (path if path.is_dir() else path.parent)))
+    except OSError as error:
+        # of another user's run, say
+        raise CoatConfigError(
+            f"cannot write {error.filename} ({error.strerror}). Name another folder with --pictures."
+        ) from error
+    print(f"wrote {written}")
     return 0
 
 
 def table(readings: Sequence[Reading]) -> str:
-    """For each figure the worst layer group of the last reading and of all readings; and the bytes."""
+    """For each figure the worst layer group of the last reading and of all readings."""
     last = readings[-1]
     lines = [
         f"{len(readings)} reading{'s' * (len(readings) > 1)}, steps {readings[0].step} to {last.step}",
@@ -109,8 +98,6 @@ def table(readings: Sequence[Reading]) -> str:
             shown = "-" if value is None else f"{value:.2%}"
             worst, step = max(ever, key=_badness)
             lines.append(f"{figure:<20}{shown:>8}{worst:>8.2%}{-step:>9}  {group}")
-    sizes = ", ".join(f"{role} {size / 1e6:,.1f}" for role, size in last.memory.items())
-    lines.append(f"MB of one rank: {sizes}")
     lines.append(f"fallen back: {', '.join(last.fallen) or 'nothing'}")
     return "\n".join([*lines, verdict(last)])
 
@@ -139,8 +126,8 @@ def _badness(found: tuple[float, Any]) -> tuple:
     return found[0] != found[0], *found
 
 
-def draw(readings: Sequence[Reading], folder: Path) -> list[Path]:
-    """Writes errors.png, a plot of each figure over the steps, and memory.png, the bytes by role.
+def draw(readings: Sequence[Reading], folder: Path) -> Path:
+    """Writes errors.png, a plot of each figure over the steps.
 
     Raises CoatConfigError where matplotlib is not installed.
     """
@@ -150,9 +137,7 @@ def draw(readings: Sequence[Reading], folder: Path) -> list[Path]:
         matplotlib.use("agg")
         import matplotlib.pyplot as plt
     except ImportError as error:
-        raise CoatConfigError(
-            "pictures: matplotlib is not installed. pip install matplotlib, or say --no-pictures."
-        ) from error
+        raise CoatConfigError("pictures: matplotlib is not installed. pip install matplotlib") from error
     folder.mkdir(parents=True, exist_ok=True)
     steps = [reading.step for reading in readings]
     shown = [f for f in FIGURES if any(f in g for r in readings for g in r.groups.values())]
@@ -176,14 +161,4 @@ def draw(readings: Sequence[Reading], folder: Path) -> list[Path]:
     errors = folder / "errors.png"
     figure.savefig(errors, dpi=110)
     plt.close(figure)
-
-    figure, axis = plt.subplots(figsize=(7, 3.5), layout="constrained")
-    roles = list(dict.fromkeys(role for reading in readings for role in reading.memory))
-    axis.stackplot(steps, [[r.memory.get(role, 0) / 1e6 for r in readings] for role in roles], labels=roles)
-    axis.set(xlabel="step", ylabel="MB of one rank", ylim=(0, None))
-    axis.spines[["top", "right"]].set_visible(False)
-    figure.legend(fontsize=8, frameon=False, loc="outside right upper")
-    memory = folder / "memory.png"
-    figure.savefig(memory, dpi=110)
-    plt.close(figure)
-    return [errors, memory]
+    return errors

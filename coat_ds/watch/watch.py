@@ -1,71 +1,59 @@
-"""When things are measured, and how the numbers come home.
+"""When things are measured, and how the numbers reach the CPU.
 
-In a watched step sums are computed on the device. One all-reduce adds them over the ranks. They are
-copied to the CPU after the step, and read at the end of the next one, when they have long arrived. Other
-steps cost one function call for each forward.
+A reading begins at the end of the step before and ends with its step. Meanwhile hooks on the optimizer and
+the observer of codes add up sums on the device. One all-reduce adds them over the ranks. They are copied to
+the CPU after the step, and read at the end of the next one, when they have long arrived. Other steps cost
+nothing: no hook remains.
 """
 
-import functools
 import logging
+import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from coat_ds.config import CoatConfigError, WatchConfig
-from coat_ds.layers.modules.replaced import wraps_compiled
+from coat_ds.log import is_first_rank, say, say_here
 from coat_ds.optim.optimizer import CoatAdamW
-from coat_ds.saved_bytes import is_weight_of
 from coat_ds.watch import codes, states
-from coat_ds.watch.codes import Blocks, CodeCounter, SavedCodes, layer_names
+from coat_ds.watch.codes import CodeCounter, graphs_of, in_turn, layer_names
 from coat_ds.watch.fallback import Fallback
-from coat_ds.watch.memory import held_bytes
-from coat_ds.watch.outs import Out, Reading, check_folder, grouped, jsonl
-from coat_ds.watch.states import Places, StateSampler
+from coat_ds.watch.readings import Out, Reading, append, grouped
+from coat_ds.watch.states import StateSampler
 from coat_kernels.autograd import watching
+from coat_kernels.graphs import Graphs
 
-logger = logging.getLogger("coat_ds")
 # the keys of the block that "act" alone has a use for
-LIMITS = ("readings", "update_error", "flushed")
+LIMITS = ("update_error", "flushed")
 
 
 class _Pending(NamedTuple):
     """A reading that is on its way from the device."""
 
     step: int
-    samples: int
-    layers: list[str]
-    """The names of the rows of `codes`."""
-    states: torch.Tensor
-    codes: torch.Tensor
-    memory: dict[str, int]
+    sums: torch.Tensor
+    """Of tensors, then of layers, in one vector."""
     arrived: torch.cuda.Event | None
 
 
 class Watch:
-    """Takes a reading every `config.every` steps, and calls each of `outs` with the `Reading`.
+    """Takes a reading every `config.every` steps, and passes the `Reading` to `outs` and to the run's folder.
 
-    A reading begins with the first training forward of a step and ends with `end_step`, which the training
-    loop calls after each step.
+    A reading ends with `end_step`, which the training loop calls after each step.
 
     model: the model with the watched layers; converted, built for COAT, or stock.
-    optimizer: the CoatAdamW, of named parameters or of parameters of `model`; or several; None without one.
+    optimizer: the CoatAdamW of the model's parameters; or several; None without one.
     config: the block `coat.watch`, as an object or a mapping.
-    outs: functions that receive readings; the same on all ranks, and called on `rank`.
-    forwards: the modules that are called, if the caller does not call `model` itself.
-    places: returns what the optimizer's tensors hold, if they are not the model's parameters.
-    masters: returns FP32 masters that are neither weights nor states.
-    process_group: ranks that hold the same model or parts of it; sums are over all of them. None: all ranks,
-        or this process if `torch.distributed` does not run.
-    union: returns the names on all ranks, given the names on this one, if ranks hold different parts.
-    rank: the rank that calls `outs`, and whose bytes a reading has.
-    steps_done: returns the number of earlier steps; by default steps are counted here.
-    samples_done: returns the number of sequences seen; by default 0.
-    keep: keep(name, whether) switches FP32 moments of a tensor on or off, if `places` is given.
-    say: say(line, level) logs a line; by default each rank logs it.
+    outs: functions that receive readings; as many on all ranks, and called on each.
+    union: returns the names on all ranks, given the names on this one, if ranks hold different parts of a
+        model.
+    relink: called after moments have got another format.
 
-    Raises TypeError for another optimizer, and CoatConfigError, on all ranks, for a folder that cannot be
+    Raises TypeError for another optimizer, and CoatConfigError, on rank 0, for a folder that cannot be
     written. If that happens later, as on a full disk, or one of `outs` raises, a warning is logged and
     training continues.
     """
@@ -77,16 +65,8 @@ class Watch:
         config: WatchConfig | Mapping[str, Any] | None = None,
         outs: Iterable[Out] = (),
         *,
-        forwards: Iterable[torch.nn.Module] = (),
-        places: Callable[[], Places] | None = None,
-        masters: Callable[[], Iterable[torch.Tensor]] = tuple,
-        process_group: dist.ProcessGroup | None = None,
-        union: Callable[[list[str]], list[str]] | None = None,
-        rank: int = 0,
-        steps_done: Callable[[], int] | None = None,
-        samples_done: Callable[[], int] = int,
-        keep: Callable[[str, bool], None] | None = None,
-        say: Callable[[str, int], None] | None = None,
+        union: Callable[[list[str]], list[str]] = list,
+        relink: Callable[[], None] = lambda: None,
     ):
         if not isinstance(config, WatchConfig):
             config = WatchConfig.from_dict({} if config is None else config)
@@ -99,159 +79,109 @@ class Watch:
                     "`optimizer`), or None, which watches the layers alone."
                 )
         self.model, self.optimizers, self.config = model, optimizers, config
-        self.outs = [*outs, *([_to_folder(config)] if config.folder else ())]
-        self.last: Reading | None = None
-        self._forwards, self._rank, self._process_group = list(forwards) or [model], rank, process_group
+        self.outs = list(outs)
         if config.every and config.folder:
-            self._check_folder()
+            self.outs.append(_to_folder(config))
+        self.last: Reading | None = None
+        self.steps = 0
         # frozen ones, too: they may be trained later on
-        own = dict(model.named_parameters())
-        self._names, self._union = list(own), union
-        # of a converted model some come with its first forward
-        self._layers: list[str] | None = None
-        self._places = places or functools.partial(_own_places, optimizers, own)
+        self._own = dict(model.named_parameters())
+        self._union, self._relink = union, relink
+        self.fallback = Fallback(model, config, self._keep)
+        _say_idle(config)
+        # names of tensors and of layers, the same on all ranks: the latter once a step has built all of them
+        self._names: list[str] = []
+        self._layers: list[str] = []
         self._samplers: list[StateSampler] = []
-        self._masters, self._samples_done = masters, samples_done
-        self._steps, self._steps_done = 0, steps_done or (lambda: self._steps)
-        self._say = say or (lambda line, level: logger.log(level, line))
-        usual = WatchConfig()
-        for name in LIMITS if config.act == "off" else ():
-            if (limit := getattr(config, name)) != getattr(usual, name):
-                self._say(
-                    f'{config.KEY}.{name}: found {limit}, of no effect while act is "off". Set act to "warn" '
-                    'or "act", or drop the key.',
-                    logging.WARNING,
-                )
-        keep = keep or functools.partial(_keep, optimizers, own)
-        self.fallback = Fallback(model, config, keep, self._say)
-        self._said_compiled = False
+        # while a reading is taken
         self._counter: CodeCounter | None = None
-        # that of the reading which has begun
-        self._step = 0
-        self._blocks: Blocks | None = None
-        # of `forwards`, those that it has not seen
-        self._due: set[torch.nn.Module] = set()
+        self._eager: list[Graphs] = []
         self._pending: _Pending | None = None
-        # of layers that were replayed, sums of when they last were not
-        self._earlier: dict[str, list[float]] = {}
-        self._handles: list = []
-        self._listen()
+        # of each layer, sums of the last reading that had any: layers that are replayed take turns
+        self._sums: dict[str, list[float]] = {}
+        self._begin()
 
     @property
     def is_active(self) -> bool:
         """Whether anything is measured: `every` is above 0, and a reader or an action uses the readings."""
         return self.config.every > 0 and bool(self.outs or self.config.act != "off")
 
-    @property
-    def _gives_out(self) -> bool:
-        """Whether this rank calls `outs`."""
-        return not _runs_distributed() or dist.get_rank() == self._rank
-
-    def _check_folder(self) -> None:
-        found, config = [None], self.config
-        if self._gives_out:
-            try:
-                check_folder(config.folder)
-            except OSError as error:
-                found = [error.strerror]
-        group = self._process_group
-        if _runs_distributed() and self._rank in dist.get_process_group_ranks(group):
-            # else the others would wait for the rank that ends
-            dist.broadcast_object_list(found, src=self._rank, group=group)
-        if found[0] is not None:
-            raise CoatConfigError(
-                f"{config.KEY}.folder: found {config.folder!r}, which cannot be written ({found[0]}). Name "
-                "another folder, or drop the key."
-            )
-
     def add(self, out: Out) -> None:
-        """Has readings given to `out` too. Call it on every rank; one rank calls `out`."""
+        """Has readings given to `out` too. Call it on every rank."""
         self.outs.append(out)
-        self._listen()
+        self._begin()
 
-    def _listen(self) -> None:
-        """Puts hooks on the model, once, if anything is to be measured."""
-        if self.is_active and not self._handles:
-            if self._union is not None:
-                own = layer_names(self.model)
-                self._names, self._layers = self._union(self._names), self._union(own)
-                self.fallback.elsewhere = self._union([name for name in own if self.fallback.linears(name)])
-            self._samplers = [StateSampler(o, self._names, self._places) for o in self.optimizers]
-            before, after = _Hook(self._before_forward), _Hook(self._after_forward)
-            for module in self._forwards:
-                self._handles.append(module.register_forward_pre_hook(before))
-                self._handles.append(module.register_forward_hook(after, always_call=True))
+    def _keep(self, name: str, whether: bool) -> None:
+        """Has the moments of a tensor kept in FP32, or no more. Another stage of a pipeline may hold it."""
+        if name in self._own:
+            for optimizer in self.optimizers:
+                optimizer.keep(self._own[name], whether)
+            self._relink()
 
-    @torch.compiler.disable
-    def _before_forward(self, in_compiled: bool, module: torch.nn.Module, *_) -> None:
-        if not self.is_active or not (module.training and torch.is_grad_enabled()):
+    def _begin(self) -> None:
+        """Begins a reading if the next step is to be watched."""
+        next_step = self.steps + 1
+        if self._counter is not None or not self.is_active or next_step % self.config.every:
             return
-        if self._counter is None:
-            self._begin(self._steps_done() + 1, in_compiled)
-        if self._blocks is not None and module in self._due:
-            self._due.remove(module)
-            self._blocks.open()
-
-    def _begin(self, step: int, in_compiled: bool) -> None:
-        """Begins a reading, if the step is to be watched. in_compiled: whether compiled code runs it."""
-        if step % self.config.every:
-            return
-        self._step, self._counter = step, CodeCounter(self.model, self._layers)
+        if not self._names:
+            self._names = self._union(list(self._own))
+            numbers = {p: self._names.index(name) for name, p in self._own.items()}
+            self._samplers = [StateSampler(o, numbers, len(self._names)) for o in self.optimizers]
         for sampler in self._samplers:
             sampler.open()
-        if in_compiled or any(map(_is_compiled, self.model.modules())):
-            # hooks and an observer would have it compiled again for each reading
-            if not self._said_compiled:
-                self._said_compiled = True
-                self._say(
-                    "COAT: the model is compiled: readings have moments and bytes, but no codes, nor what is "
-                    "saved for backward",
-                    logging.INFO,
-                )
-            return
+        turn = next_step // self.config.every
+        self._eager = in_turn(graphs_of(self.model), turn, self.fallback.suspects)
+        for graphs in self._eager:
+            graphs.eager = True
+        self._counter = CodeCounter(self.model)
         watching.observe(self._counter)
-        saved = SavedCodes(self._counter, is_weight_of(self.model))
-        self._blocks = Blocks(saved, step // self.config.every, self.fallback.suspects)
-        self._due = set(self._forwards)
 
-    @torch.compiler.disable
-    def _after_forward(self, _: bool, module: torch.nn.Module, _args: tuple, output: Any) -> None:
-        if self._blocks is not None and self._blocks.is_open:
-            # torch hands on what there is
-            has_failed = output is None
-            self._blocks.close(has_failed)
-            if has_failed:
-                self._due.add(module)
+    def _stop(self) -> tuple[CodeCounter, list[torch.Tensor]]:
+        """Ends measuring. Returns what was counted, and the sums of the optimizers."""
+        counter, self._counter = self._counter, None
+        watching.observe(None)
+        for graphs in self._eager:
+            graphs.eager = False
+        self._eager = []
+        return counter, [sums for s in self._samplers if (sums := s.close()) is not None]
 
     def resume(self, state: Mapping[str, Iterable[str]]) -> None:
         """Before a checkpoint's states are loaded: makes what has fallen back what `state` says, and forgets
-        what layers that are replayed told of other weights."""
-        self._earlier = {}
+        what was measured with other weights."""
+        self._sums = {}
         self.fallback.resume(state)
 
     def go_on_from(self, steps: int) -> None:
         """Counts on from a checkpoint's number of steps, which is the same on all ranks."""
-        self._steps = steps
+        if self._counter is not None:
+            self._stop()
+        self.steps = steps
+        self._begin()
 
-    def end_step(self) -> None:
-        """Ends a reading, or passes the previous one on. Call it after each optimizer step on every rank."""
-        self._steps += 1
+    def end_step(self, step: int | None = None) -> None:
+        """Ends a reading, or passes the previous one on. Call it after each optimizer step on every rank.
+
+        step: the number of the step, if the loop counts; by default steps are counted here.
+        """
+        self.steps = self.steps + 1 if step is None else step
         self.take_in()
-        if self._counter is None:
-            return
-        counter, self._counter = self._counter, None
-        blocks, self._blocks = self._blocks, None
-        watching.observe(None)
-        shapes = [(len(self._names), states.SUMS), (len(counter.index), codes.SUMS)]
+        if self._counter is not None:
+            self._send(*self._stop())
+        self._begin()
+
+    def _send(self, counter: CodeCounter, found: list[torch.Tensor]) -> None:
+        """Adds the sums over all ranks and sends them to the CPU."""
+        if not self._layers:
+            own = layer_names(self.model)
+            self._layers = self._union(own)
+            self.fallback.elsewhere = self._union([name for name in own if self.fallback.linears(name)])
         device = next(self.model.parameters()).device
-        whole = [torch.zeros(shape, dtype=torch.float64, device=device) for shape in shapes]
-        for total, found in ((whole[0], s.close()) for s in self._samplers):
-            if found is not None:
-                total += found.to(device)
-        whole[1] += counter.sums(device)
-        both = torch.cat([part.view(-1) for part in whole])
-        if _runs_distributed():
-            dist.all_reduce(both, group=self._process_group)
+        total = torch.zeros(len(self._names), states.SUMS, dtype=torch.float64, device=device)
+        for sums in found:
+            total += sums.to(device)
+        both = torch.cat([total.view(-1), counter.sums(self._layers, device).view(-1)])
+        if dist.is_available() and dist.is_initialized():
+            dist.all_reduce(both)
         arrived = None
         if both.is_cuda:
             home = torch.empty(both.shape, dtype=both.dtype, device="cpu", pin_memory=True)
@@ -259,19 +189,7 @@ class Watch:
             arrived = torch.cuda.Event()
             arrived.record()
             both = home
-        held = held_bytes(self.model, self.optimizers, self._masters())
-        if blocks is not None:
-            held["saved"] = blocks.nbytes
-        cut = shapes[0][0] * shapes[0][1]
-        self._pending = _Pending(
-            self._step,
-            self._samples_done(),
-            list(counter.index),
-            both[:cut].view(shapes[0]),
-            both[cut:].view(shapes[1]),
-            held,
-            arrived,
-        )
+        self._pending = _Pending(self.steps, both, arrived)
 
     def take_in(self) -> None:
         """Takes in the reading that is on its way, if there is one: outs are given it, the fallback judges.
@@ -281,23 +199,21 @@ class Watch:
             return
         if pending.arrived is not None:
             pending.arrived.synchronize()
+        cut = len(self._names) * states.SUMS
+        by_state = _by_name(self._names, pending.sums[:cut])
+        by_layer = _by_name(self._layers, pending.sums[cut:])
+        self._sums |= {name: row for name, row in by_layer.items() if any(row)}
+        # layers that have fallen back have no codes any more
         fallen = sorted(self.fallback.layers + self.fallback.states)
-        by_state = dict(zip(self._names, pending.states.tolist(), strict=True))
-        by_layer = dict(zip(pending.layers, pending.codes.tolist(), strict=True))
-        self._earlier |= {name: row for name, row in by_layer.items() if not row[codes.REPLAYED]}
-        # what a layer told before it fell back is no longer so
-        for name in fallen:
-            self._earlier.pop(name, None)
-        whole = {name: self._earlier.get(name, row) for name, row in by_layer.items()}
+        layers = {name: row for name, row in self._sums.items() if name not in fallen}
         groups: dict[str, dict[str, float]] = {}
-        for rows, figures in ((by_state, states.figures), (whole, codes.figures)):
+        for rows, figures in ((by_state, states.figures), (layers, codes.figures)):
             for group, names in grouped(rows).items():
                 if found := figures([sum(x) for x in zip(*(rows[n] for n in names), strict=True)]):
                     groups[group] = groups.get(group, {}) | found
-        self.last = Reading(pending.step, pending.samples, groups, pending.memory, fallen)
-        if self._gives_out:
-            for out in self.outs:
-                self._give(out, self.last)
+        self.last = Reading(pending.step, groups, fallen)
+        for out in self.outs:
+            self._give(out, self.last)
         self.fallback.judge(
             pending.step,
             {name: states.figures(row) for name, row in by_state.items()},
@@ -307,97 +223,56 @@ class Watch:
     def _give(self, out: Out, reading: Reading) -> None:
         try:
             out(reading)
-        # as of a service that cannot be reached; other ranks go on, and would wait for this one
+        # as of a service that cannot be reached; other ranks continue, and would wait for this one
         except Exception as error:
-            # through Python's logger of this rank: `say` may log on another rank only
-            logger.warning(
-                "%s: %s raised %r, and has not got the reading of step %d.",
-                self.config.KEY,
-                getattr(out, "__qualname__", out),
-                error,
-                reading.step,
-                exc_info=True,
+            name = getattr(out, "__qualname__", out)
+            say_here(
+                f"{self.config.KEY}: {name} raised {error!r}, and has not got the reading of step "
+                f"{reading.step}.",
+                error=error,
             )
 
     def close(self) -> None:
         """Passes the last reading on and ends watching. Layers are as before; moments keep their formats."""
-        if self._blocks is not None and self._blocks.is_open:
-            self._blocks.close()
         self.take_in()
         if self._counter is not None:
-            self._counter = self._blocks = None
-            watching.observe(None)
-            for sampler in self._samplers:
-                sampler.close()
-        for handle in self._handles:
-            handle.remove()
-        for name in list(self.fallback.layers):
+            self._stop()
+        for name in self.fallback.layers:
             for forward in self.fallback.linears(name):
                 forward.paused = False
 
 
-class _Hook:
-    """A hook on the model. Copies of the model, and what is read from a file, are not watched."""
-
-    def __init__(self, function: Callable[..., None]):
-        self.function = function
-
-    def __call__(self, *args) -> None:
-        # asked here, which is compiled with the model: the function is not
-        self.function(torch.compiler.is_compiling(), *args)
-
-    def __reduce__(self):
-        return _Hook, (_nothing,)
+def _by_name(names: Sequence[str], sums: torch.Tensor) -> dict[str, list[float]]:
+    return dict(zip(names, sums.view(len(names), -1).tolist(), strict=True))
 
 
-def _nothing(*args) -> None:
-    pass
-
-
-def _is_compiled(module: torch.nn.Module) -> bool:
-    """Whether it is what `torch.compile` gives, or its own `compile` was called."""
-    return module._compiled_call_impl is not None or wraps_compiled(module)
+def _say_idle(config: WatchConfig) -> None:
+    """Logs the limits that are set without an action."""
+    usual = WatchConfig()
+    for name in LIMITS if config.act == "off" else ():
+        if (limit := getattr(config, name)) != getattr(usual, name):
+            say(
+                f'{config.KEY}.{name}: found {limit}, of no effect while act is "off". Set act to "warn" '
+                'or "act", or drop the key.',
+                logging.WARNING,
+            )
 
 
 def _to_folder(config: WatchConfig) -> Out:
-    """`jsonl` that ends no run: a disk may be full for a while."""
-    write = jsonl(config.folder)
-
-    def write_or_say(reading: Reading) -> None:
-        try:
-            write(reading)
-        except OSError as error:
-            # through Python's logger of this rank: `say` may log on another rank only
-            logger.warning(
-                "%s.folder: cannot write to %r (%s): the reading of step %d is not there. Make room.",
-                config.KEY,
-                config.folder,
-                error.strerror,
-                reading.step,
-            )
-
-    return write_or_say
+    """An out to the file of the run, which rank 0 writes."""
+    if not is_first_rank():
+        return _nothing
+    try:
+        Path(config.folder).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=config.folder):
+            pass
+    except OSError as error:
+        raise CoatConfigError(
+            f"{config.KEY}.folder: found {config.folder!r}, which cannot be written ({error.strerror}). Name "
+            "another folder, or drop the key."
+        ) from error
+    return partial(append, config.folder)
 
 
-def _runs_distributed() -> bool:
-    return dist.is_available() and dist.is_initialized()
-
-
-def _own_places(optimizers: Iterable[CoatAdamW], names: Mapping[str, torch.Tensor]) -> Places:
-    """Where each of the optimizers' tensors is one of the model's parameters."""
-    named = {p: name for name, p in names.items()}
-    return {
-        p: [(named[p], 0, p.numel())]
-        for optimizer in optimizers
-        for group in optimizer.param_groups
-        for p in group["params"]
-        if p in named
-    }
-
-
-def _keep(
-    optimizers: Iterable[CoatAdamW], names: Mapping[str, torch.Tensor], name: str, whether: bool
-) -> None:
-    """`keep` of optimizers that hold the model's parameters themselves."""
-    for optimizer in optimizers:
-        optimizer.keep(names[name], whether)
+def _nothing(reading: Reading) -> None:
+    """Other ranks have the same readings."""

@@ -19,7 +19,7 @@ def link_partitions(wrapper, optimizer: CoatAdamW) -> None:
     placed = [
         (
             flat,
-            [Fragment(start, n, offset, optimizer.keeps(p, groups[i])) for p, start, n, offset in parts],
+            [Fragment(start, n, offset, optimizer.keeps(p, groups[i]), p) for p, start, n, offset in parts],
             i,
         )
         for i, flat, parts in partitions(wrapper, len(groups))

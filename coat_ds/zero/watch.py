@@ -1,5 +1,4 @@
-"""`coat_ds.watch` in a DeepSpeed engine: the end of a step, the contents of flat tensors, the engine's
-monitors, and the fallback's state in checkpoints."""
+"""`coat_ds.watch` in a DeepSpeed engine: the end of a step, monitors, the fallback's state in checkpoints."""
 
 import functools
 import json
@@ -10,36 +9,25 @@ from pathlib import Path
 import torch.distributed as dist
 
 from coat_ds.config import CoatConfigError, WatchConfig
+from coat_ds.log import say
 from coat_ds.patches import Patch
 from coat_ds.watch.fallback import KEY
-from coat_ds.watch.outs import monitor
-from coat_ds.watch.states import Places
+from coat_ds.watch.readings import Reading
 from coat_ds.watch.watch import Watch
 from coat_ds.zero.guards import link_states
-from coat_ds.zero.log import say
-from coat_ds.zero.partitions import link_partitions, partitions
 
 _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
-STEP = Patch(
-    "watch",
-    "deepspeed",
-    f"{_ENGINE}.step",
-    "a reading ends with a step",
-    parameters=("lr_kwargs",),
-)
-SAVE = Patch(
-    "watch",
-    "deepspeed",
-    f"{_ENGINE}.save_checkpoint",
-    "what has fallen back is saved with the states",
-    parameters=("save_dir", "tag", "..."),
-)
-LOAD = Patch(
-    "watch",
-    "deepspeed",
-    f"{_ENGINE}.load_checkpoint",
-    "what had fallen back does so before states are loaded",
-    parameters=("load_dir", "tag", "..."),
+STEP, SAVE, LOAD = (
+    Patch("watch", "deepspeed", f"{_ENGINE}.{name}", why, parameters=parameters)
+    for name, why, parameters in (
+        ("step", "a reading ends with a step", ("lr_kwargs",)),
+        ("save_checkpoint", "what has fallen back is saved with the states", ("save_dir", "tag", "...")),
+        (
+            "load_checkpoint",
+            "what had fallen back does so before states are loaded",
+            ("load_dir", "tag", "..."),
+        ),
+    )
 )
 FILE = f"{KEY}.json"
 
@@ -60,44 +48,22 @@ def watch_engine(engine, config: WatchConfig, with_optimizer: bool) -> Watch | N
                     'not watched. Set "watch": false, or build the model without PipelineModule.'
                 )
         return None
-    optimizer = engine.basic_optimizer if with_optimizer else None
-    names = {p: name for name, p in engine.module.named_parameters()}
-
-    def places() -> Places:
-        found = {
-            p: [(names[p], 0, p.numel())] for g in optimizer.param_groups for p in g["params"] if p in names
-        }
-        for _, flat, placed in partitions(engine.optimizer, len(optimizer.param_groups)):
-            found[flat] = [(names[p], start, numel) for p, start, numel, _ in placed if p in names]
-        return found
-
-    def masters():
-        groups = len(optimizer.param_groups) if optimizer is not None else 0
-        return [flat for _, flat, _ in partitions(engine.optimizer, groups)] if groups else ()
-
-    named = {name: p for p, name in names.items()}
-
-    def keep(name: str, whether: bool) -> None:
-        optimizer.keep(named[name], whether)
-        link_partitions(engine.optimizer, optimizer)
-        link_states(engine)
-
     watch = Watch(
         engine.module,
-        optimizer,
+        engine.basic_optimizer if with_optimizer else None,
         config,
-        [monitor(engine.monitor)] if engine.monitor.enabled else (),
-        places=places,
-        masters=masters,
-        steps_done=lambda: engine.global_steps,
-        samples_done=lambda: engine.global_samples,
-        keep=keep,
-        say=say,
+        [functools.partial(_to_monitors, engine)] if engine.monitor.enabled else (),
+        relink=functools.partial(link_states, engine),
     )
-    STEP.apply(lambda step: _stepping(engine, watch, step), on=engine)
-    SAVE.apply(lambda save: _saving(engine, watch, save), on=engine)
-    LOAD.apply(lambda load: _loading(engine, watch, load), on=engine)
+    for patch, around in ((STEP, _stepping), (SAVE, _saving), (LOAD, _loading)):
+        patch.apply(functools.partial(around, engine, watch), on=engine)
     return watch
+
+
+def _to_monitors(engine, reading: Reading) -> None:
+    """DeepSpeed's own events are over the samples seen, too."""
+    samples = reading.step * engine.train_batch_size()
+    engine.monitor.write_events([(name, value, samples) for name, value in reading.flat().items()])
 
 
 def _stepping(engine, watch: Watch, step: Callable) -> Callable:
@@ -106,7 +72,7 @@ def _stepping(engine, watch: Watch, step: Callable) -> Callable:
         before = engine.global_steps
         result = step(*args, **kwargs)
         if engine.global_steps != before:
-            watch.end_step()
+            watch.end_step(engine.global_steps)
         return result
 
     return stepping
@@ -133,45 +99,37 @@ def _saving(engine, watch: Watch, save: Callable) -> Callable:
 def _loading(engine, watch: Watch, load: Callable) -> Callable:
     @functools.wraps(load)
     def load_checkpoint(load_dir, tag=None, *args, **kwargs):
-        remembered = _remembered(load_dir, tag, engine.load_universal_checkpoint(), watch.config.act)
+        found: list = [None]
+        if engine.global_rank == 0:
+            # ranks may have other folders
+            found = [_read(load_dir, tag, engine.load_universal_checkpoint(), watch.config.act == "act")]
+        dist.broadcast_object_list(found)
+        if isinstance(found[0], str):
+            raise ValueError(found[0])
         # without a checkpoint DeepSpeed continues unchanged
-        if remembered is not None:
-            watch.resume(remembered)
-        return load(load_dir, tag, *args, **kwargs)
+        if found[0] is not None:
+            watch.resume(found[0])
+        result = load(load_dir, tag, *args, **kwargs)
+        watch.go_on_from(engine.global_steps)
+        return result
 
     return load_checkpoint
 
 
-def _remembered(folder: str, tag: str | None, universal: bool, act: str) -> dict[str, list[str]] | None:
-    """What had fallen back in the run that wrote a checkpoint. Rank 0 reads it for all ranks, which may have
-    other folders. Empty for a checkpoint without the file, None without a checkpoint.
-
-    Raises ValueError, on all ranks, for a file with other contents than expected.
-    """
-    found: list = [None]
-    if dist.get_rank() == 0:
-        latest = Path(folder) / ("latest_universal" if universal else "latest")
-        if tag is None and latest.is_file():
-            tag = latest.read_text().strip()
-        found = [_read(Path(folder) / str(tag), universal and act == "act")]
-    dist.broadcast_object_list(found)
-    if isinstance(found[0], str):
-        raise ValueError(found[0])
-    return found[0]
-
-
-def _read(checkpoint: Path, should_say: bool) -> dict[str, list[str]] | str | None:
-    """The fallback's state in a checkpoint, or an error message; None if there is no checkpoint.
-
-    should_say: whether to log a missing file: DeepSpeed's conversion does not copy it.
-    """
+def _read(folder: str, tag: str | None, universal: bool, acts: bool) -> dict[str, list[str]] | str | None:
+    """What had fallen back in a checkpoint's run: empty if nothing, None without a checkpoint, or an error
+    message for a file with other contents than expected."""
+    latest = Path(folder) / ("latest_universal" if universal else "latest")
+    if tag is None and latest.is_file():
+        tag = latest.read_text().strip()
+    checkpoint = Path(folder) / str(tag)
     path = checkpoint / FILE
     if not checkpoint.is_dir():
         return None
     if not path.is_file():
-        if should_say:
+        if universal and acts:
             say(
-                f"COAT: {checkpoint} has no {FILE}: nothing has fallen back. ds_to_universal leaves it out: "
+                f"{checkpoint} has no {FILE}: nothing has fallen back. ds_to_universal leaves it out: "
                 "if the checkpoint that was converted has one, copy it, and load again.",
                 logging.WARNING,
             )

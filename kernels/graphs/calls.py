@@ -67,6 +67,9 @@ class Graphs:
         again doubles.
     """
 
+    # whether all calls are eager, while a reading is taken
+    eager = False
+
     def __init__(self, one_shape: bool = False):
         self._one_shape = one_shape
         self._places: dict[Hashable, Place] = {}
@@ -144,7 +147,7 @@ class Graphs:
         refuse_forward_mode(x)
         run_eagerly = functools.partial(function, x, *constants, *tensors)
         trains = x.requires_grad and torch.is_grad_enabled()
-        if not (trains or evaluates and _can_be_evaluated(x, *constants)) or _is_watched():
+        if not (trains or evaluates and _can_be_evaluated(x, *constants)) or self.eager or _is_watched():
             return run_eagerly()
         if any(map(_overlaps, constants)):
             return run_eagerly()

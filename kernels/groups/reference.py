@@ -23,7 +23,7 @@ class Grouped(NamedTuple):
     @property
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The codes and the exponents, for autograd to save."""
-        if watching.current is not None and (observer := watching.observer()) is not None:
+        if (observer := watching.observer()) is not None:
             observer.saves(self)
         return self.codes, self.exponent
 

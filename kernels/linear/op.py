@@ -82,7 +82,7 @@ def multiply(
     """The forward GEMM of row-major FP8 `rows` [m, k] with their `scale` and a row-major weight: [m, n] in
     `dtype`, for the tokens that `options.parallel` selects."""
     parallel = options.parallel
-    if watching.current is not None and (observer := watching.observer()) is not None:
+    if (observer := watching.observer()) is not None:
         observer.codes("input", options.x_scale, rows)
     if parallel and parallel.gathers_input:
         rows = gather_rows(rows, parallel.group)()
@@ -110,11 +110,7 @@ def multiply_backward(
     formats, grad_x, grad_w = options.formats, None, None
     grad_rows, grad_columns, grad_scale, _ = grad
     del grad
-    if (
-        watching.current is not None
-        and grad_rows is not None
-        and (observer := watching.observer()) is not None
-    ):
+    if grad_rows is not None and (observer := watching.observer()) is not None:
         observer.codes("gradient", options.grad_scale, grad_rows)
     if w is not None:
         grad_x = scaled_matmul(

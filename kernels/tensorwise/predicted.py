@@ -12,7 +12,6 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from coat_kernels.autograd import watching
 from coat_kernels.fp8 import Fp8Format
 from coat_kernels.parallel import largest_of_all
 from coat_kernels.tensorwise.quantize import Quantized, empty_operands, to_tensor_codes_reference
@@ -109,6 +108,4 @@ class Attempt:
         if group is not None:
             maxima = largest_of_all(largest_of_maxima(maxima), group)
         self.write(out, Scales(self.predicted, self.used, maxima, maxima.numel(), largest, out.scale))
-        if watching.current is not None and (observer := watching.observer()) is not None:
-            observer.predicted(self.prediction, self.used, out.scale)
         return out, largest

@@ -101,12 +101,6 @@ class MegatronAdamW(CoatAdamW, torch.optim.AdamW):
         self._distributed = distributed
         self.set_fragments((p, [fragment], index) for index, p, fragment in groups)
 
-    def keep(self, p: torch.Tensor, whether: bool = True) -> None:
-        """Same as `CoatAdamW.keep`. `p` is a tensor that this optimizer holds and that `link` has
-        registered."""
-        (fragment,) = self._layouts.fragments[p]
-        self.set_fragments([(p, [fragment._replace(kept=whether)], self._layouts.group_index[p])])
-
     def tensors_of(self, p: torch.Tensor) -> dict[str, torch.Tensor]:
         """`param`, `exp_avg` and `exp_avg_sq` of `p`, FP32 and of its shape. An FP32 parameter is returned
         itself; the rest is computed and lies on the CPU."""

@@ -1,8 +1,13 @@
 """The model of a rank, from the chunks that Megatron has wrapped."""
 
+import itertools
 from collections.abc import Iterable, Iterator
 
 import torch
+from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
+
+# an attribute of an optimizer: the chunks of the model that it trains
+CHUNKS = "coat_chunks"
 
 
 class ModelChunks(torch.nn.Module):
@@ -16,6 +21,15 @@ class ModelChunks(torch.nn.Module):
         super().__init__()
         # a tuple: as submodules they would have other names
         self.chunks = tuple(chunks)
+
+    @property
+    def training(self) -> bool:
+        """That of the chunks, which change together."""
+        return self.chunks[0].training
+
+    @training.setter
+    def training(self, _: bool) -> None:
+        """torch's constructor sets it."""
 
     def named_modules(
         self, memo: set | None = None, prefix: str = "", remove_duplicate: bool = True
@@ -43,3 +57,14 @@ def _unwrapped(chunk: torch.nn.Module) -> torch.nn.Module:
     while hasattr(chunk, "module"):
         chunk = chunk.module
     return chunk
+
+
+def chunks_of_chain(chain: ChainedOptimizer) -> list[torch.nn.Module]:
+    """The chunks of the model that the optimizers of a chain train."""
+    return list(dict.fromkeys(itertools.chain.from_iterable(map(_chunks_of, chain.chained_optimizers))))
+
+
+def _chunks_of(part: MegatronOptimizer) -> Iterator[torch.nn.Module]:
+    for inner in getattr(part, "chained_optimizers", ()):
+        yield from _chunks_of(inner)
+    yield from getattr(part, CHUNKS, ())

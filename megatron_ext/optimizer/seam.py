@@ -8,7 +8,7 @@ stock AdamW, in both directions and at any size. Moments are recovered to the bi
 (`coat_ds/optim/recover.py`), so a resumed run equals an uninterrupted one. Loading states into other
 parameters is refused (`places.py`).
 
-The optimizer is watched, too (`watch.py`).
+The optimizer is watched, too (`chain.py`).
 """
 
 import contextlib
@@ -34,7 +34,7 @@ from coat_ds.optim.options import (
     keeps_fp32,
 )
 from coat_ds.patches import Patch, require
-from megatron_ext.optimizer import places, watch
+from megatron_ext.optimizer import chain, places
 from megatron_ext.optimizer.adamw import MegatronAdamW, linked
 from megatron_ext.optimizer.chunks import whole_model
 
@@ -57,7 +57,7 @@ def _link(host: MegatronOptimizer, model_chunks: Iterable[torch.nn.Module], conf
             )
         kept = keeps_fp32(config.optimizer.keep_fp32, names.get(model_param), model_param)
         kept = kept or model_param.numel() < config.optimizer.min_numel
-        placed.append((index, held, Fragment(0, held.numel(), offset, kept)))
+        placed.append((index, held, Fragment(0, held.numel(), offset, kept, model_param)))
     inner.link(placed, isinstance(host, DistributedOptimizer))
     _say(f"COAT: {states_line(inner, state_bytes(inner))}\n{inner.layout()}")
     for line in _idle_keys(config.optimizer, list(names.values()), [p for _, p, _ in placed]):
@@ -160,7 +160,7 @@ def install(coat: CoatConfig | None = None) -> None:
         return
     coat = coat or CoatConfig(enabled=True)
     # below this optimizer's patches, so that each can be undone without the other
-    watch.install()
+    chain.install()
     for patch in (*INSTALLED, ADAM, IS_TORCH):
         patch.check()
     require("megatron-core", f"{_DISTRIBUTED}._get_model_param_range_map", ("param",), _WAY_OUT)

@@ -20,7 +20,7 @@ def optimizer(exp_avg_sq_format="log8", **options):
 
 
 def watched(made, p, grad, **step):
-    sampler = StateSampler(made, ["w"], lambda: {p: [("w", 0, p.numel())]})
+    sampler = StateSampler(made, {p: 0}, 1)
     sampler.open()
     p.grad = grad
     made.step(**step)
@@ -111,7 +111,7 @@ def test_a_gradient_scaler_changes_no_figure():
     for scale in (1.0, 8.0):
         made, p = optimizer()
         put(made, p, torch.full(SHAPE, 0.5), torch.rand(*SHAPE, generator=torch.Generator().manual_seed(1)))
-        sampler = StateSampler(made, ["w"], lambda p=p: {p: [("w", 0, p.numel())]})
+        sampler = StateSampler(made, {p: 0}, 1)
         scaler = torch.amp.GradScaler("cpu", init_scale=scale)
         scaler.scale(torch.ones(1))
         p.grad = scale * torch.randn(*SHAPE, generator=torch.Generator().manual_seed(2))
@@ -172,8 +172,9 @@ def many(device="cpu"):
     return made, [group["params"][0] for group in made.param_groups]
 
 
-def sums_of(made, places):
-    sampler = StateSampler(made, [str(i) for i in range(len(TENSORS))], lambda: places)
+def sums_of(made, tensors):
+    """By the numbers of `tensors`: parameters of the model by their rows."""
+    sampler = StateSampler(made, {p: i for i, p in tensors.items()}, len(TENSORS))
     sampler.open()
     made.step()
     return sampler.close()
@@ -183,12 +184,12 @@ def test_tensors_that_are_measured_together_say_what_each_says_alone(monkeypatch
     alone = torch.zeros(len(TENSORS), SUMS, dtype=torch.float64)
     for i in range(len(TENSORS)):
         made, tensors = many()
-        found = sums_of(made, {tensors[i]: [(str(i), 0, tensors[i].numel())]})
+        found = sums_of(made, {i: tensors[i]})
         alone += 0 if found is None else found
     # batches end within a tensor
     monkeypatch.setattr(storing, "AT_ONCE", 5 * 128)
     made, tensors = many()
-    together = sums_of(made, {p: [(str(i), 0, p.numel())] for i, p in enumerate(tensors)})
+    together = sums_of(made, dict(enumerate(tensors)))
     torch.testing.assert_close(together, alone, rtol=1e-6, atol=0)
     sizes = [made.state[p]["exp_avg"].group_size for p in tensors]
     expected = [min(p.numel() // n, 16) * n for p, n in zip(tensors, sizes, strict=True)]
@@ -201,7 +202,7 @@ def test_a_gpu_says_what_the_reference_says(device):
     found = []
     for where in ("cpu", device):
         made, tensors = many(where)
-        found.append(sums_of(made, {p: [(str(i), 0, p.numel())] for i, p in enumerate(tensors)}).cpu())
+        found.append(sums_of(made, dict(enumerate(tensors))).cpu())
     for sums, rtol, atol in (((0, 1), 0.1, 0.0), ((2,), 0.02, 1e-3), ((3,), 0.05, 0.5), ((4,), 0.0, 2.0)):
         expected, there = (one[:, sums] for one in found)
         torch.testing.assert_close(there, expected, rtol=rtol, atol=atol)
@@ -213,24 +214,21 @@ def test_parts_of_a_flat_partition_say_what_they_say_as_tensors():
     sizes, kept = [1000, 300, 128 * 40, 640, 77], [True, False, False, False, False]
     grads = [torch.randn(n, generator=torch.Generator().manual_seed(n)) * 10.0 ** -(n % 4) for n in sizes]
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    tensors = [torch.nn.Parameter(torch.ones(n)) for n in sizes]
 
     def flat_sums():
         p = torch.nn.Parameter(torch.ones(sum(sizes)))
         made = CoatAdamW([p], min_numel=0)
-        made.set_fragments(
-            [(p, [Fragment(s, n, 0, k) for s, n, k in zip(starts, sizes, kept, strict=True)], 0)]
-        )
+        parts = zip(starts, sizes, kept, tensors, strict=True)
+        made.set_fragments([(p, [Fragment(start, n, 0, k, of) for start, n, k, of in parts], 0)])
         p.grad = torch.cat(grads)
         made.step()
-        return sums_of(
-            made, {p: [(str(i), s, n) for i, (s, n) in enumerate(zip(starts, sizes, strict=True))]}
-        )
+        return sums_of(made, dict(enumerate(tensors)))
 
-    tensors = [torch.nn.Parameter(torch.ones(n)) for n in sizes]
     made = CoatAdamW(tensors, min_numel=0, keep_fp32=lambda name, p: p.numel() == 1000)
     for p, g in zip(tensors, grads, strict=True):
         p.grad = g
     made.step()
-    own = sums_of(made, {p: [(str(i), 0, p.numel())] for i, p in enumerate(tensors)})
-    torch.testing.assert_close(flat_sums()[:5, :6], own[:5], rtol=1e-6, atol=0)
+    own = sums_of(made, dict(enumerate(tensors)))
+    torch.testing.assert_close(flat_sums(), own, rtol=1e-6, atol=0)
     assert own[:5, 5].tolist() == [0, 256, 2048, 640, 0]

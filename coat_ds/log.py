@@ -1,0 +1,58 @@
+"""COAT's log: the logger "coat_ds", one prefix, rank 0 only.
+
+A program that has not configured logging sees the lines on stderr. To hide INFO lines, call
+`logging.getLogger("coat_ds").setLevel(logging.WARNING)`.
+"""
+
+import functools
+import logging
+import sys
+
+import torch
+
+logger = logging.getLogger("coat_ds")
+
+
+class _Unconfigured(logging.Handler):
+    """Shows lines where the root logger has no handler, which would only show warnings."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not logging.getLogger().handlers:
+            print(self.format(record), file=sys.stderr, flush=True)
+
+
+if logger.level == logging.NOTSET:
+    logger.setLevel(logging.INFO)
+logger.addHandler(_Unconfigured())
+
+
+def is_first_rank() -> bool:
+    """Whether this process is rank 0, or the only one."""
+    dist = torch.distributed
+    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+
+
+def say(line: str, level: int = logging.INFO) -> None:
+    """Logs `line` on rank 0."""
+    if is_first_rank():
+        say_here(line, level)
+
+
+def say_here(line: str, level: int = logging.WARNING, error: BaseException | None = None) -> None:
+    """Logs `line` on this rank, for what concerns one rank; with the traceback of `error`."""
+    logger.log(level, "COAT: %s", line, exc_info=error)
+
+
+# under torch.compile the line is logged when the code is compiled, without a graph break
+@torch.compiler.assume_constant_result
+def say_once(line: str, level: int = logging.WARNING) -> None:
+    """Logs `line` on rank 0, unless it was logged since the last `say_anew`."""
+    _say_once(line, level)
+
+
+def say_anew() -> None:
+    """Lets `say_once` log every line again, for a model that is converted now."""
+    _say_once.cache_clear()
+
+
+_say_once = functools.cache(say)

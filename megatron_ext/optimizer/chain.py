@@ -1,0 +1,130 @@
+"""What COAT does once Megatron has built all optimizers of a model: log lines, and the watch.
+
+All code that trains with megatron-core builds its optimizer by `get_megatron_optimizer`. `install()` patches
+the function that builds the optimizer's parts, which receives the model, and the constructor of the chain
+that holds them. From then on a chain has `coat_watch`, a `Watch` or None.
+"""
+
+import functools
+import itertools
+import logging
+from collections.abc import Callable, Iterable
+
+import torch
+from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
+
+from coat_ds.config import CoatConfigError, WatchConfig
+from coat_ds.layers.inventory import layers_of
+from coat_ds.log import say
+from coat_ds.patches import Patch
+from megatron_ext import options
+from megatron_ext.layers.grouped_experts import GroupedLinear
+from megatron_ext.optimizer.chunks import CHUNKS, chunks_of_chain, whole_model
+from megatron_ext.optimizer.watch import watch_optimizer
+
+_patch = functools.partial(Patch, "watch of Megatron", "megatron-core")
+_OPTIMIZER = "megatron.core.optimizer"
+BUILD = _patch(
+    f"{_OPTIMIZER}:_get_megatron_optimizer_based_on_param_groups",
+    "it receives the model",
+    parameters=("config", "model_chunks", "..."),
+)
+CHAIN = _patch(
+    f"{_OPTIMIZER}.optimizer:ChainedOptimizer.__init__",
+    "it holds all optimizers",
+    parameters=("chained_optimizers",),
+)
+INSTALLED = (BUILD, CHAIN)
+# an attribute of a model whose layers the log has counted
+SAID = "coat_layers_said"
+
+
+def check_host(model_chunks: Iterable[torch.nn.Module], config: WatchConfig) -> bool:
+    """Whether a model of these chunks is watched. Raises CoatConfigError if it cannot be watched and `config`
+    differs from the defaults."""
+    sharded = [chunk for chunk in model_chunks if getattr(chunk.ddp_config, "use_megatron_fsdp", False)]
+    if sharded and config.every and (config.folder or config.act != "off"):
+        key = "folder" if config.folder else "act"
+        raise CoatConfigError(
+            f"coat.watch.{key}: found {getattr(config, key)!r} with --use-megatron-fsdp, whose parameters "
+            'come and go. Set "watch": false, or remove --use-megatron-fsdp.'
+        )
+    return not sharded
+
+
+def _building(build: Callable) -> Callable:
+    @functools.wraps(build)
+    def coat_build(config, model_chunks, *args, **kwargs):
+        built = build(config, model_chunks, *args, **kwargs)
+        if isinstance(built, MegatronOptimizer) and check_host(model_chunks, options.coat_config().watch):
+            setattr(built, CHUNKS, list(model_chunks))
+        return built
+
+    return coat_build
+
+
+def _chaining(init: Callable) -> Callable:
+    @functools.wraps(init)
+    def coat_init(self, chained_optimizers):
+        init(self, chained_optimizers)
+        _say_left_to_adam(self)
+        # a subclass that distributes layers over ranks is a part of another chain
+        if type(self) is ChainedOptimizer:
+            given = [part.coat_config for part in chained_optimizers if hasattr(part, "coat_config")]
+            self.coat_watch = watch_optimizer(self, (given or [options.coat_config()])[0].watch)
+            _say_layers(chunks_of_chain(self))
+
+    return coat_init
+
+
+def _say_layers(chunks: list[torch.nn.Module]) -> None:
+    """Logs one line on the layers of this rank, as DeepSpeed's engines do, if any is COAT's; once per model,
+    though Megatron may build several chains for it."""
+    layers = layers_of(whole_model(chunks), "Megatron's own")
+    if layers.made and not hasattr(chunks[0], SAID):
+        setattr(chunks[0], SAID, True)
+        say(layers.summary())
+
+
+def _say_left_to_adam(chain: ChainedOptimizer) -> None:
+    """Logs a line if Muon, or another optimizer of matrices, does not train the weights of grouped
+    experts."""
+    inner = [type(getattr(part, "optimizer", part)) for part in chain.chained_optimizers]
+    of_matrices = [
+        cls.__name__
+        for cls in inner
+        if any(base.__module__.startswith("emerging_optimizers.") for base in cls.__mro__)
+    ]
+    modules = itertools.chain.from_iterable(chunk.modules() for chunk in chunks_of_chain(chain))
+    if of_matrices and any(isinstance(module, GroupedLinear) for module in modules):
+        say(
+            f"--moe-grouped-gemm: Megatron gives {of_matrices[0]} matrices alone, and all of a rank's "
+            "experts are one parameter of three dimensions: Adam trains them. Remove it to have experts "
+            f"one after another, which {of_matrices[0]} trains.",
+            logging.WARNING,
+        )
+
+
+def installed() -> bool:
+    """Whether Megatron's chains of optimizers are watched."""
+    return CHAIN.is_applied()
+
+
+def install() -> None:
+    """From now on watches the models that Megatron's optimizers train, by the block of `seam.install`,
+    or else of `COAT_CONFIG`. A second call does nothing.
+
+    Raises RuntimeError, before anything is changed, if this Megatron is not as expected.
+    """
+    if installed():
+        return
+    for patch in INSTALLED:
+        patch.check()
+    BUILD.apply(_building)
+    CHAIN.apply(_chaining)
+
+
+def uninstall() -> None:
+    """Undoes `install`, after `seam.uninstall`. What is watched stays so."""
+    for patch in reversed(INSTALLED):
+        patch.remove()
