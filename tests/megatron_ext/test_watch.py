@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from coat_ds import state_bytes
 from coat_ds.config import CoatConfig, WatchConfig
-from coat_ds.watch.outs import read
+from coat_ds.watch import fallback as of_fallback
+from coat_ds.watch.readings import read
 from tests.megatron_ext.test_moe import ALL_TO_ALL, EACH_ONE, EXPERTS
 from tests.megatron_ext.trainer import FFN, B, S, Trainer
 from tests.util import run_distributed
@@ -23,10 +23,11 @@ EP2 = {"expert_model_parallel_size": 2}
 NOTHING = {"layers": [], "states": []}
 
 
-def watches(watch):
-    """Later optimizers are built with this block of the watch."""
+def watches(watch, readings=2):
+    """Later optimizers are built with this block of the watch; so many readings above a limit count."""
     from megatron_ext.optimizer import seam as optimizer
 
+    of_fallback.READINGS = readings
     block = {"enabled": True, "optimizer": {"min_numel": 0}, "watch": watch}
     optimizer.uninstall()
     optimizer.install(CoatConfig.from_dict(block))
@@ -36,10 +37,10 @@ class Learner(Trainer):
     """Trains on learnable data. In each layer one channel of the input of fc2 is not trained, so that it can
     become an outlier."""
 
-    def __init__(self, watch, **options):
+    def __init__(self, watch, readings=2, **options):
         from megatron.core import parallel_state
 
-        watches(watch)
+        watches(watch, readings)
         super().__init__("distributed", "coat", **options)
         up, self._fixed = FFN // parallel_state.get_tensor_model_parallel_world_size() + 3, []
         for layer in self.model.module.decoder.layers:
@@ -104,25 +105,19 @@ def watched(folder):
     assert plain.watch is None
     runs = {"plain": plain.steps(*range(5))}
     trainer = Learner({"every": 7, "folder": folder}).chain_anew()
-    hooks = len(trainer.model.module._forward_pre_hooks)
     losses = trainer.steps(*range(5))
     # step 7 (number 6) is watched, and its reading is processed after step 8
     trainer.steps(5, 6, 7)
     last = trainer.watch.last
     trainer.watch.close()
-    return runs | {
-        "watched": losses,
-        "hooked": hooks,
-        "last": last,
-        "states": state_bytes(trainer.inner)["bytes"],
-    }
+    return runs | {"watched": losses, "last": last}
 
 
 def states(folder):
     """The moments of all tensors fall back to FP32, through a limit that any error exceeds."""
     from megatron_ext.optimizer.watch import watch_optimizer
 
-    watch = {"every": 1, "readings": 2, "act": "act", "update_error": 1e-6, "folder": folder}
+    watch = {"every": 1, "act": "act", "update_error": 1e-6, "folder": folder}
     trainer = Learner(watch).chain_anew()
     before = trainer.codecs
     trainer.steps(*range(4))
@@ -159,7 +154,7 @@ def outlier(folder, sizes):
     from coat_kernels.graphs import Place
     from megatron_ext.model import initialize_model_parallel
 
-    watch = {"every": 1, "readings": 2, "folder": folder}
+    watch = {"every": 1, "folder": folder}
     before, after = range(INJECTED), range(INJECTED, STEPS)
     result = {"none": Learner(False, **sizes).steps(*before, *after)}
     off = Learner(False, **sizes)
@@ -199,8 +194,8 @@ def pipeline(folder):
     """Two pipeline stages of one layer each; each rank also has the other's readings."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    watch = {"every": 1, "readings": 1, "act": "act", "flushed": 0.0, "update_error": 1e9, "folder": folder}
-    trainer = Learner(watch)
+    watch = {"every": 1, "act": "act", "flushed": 0.0, "update_error": 1e9, "folder": folder}
+    trainer = Learner(watch, readings=1)
 
     def forward_step(batches, model):
         tokens = next(batches)
@@ -227,7 +222,7 @@ class Mixture(Trainer):
     of the experts is so large that FP8 loses all other values."""
 
     def __init__(self, watch):
-        watches(watch)
+        watches(watch, readings=1)
         super().__init__("distributed", "coat", **(EXPERTS | EACH_ONE | ALL_TO_ALL | EP2))
         self.watch = self.optimizer.coat_watch
         (self.expert,) = self.model.module.decoder.layers[1].mlp.experts.local_experts
@@ -252,9 +247,7 @@ def experts(folder):
     result["busy"] = watched.expert.linear_fc1.weight.main_grad.any().item()
     watched.watch.close()
     result["last"] = watched.watch.last
-    # the second optimizer of the chain has the experts
-    result["states"] = [state_bytes(part.optimizer)["bytes"] for part in watched.optimizer.chained_optimizers]
-    acting = {"every": 1, "readings": 1, "act": "act"}
+    acting = {"every": 1, "act": "act"}
     trainer = Mixture(acting)
     trainer.steps(0, 1)
     trainer.save(f"{folder}/checkpoint", "fully_reshardable")
@@ -351,14 +344,9 @@ def test_readings_are_the_same_on_all_ranks_and_change_nothing(ranks, folder):
     assert 1e-3 < states["update_error"] < 0.05 and states["underflowed"] == 0
     layer = groups["decoder.layers.*.self_attention.linear_qkv"]
     assert set(layer) >= {"input_flushed", "gradient_flushed", "input_saturated", "gradient_saturated"}
-    assert groups["decoder.layers.*"]["saved_flushed"] < 0.01
+    assert groups["saved activations"]["saved_flushed"] < 0.05
     assert not any("other" in group or "_scale" in group for group in groups)
-    # the last rank writes the file, as it logs Megatron-LM's own numbers
-    (written,) = read(f"{folder}/watched")
-    assert written == second["last"]
-    memory = written.memory
-    assert memory["states"] == second["states"] and memory["saved"] > 0
-    assert memory["masters"] == pytest.approx(memory["weights"], rel=0.01), "FP32, of half of them"
+    assert read(f"{folder}/watched") == [second["last"]]
 
 
 def test_states_go_to_fp32_and_come_back(ranks):
@@ -423,7 +411,6 @@ def test_experts_of_one_number_fall_back_on_all_ranks(ranks):
         assert found["last"].groups == first["last"].groups
         group = found["last"].groups["decoder.layers.*.mlp.experts.local_experts.*.linear_fc2"]
         assert group["input_flushed"] > 0.9
-        assert found["last"].memory["states"] == sum(found["states"]) and min(found["states"]) > 0
         assert found["fallen"] == (first["fallen"][0], True) and name in found["fallen"][0]["layers"]
         assert found["resumed"] == found["fallen"]
         assert found["goes on"][0] == found["goes on"][1]
