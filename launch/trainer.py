@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from coat_ds.watch.outs import FILE
+from coat_ds.watch.readings import FILE
 from coat_launch import checkpoints, report
 from coat_launch.data import Corpus, Split, load_corpus
 from coat_launch.deepspeed_config import read_deepspeed_config, set_batch_sizes, use_torch_adamw

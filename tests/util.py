@@ -165,9 +165,3 @@ def run_distributed(fn, world_size: int, *args, gpus: bool = False, fresh: bool 
         method = "spawn" if gpus or fresh else "forkserver"
         mp.start_processes(_worker, args, nprocs=world_size, start_method=method)
         return [torch.load(os.path.join(folder, f"{r}.pt"), weights_only=False) for r in range(world_size)]
-
-
-def hooks_of_watch(model: torch.nn.Module) -> list:
-    """The forward hooks of `model`, except the hook of `convert` that drops unused caches."""
-    hooks = (h for m in model.modules() for h in (*m._forward_hooks.values(), *m._forward_pre_hooks.values()))
-    return [h for h in hooks if getattr(h, "__name__", "") != "drop_unwanted_cache"]

@@ -16,7 +16,7 @@ from coat_ds.plan.deepspeed_json import deepspeed_json
 from coat_ds.plan.layout import Layout
 from coat_ds.plan.read import from_values
 from coat_ds.plan.systems import rungs
-from coat_ds.watch.outs import FILE, Reading
+from coat_ds.watch.readings import FILE, Reading
 
 ROOT = Path(__file__).parents[2]
 SHAPE = ["configs/model_llama2_7b.json", "--vocabulary", "32000"]
@@ -293,7 +293,7 @@ def ends(tmp_path_factory):
     """The exit code, the output and the errors of commands without some packages."""
     folder = tmp_path_factory.mktemp("without")
     (folder / "config.json").write_text(json.dumps(CONFIG | {"model_type": "gemma"}))
-    (folder / FILE).write_text(json.dumps(Reading(2, 8, {}, {"weights": 4}, [])._asdict()) + "\n")
+    (folder / FILE).write_text(json.dumps(Reading(2, {}, [])._asdict()) + "\n")
     cases = {name: (OPTIONAL, words) for name, words in PLAIN.items()}
     cases["gemma"] = ["transformers"], ["plan", str(folder / "config.json")]
     for package in ("megatron", "deepspeed"):

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from coat_ds.watch.outs import read
+from coat_ds.watch.readings import read
 from coat_ds.zero.deepspeed_config import optimizer_options
 from coat_launch import pretrain_gpt, report
 from coat_launch.args import parse_args

@@ -453,8 +453,6 @@ class Formats(list):
     def codes(self, *_):
         pass
 
-    predicted = codes
-
     def saves(self, q):
         self.append(q.format.name)
 

@@ -333,9 +333,7 @@ def test_a_layer_that_falls_back_and_returns_is_recorded_anew(device):
     """The old graph would continue in FP8. With a linear layer in BF16 there are no blocks to record; when
     the layer returns to FP8 they are recorded again."""
     layer, plain = recorded(device)
-    fallbacks = [
-        Fallback(one, WatchConfig(act="act"), lambda *_: None, lambda *_: None) for one in (layer, plain)
-    ]
+    fallbacks = [Fallback(one, WatchConfig(act="act"), lambda *_: None) for one in (layer, plain)]
     in_fp8 = gradients(plain, *run(plain, inputs(device)[0]), inputs(device)[0])
     for fallen in (["mlp.linear_fc2"], []):
         for fallback in fallbacks:

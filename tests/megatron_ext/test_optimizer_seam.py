@@ -21,11 +21,11 @@ def test_seam_comes_and_goes(megatron):
     from megatron.core import optimizer as host
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+    from megatron_ext.optimizer import chain
     from megatron_ext.optimizer import seam as optimizer
-    from megatron_ext.optimizer import watch
 
     # installed below the optimizer's patch, and not removed
-    watch.install()
+    chain.install()
 
     def places():
         owners = [vars(o) for o in (host, host.OptimizerConfig, DistributedOptimizer)]
@@ -72,17 +72,17 @@ def test_unknown_megatron_is_refused_before_anything_changes(megatron, monkeypat
 
 def test_the_optimizer_is_watched_beside_layers_of_megatron(megatron):
     """Megatron's layers do not install the watch."""
+    from megatron_ext.optimizer import chain
     from megatron_ext.optimizer import seam as optimizer
-    from megatron_ext.optimizer import watch
 
-    watch.uninstall()
+    chain.uninstall()
     try:
         optimizer.install()
-        assert watch.installed()
+        assert chain.installed()
     finally:
         optimizer.uninstall()
     # the watch is still installed, since our layers are imported by now
-    assert watch.installed()
+    assert chain.installed()
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def test_decoupled_gradients_are_watched():
 
     p = torch.nn.Parameter(torch.ones(16, 128, dtype=torch.bfloat16))
     optimizer = MegatronAdamW([p], use_decoupled_grad=True, min_numel=0)
-    sampler = StateSampler(optimizer, ["w"], lambda: {p: [("w", 0, p.numel())]})
+    sampler = StateSampler(optimizer, {p: 0}, 1)
     p.decoupled_grad = torch.ones(p.shape)
     optimizer.step()
     sampler.open()
@@ -227,7 +227,7 @@ def two_parameters(**options):
     params = [torch.nn.Parameter(torch.randn(16, 128).bfloat16()) for _ in range(2)]
     groups = [{"params": [p]} for p in params]
     optimizer = MegatronAdamW(groups, use_decoupled_grad=True, min_numel=0, **options)
-    placed = [(i, p, Fragment(0, p.numel(), 0, False)) for i, p in enumerate(params)]
+    placed = [(i, p, Fragment(0, p.numel(), 0, False, p)) for i, p in enumerate(params)]
     optimizer.link(placed, distributed=True)
     for _ in range(2):
         params[0].decoupled_grad = torch.randn(params[0].shape)

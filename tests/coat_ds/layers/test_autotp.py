@@ -143,7 +143,7 @@ def of_others():
     found = []
     for fields, watch in models:
         stock = train(False, model=LLAMA.build(**fields), steps=4)
-        found.append((stock, train(True, watch, LLAMA.build(**fields), steps=4)))
+        found.append((stock, train(True, watch, LLAMA.build(**fields), steps=6)))
     return found
 
 

@@ -259,9 +259,6 @@ def test_a_tied_model_is_watched_and_resumed(two):
         assert 2**-6 < relative(gradients, expected) < fp8_bound(14)
         # the first forward multiplies in FP8, the others do not
         assert parts[0] == pytest.approx(alone[0], rel=2**-8)
-        # of every other weight a rank has half
-        assert parts[1].memory["weights"] < 0.7 * alone[1].memory["weights"]
-        assert parts[1].memory["saved"] < alone[1].memory["saved"]
         assert on[0] == again[0] and all(torch.equal(p, again[1][n]) for n, p in on[1].items())
     check_watched([watches[1] for _, watches, _ in ranks])
 
