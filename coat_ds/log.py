@@ -6,6 +6,7 @@ A program that has not configured logging sees the lines on stderr. To hide INFO
 
 import functools
 import logging
+import os
 import sys
 
 import torch
@@ -29,7 +30,9 @@ logger.addHandler(_Unconfigured())
 def is_first_rank() -> bool:
     """Whether this process is rank 0, or the only one."""
     dist = torch.distributed
-    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank() == 0
+    return os.environ.get("RANK", "0") == "0"
 
 
 def say(line: str, level: int = logging.INFO) -> None:

@@ -65,7 +65,6 @@ class _ABSENT:
 
 _declared: dict[tuple[str, str], "Patch"] = {}
 _lock = threading.RLock()
-_log = logging.getLogger("coat_ds")
 
 
 class PatchError(RuntimeError):
@@ -228,9 +227,12 @@ class Patch:
             else:
                 vars(on).setdefault(RECORDS, {})[self] = record
                 self._objects.add(on)
-        if not self._said and _log.isEnabledFor(logging.INFO):
+        if not self._said:
+            # imported here: this file is imported along with torch, which that one needs
+            from coat_ds.log import say
+
             version = _version(self.framework)
-            _log.info("COAT: patched %s of %s %s: %s", self.symbol, self.framework, version, self.why)
+            say(f"patched {self.symbol} of {self.framework} {version}: {self.why}", logging.DEBUG)
         self._said = True
         return True
 

@@ -83,7 +83,7 @@ def report_compressed(
         if made:
             codes, instead_of = (sum(getattr(p, name) for p in made) for name in ("nbytes", "plain_nbytes"))
             say(
-                f"COAT: {len(made)} checkpointed inputs are kept in FP8, in {codes:,} bytes in place of "
+                f"{len(made)} checkpointed inputs are kept in FP8, in {codes:,} bytes in place of "
                 f"{instead_of:,}"
             )
         else:

@@ -29,9 +29,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from coat_ds.log import say
 from coat_ds.patches import Patch
-
-logger = logging.getLogger(__name__)
 
 _WHAT = "Megatron on a CPU"
 _WHY = "Megatron calls it without a check for a GPU"
@@ -136,7 +135,7 @@ def enable() -> bool:
     if not _announced:
         _announced = True
         names = ", ".join(patch.symbol for patch in ON_CPU)
-        logger.warning("no GPU found: Megatron runs on the CPU. Replaced: %s", names)
+        say(f"no GPU found: Megatron runs on the CPU. Replaced: {names}", logging.WARNING)
     return True
 
 

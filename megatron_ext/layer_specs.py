@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import torch
 
-from coat_ds.layers.log import say_once
+from coat_ds.log import say_once
 from coat_ds.versions import MEGATRON_CORE
 from coat_kernels import libraries
 from coat_kernels.graphs import Graphs

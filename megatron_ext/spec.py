@@ -10,7 +10,7 @@ block has its defaults.
 Importing this module installs the optimizer and the recompute: a pipeline stage may have no layer.
 """
 
-from coat_ds.layers.log import say_once
+from coat_ds.log import say_once
 
 # first: they raise RuntimeError where megatron-core is missing or has another version
 from megatron_ext import hybrid_specs, layer_specs, options

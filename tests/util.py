@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import faulthandler
+import logging
 import multiprocessing
 import os
 import random
@@ -165,3 +166,21 @@ def run_distributed(fn, world_size: int, *args, gpus: bool = False, fresh: bool 
         method = "spawn" if gpus or fresh else "forkserver"
         mp.start_processes(_worker, args, nprocs=world_size, start_method=method)
         return [torch.load(os.path.join(folder, f"{r}.pt"), weights_only=False) for r in range(world_size)]
+
+
+@contextlib.contextmanager
+def listening(level=logging.INFO, *words):
+    """The lines of COAT's log from `level` on, those with one of `words` if some are given."""
+    lines, handler = [], logging.Handler(level)
+
+    def emit(record):
+        line = record.getMessage()
+        if not words or any(word in line for word in words):
+            lines.append(line)
+
+    handler.emit = emit
+    logging.getLogger("coat_ds").addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logging.getLogger("coat_ds").removeHandler(handler)

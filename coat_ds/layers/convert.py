@@ -1,5 +1,6 @@
 """`coat_ds.convert`: FP8 linear layers and 8-bit saved activations for any model."""
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -14,13 +15,13 @@ from coat_ds.layers.conversion import ATTRIBUTE, Conversion, conversion_of
 from coat_ds.layers.detection import decoder_parts, probe
 from coat_ds.layers.detection.stays import DISPATCHED, what_stays
 from coat_ds.layers.inventory import layers_of
-from coat_ds.layers.log import say_anew, say_once
 from coat_ds.layers.modules import attention, decoder_layer, experts
 from coat_ds.layers.modules.feed_forward import Fp8Activation, Fp8GatedFeedForward
 from coat_ds.layers.modules.linear import Fp8Linear
 from coat_ds.layers.modules.norm import Fp8Norm
 from coat_ds.layers.modules.replaced import DTYPES, Replaced, replaced, wraps_compiled
 from coat_ds.layers.parallel import autotp, transformers_tp
+from coat_ds.log import say_anew, say_once
 from coat_kernels import libraries
 from coat_kernels.fp8 import ALIGNMENT
 
@@ -39,7 +40,7 @@ def convert(
 ) -> nn.Module:
     """Makes `model` compute its GEMMs in FP8 and save its activations in 8 bits, in place; returns it.
 
-    Rank 0 logs one line about what was converted, at level WARNING so that it is visible.
+    Rank 0 logs one line about what was converted.
 
     Linear layers, norms, feed-forward layers and attention each get another forward, set on the instance.
     Classes, parameters, buffers and their names are unchanged, so checkpoints are those of the stock model.
@@ -62,8 +63,11 @@ def convert(
     convert_silently(model, activations, filter)
     done = conversion_of(model)
     if done is not None and done is not before:
-        nothing = "" if any(done.converted.values()) else "nothing was converted: "
-        say_once(nothing + layers_of(model, "").summary())
+        summary = layers_of(model, "").summary()
+        if any(done.converted.values()):
+            say_once(summary, logging.INFO)
+        else:
+            say_once(f"nothing was converted: {summary}")
     return model
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from coat_ds.layers.log import say_once
+from coat_ds.log import say_once
 from coat_kernels.attention import origin_in_groups
 from coat_kernels.autograd.origin import origin_of
 from coat_kernels.blocks import ActivationOptions, NormOptions, attention_block, mlp_block, qkv_block

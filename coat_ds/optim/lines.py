@@ -1,22 +1,16 @@
 """Log lines: how states are stored, which second moments stall, which formats a checkpoint had."""
 
-import logging
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from coat_ds.log import say
 from coat_ds.optim.options import MOMENTS, FormatNames, rounds_stochastically
 from coat_kernels.codecs import Codec
 
-_logger = logging.getLogger(__name__)
-
-
-def to_logging(line: str, level: int) -> None:
-    """Logs by Python's logging, on rank 0."""
-    dist = torch.distributed
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0:
-        _logger.log(level, line)
+# the name of this function in pickles of earlier versions
+to_logging = say
 
 
 def states_line(optimizer, held: Mapping[str, Any]) -> str:
@@ -92,4 +86,4 @@ def conversions_line(converted: Mapping[tuple[FormatNames, FormatNames], int]) -
             f"{name} from {old} to {new}" for name, old, new in zip(MOMENTS, *pair, strict=True) if old != new
         ]
         parts.append(f"{' and '.join(changes)} in {count} tensor{'s' * (count != 1)}")
-    return f"COAT: moments change their formats in this load: {'; '.join(parts)}"
+    return f"moments change their formats in this load: {'; '.join(parts)}"

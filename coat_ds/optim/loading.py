@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from coat_ds.log import say
 from coat_ds.optim.lines import conversions_line
 from coat_ds.optim.options import (
     FORMATS,
@@ -134,7 +135,7 @@ def say_conversions(optimizer, stored: Mapping[torch.Tensor, FormatNames]) -> No
         if old != new:
             converted[old, new] += optimizer._layouts.tensors_in(p)
     if converted:
-        optimizer.log(conversions_line(converted), logging.WARNING)
+        say(conversions_line(converted), logging.WARNING)
 
 
 def check_loaded(state_dict: dict[str, Any], groups: list[dict[str, Any]], defaults: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from coat_ds.config import CHECKPOINT_LAYOUTS, KEEP_FP32, check_choice, check_offload, name_patterns
+from coat_ds.log import say
 from coat_ds.optim.accounting import layout_table, planned_bytes
 from coat_ds.optim.allocator import GivenBack
 from coat_ds.optim.checks import (
@@ -84,8 +85,8 @@ class CoatAdamW(torch.optim.Optimizer):
         ended, and cannot be captured in a CUDA graph. A number: GB (10^9 bytes) of states that stay on the
         device, whole tensors in their order. This is decided when the first state is created, and logged.
         Parameters on the CPU pass through the GPU with their states, unless it is "none".
-    log: a function of (line, level). None is Python's logging, on rank 0; the constructor then logs how
-        states are stored, and their bytes (INFO). Frameworks with their own log pass `log` and log that line.
+    in_framework: a framework builds this optimizer. It logs how states are stored once it has placed them,
+        which the constructor does otherwise, and it may keep FP32 masters of parameters of other types.
     checkpoint_layout: the contents of `state_dict`. "stock": FP32 moments, as in `torch.optim.AdamW`.
         "compressed": the stored codes, 2.1 bytes per parameter instead of 8, which only this class reads.
 
@@ -140,7 +141,7 @@ class CoatAdamW(torch.optim.Optimizer):
         seed: int = 0,
         checkpoint_layout: str = "stock",
         offload: str | float = "none",
-        log: Callable[[str, int], None] | None = None,
+        in_framework: bool = False,
     ):
         defaults = {
             "lr": lr,
@@ -168,7 +169,7 @@ class CoatAdamW(torch.optim.Optimizer):
             keep_fp32 = name_patterns("CoatAdamW: keep_fp32", keep_fp32)
         self._seed, self._checkpoint_layout, self._offload = seed, checkpoint_layout, offload
         self._layouts = Layouts(keep_fp32)
-        self.log = log or to_logging
+        self._in_framework = in_framework
         self._arrived: Counter[str] = Counter()
         self._copies: dict[torch.Tensor, torch.Tensor] = {}
         self._host = _host_states(offload)
@@ -177,13 +178,13 @@ class CoatAdamW(torch.optim.Optimizer):
         torch.optim.Optimizer.__init__(self, params, defaults)
         if not callable(keep_fp32):
             check_patterns(keep_fp32, self.param_groups)
-        if line := stalling(self, "CoatAdamW: " if log is None else "coat.optimizer."):
-            self.log(line, logging.WARNING)
-        if log is None:
-            self.log(f"CoatAdamW: {states_line(self, planned_bytes(self))}", logging.INFO)
+        if line := stalling(self, "coat.optimizer." if in_framework else "CoatAdamW: "):
+            say(line, logging.WARNING)
+        if not in_framework:
+            say(f"CoatAdamW: {states_line(self, planned_bytes(self))}")
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("_seed", "_checkpoint_layout", "_offload", "_arrived", "_copies", "_layouts", "log")
+        own = ("_seed", "_checkpoint_layout", "_offload", "_arrived", "_copies", "_layouts", "_in_framework")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -195,7 +196,10 @@ class CoatAdamW(torch.optim.Optimizer):
             rule, kept, *rest = (state.pop(name) for name in names)
             state["_layouts"] = Layouts(rule, dict.fromkeys(kept, True), *rest)
         if "_layouts" in state:
-            state = {"log": to_logging, "_offload": "none", **state, "_given_back": GivenBack()}
+            # pickled by an earlier version: the log of a framework, or `to_logging`
+            has_log = state.get("log", to_logging) is not to_logging
+            state = {"_in_framework": has_log, "_offload": "none", **state, "_given_back": GivenBack()}
+            state.pop("log", None)
             state["_host"] = _host_states(state["_offload"])
         torch.optim.Optimizer.__setstate__(self, state)
 
@@ -210,8 +214,7 @@ class CoatAdamW(torch.optim.Optimizer):
             check_options({**self.defaults, **param_group})
         torch.optim.Optimizer.add_param_group(self, param_group)
         group = self.param_groups[-1]
-        # frameworks that create FP32 masters of these parameters pass their own log
-        if self.log is to_logging:
+        if not self._in_framework:
             try:
                 for p in group["params"]:
                     check_dtype(p)
@@ -300,7 +303,7 @@ class CoatAdamW(torch.optim.Optimizer):
             unscale_([p for _, params in work for p in params], inverse)
         stepped = next((p for _, params in work for p in params), None)
         if stepped is not None and (line := self._given_back.end_step(stepped.device)):
-            self.log(line, logging.WARNING)
+            say(line, logging.WARNING)
         return loss
 
     def _of_the_whole(self) -> dict[str, Any]:
@@ -310,7 +313,6 @@ class CoatAdamW(torch.optim.Optimizer):
             "checkpoint_layout": self._checkpoint_layout,
             "seed": self._seed,
             "offload": self._offload,
-            "log": self.log,
         }
 
     def _fixed_options(self) -> list[dict[str, Any]]:
@@ -412,7 +414,7 @@ class CoatAdamW(torch.optim.Optimizer):
         host.decide({x: host_bytes(x, held[x], self._layouts) for x in trained})
         if self._offload != "cpu":
             stay, streamed = host.decided
-            self.log(
+            say(
                 f"CoatAdamW: offload: {stay:,} bytes of states stay on the GPU, {streamed:,} bytes stream "
                 "from host memory",
                 logging.INFO,
@@ -570,7 +572,7 @@ class CoatAdamW(torch.optim.Optimizer):
         held = [p for group in self.param_groups for p in group["params"]]
         if held and not any(p.requires_grad for p in held):
             self._said_frozen = True
-            self.log(frozen_line(len(held)), logging.WARNING)
+            say(frozen_line(len(held)), logging.WARNING)
 
     def take_arrivals(self) -> str:
         """How many moments were loaded or put into the state since the last call, by outcome."""

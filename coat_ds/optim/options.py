@@ -22,9 +22,8 @@ from coat_ds.config import (
     check_type,
     did_you_mean,
 )
+from coat_ds.log import say
 from coat_kernels.codecs import Codec, first_codec, get_codec
-
-logger = logging.getLogger(__name__)
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 # the order in which moments are written: the first may be relative to the second
@@ -116,15 +115,14 @@ def check_patterns(patterns: Sequence[str], groups: Iterable[dict[str, Any]]) ->
                 f"CoatAdamW: keep_fp32={own!r} is about names, and the parameters have none. {way_out}"
             )
         if patterns:
-            logger.info(
-                "CoatAdamW: keep_fp32=%r is of no effect: the parameters have no names. %s",
-                tuple(patterns),
-                way_out,
+            say(
+                f"CoatAdamW: keep_fp32={tuple(patterns)!r} is of no effect: the parameters have no names. "
+                f"{way_out}"
             )
         return
     names = [name for group in groups for name in group["param_names"]]
     for line in idle_patterns(own, names, "CoatAdamW: "):
-        logger.warning(line)
+        say(line, logging.WARNING)
 
 
 def _nearest_name(pattern: str, names: Iterable[str]) -> str:

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from coat_ds.config import CoatConfig, OptimizerConfig
+from coat_ds.log import say
 from coat_ds.optim.accounting import layout_table
 from coat_ds.optim.optimizer import CoatAdamW
 from coat_ds.optim.options import LAYOUT, codec_of, idle_patterns, keeps_fp32
 from coat_ds.zero import convert_optimizer
 from coat_ds.zero.deepspeed_config import IMPLEMENTATIONS, offloads, optimizer_options, section, stage_of
-from coat_ds.zero.log import say
 from coat_kernels.codecs import get_codec
 
 
@@ -37,11 +37,11 @@ def optimizer_for_engine(coat: CoatConfig, config: Mapping[str, Any], optimizer:
         "checkpoint_layout": coat.optimizer.checkpoint_layout,
         # states are where ZeRO's masters are
         "offload": "cpu" if offloads(config) else coat.optimizer.offload,
-        "log": say,
+        "in_framework": True,
     }
 
     def reported(built: CoatAdamW) -> CoatAdamW:
-        say(f"COAT: AdamW states of the whole model\n{_layout(built, names)}")
+        say(f"AdamW states of the whole model\n{_layout(built, names)}")
         return built
 
     def converted(given: torch.optim.Optimizer) -> CoatAdamW:
@@ -64,7 +64,7 @@ def optimizer_for_engine(coat: CoatConfig, config: Mapping[str, Any], optimizer:
         params = section(section(config, "optimizer"), "params")
         if idle := [name for name in IMPLEMENTATIONS if name in params]:
             listed = ", ".join(f"{name} {params[name]}" for name in idle)
-            say(f"COAT: optimizer.params: {listed}: of no effect, CoatAdamW has one implementation")
+            say(f"optimizer.params: {listed}: of no effect, CoatAdamW has one implementation")
         take_names()
         groups = parameter_groups(_with_expert_groups(model_parameters), coat.optimizer)
         return reported(cls(groups, **own, **optimizer_options(config)))

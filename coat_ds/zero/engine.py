@@ -10,6 +10,7 @@ import torch
 
 from coat_ds.config import CoatConfig, CoatConfigError
 from coat_ds.layers.inventory import layers_of
+from coat_ds.log import say
 from coat_ds.optim.optimizer import CoatAdamW
 from coat_ds.optim.options import idle_bf16_params
 from coat_ds.patches import Patch
@@ -22,7 +23,6 @@ from coat_ds.zero.grad_norm import batch_gradient_norms
 from coat_ds.zero.gradients import keep_gradients_narrow, leave_early
 from coat_ds.zero.guards import guard_checkpoints, guard_offloading, link_states
 from coat_ds.zero.layer_units import LayerUnits
-from coat_ds.zero.log import say
 from coat_ds.zero.model_layers import check_adapters, prepare_layers, take_exchanged, undo
 from coat_ds.zero.module_hooks import lighten_module_hooks
 from coat_ds.zero.partitions import link_partitions
@@ -76,7 +76,7 @@ def prepare(arguments: dict[str, Any]) -> Prepared:
         check_adapters(arguments["model"], section(config, "tensor_parallel"))
     if coat.enabled and optimizer is None and not has_optimizer(config):
         say(
-            'COAT: found neither an "optimizer" section nor an optimizer argument, as of a reference model: '
+            'found neither an "optimizer" section nor an optimizer argument, as of a reference model: '
             "FP8 layers alone. coat.optimizer and coat.watch are of no effect in this engine"
         )
     if coat.enabled and coat.optimizer.enabled:
@@ -134,8 +134,6 @@ def finish(engine, prepared: Prepared) -> None:
         read_both_layouts(engine.optimizer)
         guard_checkpoints(engine)
         inner = engine.basic_optimizer
-        # the script's own CoatAdamW has used Python's logging so far
-        inner.log = say
         way_out = "Set bf16.bf16_master_weights_and_grads and bf16.bf16_optimizer_states, from ZeRO 1 on"
         if engine.zero_optimization_stage() == 1 and isinstance(engine.optimizer, BF16_Optimizer):
             way_out = (
@@ -179,7 +177,7 @@ def give_back(prepared: Prepared) -> None:
     try:
         undo(model)
     except RuntimeError as error:
-        say(f"COAT: layers stay converted: {error}", logging.WARNING)
+        say(f"layers stay converted: {error}", logging.WARNING)
 
 
 def _give_back_at_the_end(engine, prepared: Prepared) -> None:

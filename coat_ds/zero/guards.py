@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
+from coat_ds.log import say
 from coat_ds.optim.moment import Moment
 from coat_ds.optim.optimizer import CoatAdamW
 from coat_ds.optim.options import FORMATS, MOMENTS, FormatNames, formats_of
 from coat_ds.optim.streaming import streaming
 from coat_ds.patches import Patch
 from coat_ds.zero.grad_norm import STAGE_1_AND_2, STAGE_3
-from coat_ds.zero.log import say
 from coat_ds.zero.universal import moments_wait_on_cpu
 
 _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
@@ -109,7 +109,7 @@ def _loading(engine, load: Callable) -> Callable:
         arrived = optimizer.take_arrivals()
         if universal and arrived:
             optimizer.say_conversions_from(saved)
-        say(f"COAT: moments of the checkpoint: {arrived or 'none was loaded'}")
+        say(f"moments of the checkpoint: {arrived or 'none was loaded'}")
         return result
 
     return load_checkpoint

@@ -45,7 +45,7 @@ class Status:
             parts.append(self.layers.summary())
         if gathered := self.units.summary():
             parts.append(gathered)
-        return f"COAT: {'; '.join(parts) or 'nothing enabled'}"
+        return "; ".join(parts) or "nothing enabled"
 
 
 def idle_layers(coat: CoatConfig, layers: Layers) -> str | None:

@@ -44,8 +44,6 @@ DISABLED = Patch(
     "engines say that their coat block is ignored",
 )
 
-_log = logging.getLogger("coat_ds")
-
 
 def install() -> None:
     """Has every DeepSpeed engine that is built from now on honour the `"coat"` block. Calls may be repeated.
@@ -125,9 +123,13 @@ def _saying_so(original: Callable) -> Callable:
     def __init__(self, *args, **kwargs):
         with contextlib.suppress(TypeError):
             given = inspect.signature(original).bind(self, *args, **kwargs).arguments.get("config_class")
-            first = os.environ.get("RANK", "0") == "0"
-            if first and asks_for_coat(getattr(given, "_param_dict", None)) and not is_installed():
-                _log.warning("the coat block is ignored, for %s=1 is set. Unset it to use COAT", DISABLE)
+            if asks_for_coat(getattr(given, "_param_dict", None)) and not is_installed():
+                from coat_ds.log import say
+
+                say(
+                    f"the coat block is ignored, for {DISABLE}=1 is set. Unset it to use COAT",
+                    logging.WARNING,
+                )
         return original(self, *args, **kwargs)
 
     return __init__

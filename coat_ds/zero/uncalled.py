@@ -38,7 +38,7 @@ def report_uncalled(model: nn.Module, say: Callable[[str], None]) -> None:
         if names := [name for name, module in beneath.items() if module not in called]:
             listed = ", ".join(names[:NAMED]) + (", ..." if len(names) > NAMED else "")
             say(
-                f"COAT: the first forward called {len(beneath) - len(names)} of {len(beneath)} converted "
+                f"the first forward called {len(beneath) - len(names)} of {len(beneath)} converted "
                 f"linear layers with adapters. Others do not multiply in FP8 ({listed}): kernels that take "
                 "the place of adapters may do it for them. With Axolotl set lora_mlp_kernel, lora_qkv_kernel "
                 "and lora_o_kernel to false."

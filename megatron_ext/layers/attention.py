@@ -4,9 +4,6 @@ Megatron's own `DotProductAttention` saves the whole matrix of scores for backwa
 the output and one FP32 number per row. The COAT spec can save them in 8 bits (`attention_format`).
 """
 
-import functools
-import logging
-
 import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
@@ -18,12 +15,11 @@ from coat_ds.config import ActivationsConfig
 from coat_ds.layers.conversion import attended, grouped
 from coat_ds.layers.inventory import Part
 from coat_ds.layers.modules.hooks import before_hooks
+from coat_ds.log import say_once
 from coat_kernels.attention import BACKENDS, causal_attention
 from coat_kernels.groups import DEFAULT_FORMAT
 from megatron_ext import options
 from megatron_ext.layers.settings import TakesActivations, activations_of
-
-logger = logging.getLogger(__name__)
 
 # --attention-backend
 _BACKENDS = {
@@ -231,17 +227,12 @@ class CoatCoreAttention(TakesActivations, SDPACoreAttention):
 
     def forward(self, *args, **kwargs) -> torch.Tensor:
         if self.recomputes and torch.is_grad_enabled():
-            _say_that_nothing_is_recomputed()
+            say_once(
+                'coat.activations.attention_format: "recompute" needs dense layers of COAT modules alone, '
+                "without dropout, hooks, frozen parameters or LayerNorms of queries and keys. Other layers "
+                "keep q, k, v and attention's output in 8 bits instead."
+            )
         return super().forward(*args, **kwargs)
-
-
-@functools.cache
-def _say_that_nothing_is_recomputed() -> None:
-    logger.warning(
-        'coat.activations.attention_format: "recompute" needs dense layers of COAT modules alone, without '
-        "dropout, hooks, frozen parameters or LayerNorms of queries and keys. Other layers keep q, k, v and "
-        "attention's output in 8 bits instead."
-    )
 
 
 class NoCrossAttention(IdentityOp):

@@ -6,7 +6,6 @@ Megatron's, and a stock checkpoint loads.
 
 import copy
 import functools
-import logging
 
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -17,6 +16,7 @@ from coat_ds.layers.inventory import Part
 from coat_ds.layers.modules.formats import formats
 from coat_ds.layers.modules.hooks import after_pre_hooks
 from coat_ds.layers.modules.replaced import is_evaluated
+from coat_ds.log import say_once
 from coat_kernels.autograd.derivatives import once_differentiable
 from coat_kernels.autograd.origin import maxima_of, origin_of, with_maxima
 from coat_kernels.linear import LinearOptions, fp8_linear
@@ -25,8 +25,6 @@ from coat_kernels.tensorwise import PredictedScale
 from coat_kernels.weights import WeightCache
 from megatron_ext.layers.settings import TakesActivations
 from megatron_ext.options import layer_activations
-
-logger = logging.getLogger(__name__)
 
 # cuBLASLt's FP8 GEMMs need rows of whole 16-byte words
 _ALIGNMENT = 16
@@ -137,7 +135,7 @@ class _CoatLinear(TakesActivations):
         self.begin_with(self.config)
         if not self._fits:
             sizes = _SIZES.get(self._name, "the sizes of the layer")
-            logger.warning("%s The layer stays Megatron's. Change %s.", self._sizes_found(), sizes)
+            say_once(f"{self._sizes_found()} The layer stays Megatron's. Change {sizes}.")
         # the input's notes, for `_forward_impl`
         self._attached: dict = {}
 

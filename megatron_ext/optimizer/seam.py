@@ -21,10 +21,11 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
-from megatron.core.utils import get_te_version, log_single_rank
+from megatron.core.utils import get_te_version
 
 from coat_ds import state_bytes
 from coat_ds.config import CoatConfig, CoatConfigError, OptimizerConfig
+from coat_ds.log import say
 from coat_ds.optim.fragments import Fragment
 from coat_ds.optim.lines import states_line
 from coat_ds.optim.options import (
@@ -37,8 +38,6 @@ from coat_ds.patches import Patch, require
 from megatron_ext.optimizer import chain, places
 from megatron_ext.optimizer.adamw import MegatronAdamW, linked
 from megatron_ext.optimizer.chunks import whole_model
-
-logger = logging.getLogger(__name__)
 
 
 def _link(host: MegatronOptimizer, model_chunks: Iterable[torch.nn.Module], config: CoatConfig) -> None:
@@ -59,14 +58,9 @@ def _link(host: MegatronOptimizer, model_chunks: Iterable[torch.nn.Module], conf
         kept = kept or model_param.numel() < config.optimizer.min_numel
         placed.append((index, held, Fragment(0, held.numel(), offset, kept, model_param)))
     inner.link(placed, isinstance(host, DistributedOptimizer))
-    _say(f"COAT: {states_line(inner, state_bytes(inner))}\n{inner.layout()}")
+    say(f"{states_line(inner, state_bytes(inner))}\n{inner.layout()}")
     for line in _idle_keys(config.optimizer, list(names.values()), [p for _, p, _ in placed]):
-        _say(line)
-
-
-def _say(line: str, level: int = logging.WARNING) -> None:
-    """Logs to Megatron's log, on rank 0, where only warnings are shown."""
-    log_single_rank(logger, level, line)
+        say(line, logging.WARNING)
 
 
 def _idle_keys(config: OptimizerConfig, names: list[str], held: list[torch.Tensor]) -> Iterator[str]:
@@ -166,7 +160,7 @@ def install(coat: CoatConfig | None = None) -> None:
     require("megatron-core", f"{_DISTRIBUTED}._get_model_param_range_map", ("param",), _WAY_OUT)
     # `link` sets which tensors keep FP32 moments: Megatron passes no names
     options = {name: getattr(coat.optimizer, name) for name in (*LAYOUT, "offload")}
-    options |= {"keep_fp32": (), "log": _say}
+    options |= {"keep_fp32": (), "in_framework": True}
     adam = functools.partial(MegatronAdamW, counts_in_groups=not IS_TORCH.original(), **options)
 
     BUILD.apply(functools.partial(_building, coat, adam))

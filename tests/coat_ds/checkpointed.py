@@ -1,7 +1,6 @@
 """Engines whose checkpoints are written and read: a model with given gradients, and what its states are."""
 
 import argparse
-import contextlib
 import logging
 
 import deepspeed
@@ -9,6 +8,7 @@ import torch
 from torch import nn
 
 from tests.coat_ds.test_zero import ds_config
+from tests.util import listening
 
 # the paper's second moment, and today's: the first one's format follows
 OLD, NEW = "fp8_expanded", "log8"
@@ -70,18 +70,6 @@ def to_universal(folder, tag):
     torch.distributed.barrier()
 
 
-@contextlib.contextmanager
-def listening():
-    """Messages of DeepSpeed's logger that name formats or moments of a checkpoint."""
-    from deepspeed.utils import logger
-
-    lines, handler = [], logging.Handler()
-
-    def emit(record):
-        if "change their formats" in (line := record.getMessage()) or "moments of the checkpoint" in line:
-            lines.append(line)
-
-    handler.emit = emit
-    logger.addHandler(handler)
-    yield lines
-    logger.removeHandler(handler)
+def of_formats():
+    """Lines that name formats or moments of a checkpoint."""
+    return listening(logging.INFO, "change their formats", "moments of the checkpoint")

@@ -16,9 +16,8 @@ import coat_ds
 from coat_ds.zero.recompute import compressed
 from coat_kernels.autograd.checkpointing import packed_bytes
 from coat_kernels.autograd.origin import PACKED, noted
-from tests.coat_ds.ways import listening
 from tests.kernels.test_choices import CHOOSE, TOKENS, Mixture
-from tests.util import rel_rms, run_distributed
+from tests.util import listening, rel_rms, run_distributed
 
 ROWS, WIDTH, GROUP = 64, 128, 128
 # partition_activations, cpu_checkpointing
@@ -311,14 +310,10 @@ def train(stage, compress, lines):
 def engines():
     warnings.simplefilter("ignore")
     from deepspeed.runtime.activation_checkpointing import checkpointing as host
-    from deepspeed.utils import logger
 
     host.configure(Mpu(together=False))
-    lines = []
-    handler = logging.Handler(logging.INFO)
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logger.addHandler(handler)
-    out = {(stage, on): train(stage, on, lines) for stage in (1, 3) for on in (False, True)}
+    with listening() as lines:
+        out = {(stage, on): train(stage, on, lines) for stage in (1, 3) for on in (False, True)}
     return out | {"each": each_its_own(), "nothing to compress": idle()}
 
 

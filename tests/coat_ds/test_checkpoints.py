@@ -14,7 +14,7 @@ import torch
 
 from coat_ds.optim.moment import Moment
 from coat_ds.zero.partitions import partitions
-from tests.coat_ds.checkpointed import NEW, OLD, Given, full_states, listening, start, to_universal
+from tests.coat_ds.checkpointed import NEW, OLD, Given, full_states, of_formats, start, to_universal
 from tests.coat_ds.faithful import assert_faithful, assert_ratio_faithful
 from tests.coat_ds.test_zero import (
     FP8_BOUND,
@@ -81,7 +81,7 @@ def conversions(folder, stage, layout):
     out = []
     for i, second in enumerate((OLD, NEW, OLD, OLD)):
         engine = start(cell(stage, "fp32"), layout=layout, second=second)
-        with listening() as lines:
+        with of_formats() as lines:
             if i == 0:
                 for _ in range(3):
                     train_step(engine)
@@ -160,7 +160,7 @@ def chain(folder, index):
         if index:
             # into an engine that has stepped, and has gathered what ZeRO-3 keeps
             train_step(engine)
-            with listening() as lines:
+            with of_formats() as lines:
                 engine.load_checkpoint(where, tag=f"{index - 1}_universal")
         else:
             lines = []

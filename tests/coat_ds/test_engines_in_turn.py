@@ -158,7 +158,7 @@ def units():
 def exchanged():
     """What the end of an engine warns of where other code has replaced our forward, and
     what is left when that was undone."""
-    from tests.coat_ds.ways import listening
+    from tests.util import listening
 
     net = model()
     engine = engine_of(net)

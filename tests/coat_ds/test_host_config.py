@@ -10,7 +10,6 @@ import deepspeed
 import pytest
 import torch
 from deepspeed.ops.adam import FusedAdam
-from deepspeed.utils import logger
 
 from coat_ds import CoatAdamW, CoatConfig, CoatConfigError
 from coat_ds.config import ActivationsConfig
@@ -184,9 +183,10 @@ def test_sections_of_old_configs(zero, stage, offloads):
 
 @pytest.fixture
 def log():
-    """Levels and messages of what DeepSpeed's logger shows."""
+    """Levels and messages of COAT's log."""
     lines, handler = [], logging.Handler()
     handler.emit = lambda record: lines.append((record.levelname, record.getMessage()))
+    logger = logging.getLogger("coat_ds")
     logger.addHandler(handler)
     yield lines
     logger.removeHandler(handler)

@@ -55,7 +55,7 @@ def half(**options):
 def work():
     import deepspeed
 
-    from tests.coat_ds.ways import listening
+    from tests.util import listening
 
     deepspeed.init_distributed("gloo")
     coat_ds.install()

@@ -19,7 +19,7 @@ from coat_ds import CoatAdamW
 from coat_ds.optim.moment import Moment
 from coat_ds.optim.options import MOMENTS
 from coat_ds.zero import stage0
-from tests.coat_ds.checkpointed import full_states, listening, to_universal
+from tests.coat_ds.checkpointed import full_states, of_formats, to_universal
 from tests.coat_ds.faithful import assert_ratio_faithful, assert_second_faithful
 from tests.coat_ds.test_zero import (
     FP8_BOUND,
@@ -103,7 +103,7 @@ def interchange(folder, row):
             for _ in range(STEPS):
                 train_step(engine)
         else:
-            with listening() as lines:
+            with of_formats() as lines:
                 engine.load_checkpoint(folder, tag=f"{where}-{i - 1}" + "_universal" * universal)
             said.append(lines)
             # gradients are clipped as before
@@ -127,7 +127,7 @@ def of_another_stage(folder, dtype):
         reader.load_checkpoint(folder, tag=dtype)
     # what was loaded otherwise before is not said to be of this checkpoint
     reader.basic_optimizer.load_state_dict(reader.basic_optimizer.state_dict())
-    with listening() as lines:
+    with of_formats() as lines:
         reader.load_checkpoint(folder, tag=dtype, load_optimizer_states=False)
     weights = ([p.detach() for p in engine.module.parameters()] for engine in (writer, reader))
     return str(error.value), all(torch.equal(a, b) for a, b in zip(*weights, strict=True)), lines
@@ -260,7 +260,7 @@ def formats(folder, stage):
     to_universal(folder, "first")
     found = []
     for load in (lambda: None, lambda: second.load_checkpoint(folder, tag="first_universal")):
-        with listening() as lines, mock.patch.object(base_optimizer, flatten.__name__, noted):
+        with of_formats() as lines, mock.patch.object(base_optimizer, flatten.__name__, noted):
             load()
         groups = second.basic_optimizer.param_groups
         found.append(({g["exp_avg_sq_format"] for g in groups}, second.coat.states["by_codec"]))

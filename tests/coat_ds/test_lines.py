@@ -46,10 +46,9 @@ def stock(state_dict=None):
 @pytest.fixture
 def lines(caplog):
     """Lines of the optimizer, of at least INFO, with their levels."""
-    caplog.set_level("INFO", "coat_ds.optim.lines")
 
     def taken():
-        found = [(r.levelname, r.getMessage()) for r in caplog.records if r.name == "coat_ds.optim.lines"]
+        found = [(r.levelname, r.getMessage()) for r in caplog.records if r.name == "coat_ds"]
         caplog.clear()
         return found
 

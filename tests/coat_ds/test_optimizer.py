@@ -169,7 +169,7 @@ def test_an_optimizer_that_an_earlier_version_pickled_goes_on():
     state = optimizer.__getstate__()
     layouts = state.pop("_layouts")
     # the first versions had none
-    del state["log"]
+    del state["_in_framework"]
     state |= {"_keep_fp32": layouts.keep_fp32, "_kept": {params[0]}}
     state |= {"_fragments": layouts.fragments, "_group_index": layouts.group_index}
     twin = CoatAdamW.__new__(CoatAdamW)

@@ -75,7 +75,7 @@ def test_apply_once_and_remove(declare, caplog):
 
     original = utils.ensure_directory_exists
     patch = declare("deepspeed.runtime.utils:ensure_directory_exists", parameters=("filename",))
-    with caplog.at_level(logging.INFO, "coat_ds"):
+    with caplog.at_level(logging.DEBUG, "coat_ds"):
         for _ in range(2):
             assert patch.apply(lambda found: lambda filename: found)
             assert not patch.apply(lambda found: None), "made a second time"

@@ -32,7 +32,8 @@ def work():
     import deepspeed
     from peft import LoraConfig, get_peft_model
 
-    from tests.coat_ds.ways import VOCAB, listening, llama
+    from tests.coat_ds.ways import VOCAB, llama
+    from tests.util import listening
 
     deepspeed.init_distributed("gloo")
     coat_ds.install()

@@ -13,8 +13,7 @@ from packaging.version import Version
 from torch import nn
 
 import coat_ds
-from tests.coat_ds.ways import listening
-from tests.util import Made, run_distributed
+from tests.util import Made, listening, run_distributed
 
 BATCH, STEPS, LR = 8, 5, 2e-3
 # FP8 E4M3 rounds by 2^-4 at most, stretched groups by less, up as often as down: 2^-4 / sqrt(3) in the mean

@@ -3,7 +3,6 @@
 import contextlib
 import io
 import itertools
-import logging
 import warnings
 
 import deepspeed
@@ -11,6 +10,7 @@ import torch
 
 import coat_ds
 from tests.hosts import TEST_ALL
+from tests.util import listening
 
 VOCAB, LENGTH, STEPS, BATCH = 64, 32, 4, 4
 BLOCK = {"enabled": True}
@@ -375,20 +375,6 @@ def fresh():
 
     AcceleratorState._reset_state(True)
     unset_hf_deepspeed_config()
-
-
-@contextlib.contextmanager
-def listening(level=logging.INFO):
-    """Messages of DeepSpeed's logger, of at least `level`."""
-    from deepspeed.utils import logger
-
-    lines, handler = [], logging.Handler(level)
-    # `say` hands records to handlers past their levels
-    handler.addFilter(lambda record: record.levelno >= level)
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logger.addHandler(handler)
-    yield lines
-    logger.removeHandler(handler)
 
 
 def work(folder):

@@ -3,7 +3,6 @@
 One spawn of two processes serves all tests of training and checkpoints.
 """
 
-import contextlib
 import logging
 import re
 from unittest import mock
@@ -14,7 +13,7 @@ import torch.distributed as dist
 
 from coat_ds.config import CoatConfig, CoatConfigError
 from tests.megatron_ext.trainer import MODES, H, Trainer
-from tests.util import rel_rms, run_distributed
+from tests.util import listening, rel_rms, run_distributed
 
 # layouts of states in Megatron's checkpoints; a plain optimizer has one layout
 SHARDINGS = {
@@ -49,20 +48,9 @@ TO_PAPERS = CHANGE.format("ratio8", "fp8_expanded", "log8", "fp8_expanded")
 FROM_FP32 = CHANGE.format("fp32", "ratio8", "fp32", "log8")
 
 
-@contextlib.contextmanager
 def changes():
-    """Lines of the optimizer's log that name formats of a checkpoint."""
-    lines, handler = [], logging.Handler()
-
-    def emit(record):
-        if "change their formats" in record.getMessage():
-            lines.append(record.getMessage())
-
-    handler.emit = emit
-    log = logging.getLogger("megatron_ext.optimizer.seam")
-    log.addHandler(handler)
-    yield lines
-    log.removeHandler(handler)
+    """Lines that name formats of a checkpoint."""
+    return listening(logging.INFO, "change their formats")
 
 
 def _train_in_papers_formats(folder):

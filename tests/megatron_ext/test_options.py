@@ -80,7 +80,7 @@ FEATURES = {
 def _import_specs(folder):
     """For each block: what the import of the spec installs, logs and gives to layers. Without
     it layers refuse the file."""
-    from coat_ds.layers import log
+    from coat_ds import log
     from megatron_ext import hybrid_specs, layer_specs
     from megatron_ext.layers import recompute
     from megatron_ext.optimizer import seam

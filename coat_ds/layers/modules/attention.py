@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from coat_ds.config import ActivationsConfig
-from coat_ds.layers.log import say_once
 from coat_ds.layers.modules.packed import PackedMask, coat_mask, packed_mask, traced_mask
 from coat_ds.layers.modules.replaced import DTYPES, autocast_dtype, is_evaluated
+from coat_ds.log import say_once
 from coat_kernels.attention import (
     additive_mask,
     causal_attention,

@@ -18,7 +18,6 @@ from coat_ds.config import ActivationsConfig
 from coat_ds.layers import fused_layer
 from coat_ds.layers.detection.decoder_parts import PROJECTIONS, Parts, dropout_names, head_norms_of
 from coat_ds.layers.fused_layer import LayerOptions
-from coat_ds.layers.log import say_once
 from coat_ds.layers.modules.attention import STATE, any_attention, is_transformers_own
 from coat_ds.layers.modules.feed_forward import Fp8GatedFeedForward
 from coat_ds.layers.modules.linear import is_fused
@@ -33,6 +32,7 @@ from coat_ds.layers.modules.replaced import (
     is_evaluated,
     replaced,
 )
+from coat_ds.log import say_once
 from coat_kernels.attention import (
     Packed,
     additive_mask,

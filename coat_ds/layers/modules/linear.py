@@ -3,12 +3,12 @@
 import torch
 
 from coat_ds.config import ActivationsConfig
-from coat_ds.layers.log import say_once
 from coat_ds.layers.modules.attention import attended_origin
 from coat_ds.layers.modules.formats import formats
 from coat_ds.layers.modules.hooks import after_pre_hooks
 from coat_ds.layers.modules.replaced import Replaced, can_be_read
 from coat_ds.layers.parallel import dtensor as tensor_parallel
+from coat_ds.log import say_once
 from coat_ds.optim.shards import is_distributed
 from coat_kernels.autograd.origin import Origin, origin_of
 from coat_kernels.linear import LinearOptions, fp8_linear

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import torch
 
 from coat_ds.config import ActivationsConfig
-from coat_ds.layers.log import say_once
+from coat_ds.log import say_once
 from coat_ds.optim.shards import is_distributed
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)

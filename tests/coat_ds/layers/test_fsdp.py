@@ -102,10 +102,6 @@ def test_a_watched_model():
     for alone, *sharded in run_distributed(watched_alone_and_sharded, 2):
         for found in sharded:
             assert found[0] == pytest.approx(alone[0], rel=2**-7) and found[2:] == alone[2:]
-            # gathered weights do not count
-            assert found[1].memory["saved"] == alone[1].memory["saved"]
-            # half of each weight, and whole buffers
-            assert 0.5 <= found[1].memory["weights"] / alone[1].memory["weights"] < 0.6
 
 
 def check(ranks):
