@@ -97,10 +97,9 @@ CASES = [
 
 def predicted(case: Case, size: Size, ranks: int, **fields) -> dict[str, float]:
     """MB by `coat plan`: the highest peak of all, and the optimizer step's. `fields`: of the Layout."""
-    spread = from_deepspeed(case.config(size), gpus=ranks, sequence=size.sequence, **fields)
-    found = predict(
-        from_values({"model_type": "llama", **size.fields}), spread, coat("COAT, launched", BLOCK)
-    )
+    sizes = from_values({"model_type": "llama", **size.fields})
+    spread = from_deepspeed(case.config(size), sizes, gpus=ranks, sequence=size.sequence, **fields)
+    found = predict(sizes, spread, coat("COAT, launched", BLOCK))
     step = next(memory for memory in found.moments if memory.moment == "step")
     return {"all_predicted_mb": found.peak.total / 1e6, "step_predicted_mb": step.total / 1e6}
 

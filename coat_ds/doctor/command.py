@@ -7,13 +7,12 @@ from collections import Counter
 
 from coat_ds.doctor import deepspeed_json, dry_run, machine, packages, switches
 from coat_ds.doctor.finding import PROBLEM, UNKNOWN, Finding
-from coat_ds.plan import meta_model
 from coat_ds.plan.errors import PlanError
-from coat_ds.plan.read import from_values, model_object
+from coat_ds.plan.read import build, model_object, read_object
 
 EPILOG = """exit code: 0 without problems, also if checks were left out; 1 with problems; 2 for wrong options
 example:
-  coat doctor --deepspeed ds.json --model config.json --folder runs"""
+  coat doctor --deepspeed ds.json --model config.json"""
 MARKS = {"ok": "ok", "warning": "warning", "problem": "PROBLEM", "unknown": "-"}
 
 
@@ -21,9 +20,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
     add = parser.add_argument
-    add("--deepspeed", metavar="FILE", help="DeepSpeed's JSON, or Accelerate's YAML that names it")
-    add("--model", help="config.json, its folder, a model of the Hub, or a file of configs/model_*.json")
-    add("--vocabulary", type=int, help="size of the vocabulary, if the model's file has none")
+    add("--deepspeed", metavar="JSON", help="DeepSpeed's config: what it would do to the model")
+    add("--model", help="config.json, its folder, or a model of the Hub")
     add("--gpus", type=int, default=1, help="number of all GPUs, for the predicted peak (default: 1)")
     add("--sequence", type=int, default=2048, help="tokens of a sequence, for the peak (default: 2048)")
     add(
@@ -34,34 +32,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="SEED",
         help="check every kernel of this project on this GPU as well, with random sizes: a minute",
     )
-    add("--folder", help="folder of checkpoints, to check its free space (default: the current one)")
     add("--json", action="store_true", help="print the findings as JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the findings; returns 1 if one is a problem. Raises PlanError for files that cannot be read."""
-    config, found = deepspeed_json.read(arguments.deepspeed) if arguments.deepspeed else (None, [])
-    parts = {"packages": packages.check(), "switch": [switches.check()]}
-    values = model_object(arguments.model) if arguments.model else None
-    if config is not None and values is None:
-        raise PlanError("--deepspeed: a model is needed with it. Give --model and its config.json.")
-    model, parameters = None, None
-    if values is not None:
-        model, parameters = _described(values, config is not None, arguments)
-    parts["machine"] = machine.check(arguments.folder, parameters)
-    if isinstance(model, Finding):
-        found.append(model)
-        model = None
-    elif config is not None and model is None:
-        text = (
-            "needs a config.json of Hugging Face's, with model_type; Megatron's models log it when they start"
-        )
-        found.append(Finding("model", UNKNOWN, text))
-    if config is not None:
-        found.append(deepspeed_json.check(config, arguments.gpus))
-        found += dry_run.check(config, model, arguments.gpus, arguments.sequence)
-    if found:
-        parts["model"] = found
+    if bool(arguments.deepspeed) != bool(arguments.model):
+        raise PlanError("--deepspeed, --model: one is checked with the other. Give both, a JSON and a model.")
+    parts = {"packages": packages.check(), "switch": [switches.check()], "machine": machine.check()}
+    if arguments.deepspeed:
+        parts["model"] = _of_model(arguments)
     if arguments.kernels is not None:
         # it imports all kernels
         from coat_ds.doctor import kernels
@@ -76,27 +56,17 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if problems else 0
 
 
-def _described(values: dict, needs_model: bool, arguments) -> tuple:
-    """The model of a config.json, None if it is not needed or is Megatron's, or a finding if it cannot be
-    built; and the number of its parameters, None if unknown."""
-    if not needs_model or "model_type" not in values:
-        try:
-            return None, from_values(values, arguments.vocabulary).parameters
-        # a model that cannot be planned may still be built, and its parameters counted
-        except PlanError:
-            if "model_type" not in values:
-                raise
+def _of_model(arguments: argparse.Namespace) -> list[Finding]:
+    """What the JSON does to the model. What cannot be built has a finding, and the JSON is checked alone."""
+    config, values = read_object(arguments.deepspeed), model_object(arguments.model)
+    model, found = None, []
     try:
-        built = meta_model.build(values)
+        model = build(values)
     except PlanError as error:
-        if "auto_map" not in values:
-            return Finding("model", PROBLEM, str(error)), None
-        text = (
-            "needs code of its own (auto_map), which is not run here: layers, states and peak are not "
-            "checked. The engine's log lists the layers when training starts"
-        )
-        return Finding("model", UNKNOWN, text), None
-    return built, sum(p.numel() for p in built.parameters())
+        # a model with its own code is built when training starts, and the engine's log lists its layers
+        found.append(Finding("model", UNKNOWN if "auto_map" in values else PROBLEM, str(error)))
+    found.append(deepspeed_json.check(config, arguments.gpus))
+    return found + dry_run.check(config, model, arguments.gpus, arguments.sequence)
 
 
 def _page(parts: dict[str, list[Finding]]) -> str:
@@ -108,8 +78,8 @@ def _page(parts: dict[str, list[Finding]]) -> str:
         lines.append(name)
         lines += [f"  {MARKS[f.state]:{mark}}  {f.check:{width}}  {f.text}" for f in part]
     counts = Counter(finding.state for finding in findings)
-    lines.append("")
     verdict = "healthy" if not counts["problem"] else "not healthy"
     found = ", ".join(f"{counts[name]} {name}{'s' * (counts[name] != 1)}" for name in ("warning", "problem"))
-    lines.append(f"{verdict}: {counts['ok']} ok, {found}, {counts['unknown']} not checked (-)")
-    return "\n".join(lines)
+    return "\n".join(
+        [*lines, "", f"{verdict}: {counts['ok']} ok, {found}, {counts['unknown']} not checked (-)"]
+    )

@@ -1,75 +1,16 @@
-"""Reads the DeepSpeed config of a run, from a JSON or through Accelerate's YAML, and checks it."""
+"""Checks a DeepSpeed config as DeepSpeed does when it builds an engine."""
 
 import json
 import logging
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from coat_ds.doctor.finding import OK, PROBLEM, UNKNOWN, Finding
-from coat_ds.plan import PlanError
 from coat_ds.plan.deepspeed_json import without_auto
-from coat_ds.plan.read import read_object
-from coat_ds.zero.block import misplaced_block, section
+from coat_ds.zero.block import section
 
 NAME = "DeepSpeed JSON"
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-
-
-def read(path: str) -> tuple[dict, list[Finding]]:
-    """The config in a JSON, or in the JSON that Accelerate's YAML names, and findings about the file.
-
-    Raises PlanError for files that cannot be read.
-    """
-    return _of_accelerate(path) if Path(path).suffix in (".yaml", ".yml") else _of_json(path)
-
-
-def _of_json(path: str) -> tuple[dict, list[Finding]]:
-    config, twice = read_object(path), []
-
-    def note(pairs: list[tuple[str, Any]]) -> dict:
-        keys = [key for key, _ in pairs]
-        twice.extend(key for key in dict(pairs) if keys.count(key) > 1)
-        return dict(pairs)
-
-    json.loads(Path(path).read_bytes(), object_pairs_hook=note)
-    if not twice:
-        return config, []
-    text = (
-        f"{', '.join(twice)}: found more than once in an object of {path}. DeepSpeed refuses the file; "
-        "Trainer and Accelerate take the last one without a warning. Merge them"
-    )
-    return config, [Finding(NAME, PROBLEM, text)]
-
-
-def _of_accelerate(path: str) -> tuple[dict, list[Finding]]:
-    try:
-        import yaml
-    except ImportError as error:
-        raise PlanError(f"{path}: PyYAML, which reads it, is not installed. pip install pyyaml") from error
-    try:
-        values = yaml.safe_load(Path(path).read_text())
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise PlanError(f"{path}: {' '.join(str(error).split())}. Give a file that can be read.") from None
-    if not isinstance(values, dict):
-        raise PlanError(f"{path}: expected keys and values, found {type(values).__name__}. Correct the file.")
-    inner, findings = section(values, "deepspeed_config"), []
-    place = "coat" if "coat" in values else misplaced_block(values)
-    if place is not None:
-        text = (
-            f"{place}: found a coat block in Accelerate's YAML, and Accelerate hands none to DeepSpeed. "
-            "Write it into a DeepSpeed JSON, whose name is deepspeed_config_file under deepspeed_config"
-        )
-        findings.append(Finding("Accelerate", PROBLEM, text))
-    if file := inner.get("deepspeed_config_file"):
-        config, more = _of_json(str(file))
-        return config, findings + more
-    # without a JSON, Accelerate builds the config from its own keys
-    made = {
-        "train_micro_batch_size_per_gpu": "auto",
-        "zero_optimization": {"stage": inner.get("zero_stage", 2)},
-    }
-    return made, findings
 
 
 def check(config: Mapping[str, Any], gpus: int) -> Finding:

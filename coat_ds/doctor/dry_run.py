@@ -6,8 +6,7 @@ import torch
 
 from coat_ds.config import CoatConfig, CoatConfigError
 from coat_ds.doctor.finding import OK, PROBLEM, UNKNOWN, WARNING, Finding
-from coat_ds.plan import PlanError, from_module, predict, unplanned
-from coat_ds.plan import layout as layouts
+from coat_ds.plan import PlanError, from_deepspeed, from_module, predict
 from coat_ds.plan.command import configured
 from coat_ds.plan.systems import System
 
@@ -100,8 +99,8 @@ def _states(block: CoatConfig, model: torch.nn.Module, keeps_fp32) -> Finding:
 def _peak(config: Mapping, model: torch.nn.Module, gpus: int, sequence: int) -> Finding:
     try:
         sizes = from_module(model)
-        layout = layouts.from_deepspeed(config, sizes.hidden, gpus=gpus, sequence=sequence)
-        system, left_out = configured(config, layout), unplanned.of_deepspeed(config)
+        layout = from_deepspeed(config, sizes, gpus=gpus, sequence=sequence)
+        system = configured(config)
     except PlanError as error:
         return Finding("peak", UNKNOWN, f"cannot be predicted: {error}")
     before = predict(sizes, layout, System(name="BF16")).peak
@@ -111,8 +110,6 @@ def _peak(config: Mapping, model: torch.nn.Module, gpus: int, sequence: int) -> 
         f"predicted {before.total / 1e9:.1f} GB in BF16, {after.total / 1e9:.1f} GB with the block, on "
         f"{gpus} GPU{'s' * (gpus > 1)} with {layout.micro_batch} x {layout.sequence} tokens (more: coat plan)"
     )
-    if left_out:
-        text += f". Not planned: {'; '.join(left_out)}"
     details = {"before_bytes": before.total, "after_bytes": after.total}
     if saved < LEAST:
         largest = max(

@@ -1,18 +1,11 @@
-"""Checks GPUs, links, memory and disks with small workloads."""
+"""Checks GPUs, one FP8 GEMM, and that Triton compiles."""
 
-import contextlib
-import json
-import os
-import re
 import shutil
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import torch
 
-from coat_ds.doctor.finding import OK, PROBLEM, UNKNOWN, WARNING, Finding, reason
+from coat_ds.doctor.finding import OK, PROBLEM, UNKNOWN, Finding, reason
 from coat_kernels.fp8 import E4M3
 from coat_kernels.groups import quantize_groups, quantize_groups_reference
 from coat_kernels.linear import scaled_matmul, scaled_matmul_reference
@@ -24,12 +17,6 @@ NO_GPU = "cannot be checked: there is no GPU here"
 CHECKPOINT_BYTES, CHECKPOINTS = 2 + 4 + 8, 2
 # error of an FP8 GEMM: rounding of its result to BF16, and Hopper's accumulation with about 14 bits
 TOLERANCE = 2**-7
-# bytes a second; every link of GPUs for training is faster
-SLOW_LINK, SLOW_HOST = 15e9, 5e9
-MOVED = 256 * 2**20
-# minutes; every extension compiles in less
-LONGEST_BUILD = 20
-KINDS_OF_GPUS = "TORCH_CUDA_ARCH_LIST"
 
 
 def gpus() -> list[list]:
@@ -63,20 +50,9 @@ def too_little_room(folder: str | Path, free: int, parameters: int) -> str | Non
     return f"{free / 2**30:.1f} GiB are free in {folder}, two checkpoints take {needed / 2**30:.1f}"
 
 
-def check(folder: str | None, parameters: int | None) -> list[Finding]:
-    """All checks of this machine. parameters: those of a model whose checkpoints `folder` has to hold."""
-    return [
-        *check_gpus(),
-        check_product(),
-        check_compiler(),
-        check_builds(),
-        *check_kinds_of_gpus(),
-        check_triton(),
-        check_libraries(),
-        *check_links(),
-        check_pinned_memory(),
-        check_disk(folder or ".", parameters),
-    ]
+def check() -> list[Finding]:
+    """All checks of this machine."""
+    return [*check_gpus(), check_product(), check_triton()]
 
 
 def check_gpus() -> list[Finding]:
@@ -84,20 +60,13 @@ def check_gpus() -> list[Finding]:
     if not found:
         why = "torch is built without CUDA" if torch.version.cuda is None else "torch sees none"
         return [Finding("GPUs", UNKNOWN, f"none: {why}. FP8 runs in its reference arithmetic, slowly")]
-    driver = _driver()
     out = []
     for index, (name, *capability) in enumerate(found):
         memory = torch.cuda.get_device_properties(index).total_memory
-        details = {"name": name, "capability": capability, "bytes": memory, "driver": driver}
-        if (why := without_fp8(name, *capability)) is not None:
-            out.append(Finding(f"GPU {index}", PROBLEM, why, details))
-        else:
-            text = (
-                f"{name}, {memory / 1e9:.1f} GB, capability {capability[0]}.{capability[1]}, driver {driver}"
-            )
-            out.append(Finding(f"GPU {index}", OK, text, details))
-    if len({name for name, *_ in found}) > 1:
-        out.append(Finding("GPUs", WARNING, "of several kinds: every step waits for the slowest"))
+        details = {"name": name, "capability": capability, "bytes": memory}
+        why = without_fp8(name, *capability)
+        text = why or f"{name}, {memory / 1e9:.1f} GB, capability {capability[0]}.{capability[1]}"
+        out.append(Finding(f"GPU {index}", PROBLEM if why else OK, text, details))
     return out
 
 
@@ -119,70 +88,9 @@ def check_product(device: str = "cuda") -> Finding:
     error = ((y.float() - expected).norm() / expected.norm()).item()
     # `not` and `<`, so that NaN is a problem
     if not error < TOLERANCE:
-        return Finding(
-            name,
-            PROBLEM,
-            f"relative error {error:.2g}; rounding explains {TOLERANCE:.2g}. Update torch and its cuBLAS",
-            {"error": error},
-        )
+        text = f"relative error {error:.2g}; rounding explains {TOLERANCE:.2g}. Update torch and its cuBLAS"
+        return Finding(name, PROBLEM, text, {"error": error})
     return Finding(name, OK, f"right: relative error {error:.1g}, within rounding", {"error": error})
-
-
-def check_compiler() -> Finding:
-    """Triton needs a C++ compiler, and so does DeepSpeed on a CPU, for collectives."""
-    name = "C++ compiler"
-    found = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
-    if found is None:
-        text = "none on PATH. Triton and DeepSpeed compile when they are first used: install g++"
-        return Finding(name, WARNING, text)
-    return Finding(name, OK, found, {"path": found})
-
-
-def _build_root() -> Path:
-    """The folder in which this Python and torch build extensions, as torch chooses it."""
-    if given := os.environ.get("TORCH_EXTENSIONS_DIR"):
-        return Path(given)
-    versions = {"rocm": torch.version.hip, "cu": torch.version.cuda}
-    found = (f"{kind}{version.replace('.', '')}" for kind, version in versions.items() if version)
-    # imported here: with CUDA's compiler and no GPU, as on a login node, the import logs a warning, which
-    # `coat plan` should not show
-    from torch.utils.cpp_extension import get_default_build_root
-
-    python = f"py{sys.version_info.major}{sys.version_info.minor}{sys.abiflags}"
-    return Path(get_default_build_root(), f"{python}_{next(found, 'cpu')}")
-
-
-def check_builds() -> Finding:
-    """Checks for lock files of builds of C++ extensions, such as DeepSpeed's. Processes that need an
-    extension wait until its lock file is deleted. A killed build does not delete the file."""
-    name = "extensions"
-    root = _build_root()
-    minutes: dict[Path, float] = {}
-    for lock in root.glob("*/lock"):
-        # a build that ends now deletes its lock file
-        with contextlib.suppress(FileNotFoundError):
-            minutes[lock] = (time.time() - lock.stat().st_mtime) / 60
-    if not minutes:
-        return Finding(name, OK, f"none is being built in {root}")
-    oldest = max(minutes, key=lambda lock: minutes[lock])
-    text = (
-        f"{oldest} is {minutes[oldest]:.0f} minutes old: either an extension is being built, or a build was "
-        "killed and jobs wait for ever without a message. Delete the file if nothing compiles"
-    )
-    state = WARNING if minutes[oldest] < LONGEST_BUILD else PROBLEM
-    return Finding(name, state, text, {"locks": list(map(str, minutes))})
-
-
-def check_kinds_of_gpus() -> list[Finding]:
-    """A finding if DeepSpeed cannot read the list of GPU architectures for which it builds extensions."""
-    kinds = os.environ.get(KINDS_OF_GPUS, "")
-    if re.search(r"\d[a-z]", kinds) is None:
-        return []
-    text = (
-        f"{kinds}: DeepSpeed reads no letters there and builds no extension for GPUs, such as FusedAdam "
-        "(CoatAdamW needs none). Unset it, or leave the letters out (DeepSpeed #8619)"
-    )
-    return [Finding(KINDS_OF_GPUS, WARNING, text)]
 
 
 def check_triton() -> Finding:
@@ -191,7 +99,6 @@ def check_triton() -> Finding:
     if not torch.cuda.is_available():
         return Finding(name, UNKNOWN, NO_GPU)
     x = torch.randn(64, 256, generator=torch.Generator().manual_seed(0)).to("cuda", torch.bfloat16)
-    start = time.perf_counter()
     # Triton raises errors of many types, from the compiler, ptxas and the driver
     try:
         found = quantize_groups(x, 16)
@@ -206,121 +113,4 @@ def check_triton() -> Finding:
     expected = quantize_groups_reference(x.cpu(), 16)
     if not all(torch.equal(a.cpu(), b) for a, b in zip(found[:2], expected[:2], strict=True)):
         return Finding(name, PROBLEM, "computes something else than the reference. Install triton again")
-    return Finding(name, OK, f"compiles and computes what it should ({time.perf_counter() - start:.1f} s)")
-
-
-# attention makes cuDNN load its sub-libraries; Transformer Engine may have loaded another version of them
-_MAP_LIBRARIES = """
-import contextlib, json, torch
-with contextlib.suppress(ImportError):
-    import transformer_engine.pytorch
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from coat_kernels import libraries
-q = torch.ones(1, 1, 128, 64, device="cuda", dtype=torch.bfloat16)
-with contextlib.suppress(RuntimeError), sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-    torch.nn.functional.scaled_dot_product_attention(q, q, q)
-q[0, 0] @ q[0, 0].T
-versions = {k: sorted({libraries.version_of(p) for p in v}) for k, v in libraries.mapped().items()}
-print(json.dumps([versions, libraries.conflicts()]))
-"""
-
-
-def check_libraries() -> Finding:
-    """Whether a process that imports Transformer Engine loads only one version of cuDNN, cuBLAS and NCCL."""
-    name = "CUDA libraries"
-    if not torch.cuda.is_available():
-        return Finding(name, UNKNOWN, NO_GPU)
-    run = subprocess.run([sys.executable, "-c", _MAP_LIBRARIES], capture_output=True, text=True)
-    if run.returncode:
-        return Finding(name, WARNING, f"not checked: {(run.stderr.splitlines() or ['no output'])[-1][:160]}")
-    versions, mixed = json.loads(run.stdout.splitlines()[-1])
-    if mixed:
-        return Finding(name, PROBLEM, "; ".join(mixed), {"versions": versions})
-    text = ", ".join(f"{library} {' and '.join(found)}" for library, found in versions.items())
-    return Finding(name, OK, text, {"versions": versions})
-
-
-def check_links() -> list[Finding]:
-    """Checks NCCL, and the bandwidth between the first GPU and each other GPU."""
-    if not torch.cuda.is_available():
-        return [Finding("NCCL", UNKNOWN, NO_GPU)]
-    if not torch.distributed.is_nccl_available():
-        return [Finding("NCCL", PROBLEM, "torch is built without it. Install torch from its own index")]
-    version = ".".join(map(str, torch.cuda.nccl.version()))
-    count = torch.cuda.device_count()
-    if count == 1:
-        return [Finding("NCCL", OK, f"{version}; there is one GPU, so no link to try", {"version": version})]
-    try:
-        summed = [torch.full((1024,), float(i), device=f"cuda:{i}") for i in range(count)]
-        torch.cuda.nccl.all_reduce(summed)
-        right = all(bool((t == count * (count - 1) / 2).all()) for t in summed)
-    except RuntimeError as error:
-        text = f"{version} fails: {reason(error)}. NCCL_DEBUG=INFO says more"
-        return [Finding("NCCL", PROBLEM, text, {"version": version})]
-    text = f"{version}, sums over {count} GPUs " + (
-        "are right" if right else "are wrong. Install torch again"
-    )
-    out = [Finding("NCCL", OK if right else PROBLEM, text, {"version": version})]
-    rates = {f"0-{i}": _rate("cuda:0", f"cuda:{i}") for i in range(1, count)}
-    slowest = min(rates, key=rates.get)
-    text = f"slowest link {slowest}: {rates[slowest] / 1e9:.0f} GB/s"
-    if slow := rates[slowest] < SLOW_LINK:
-        text += ". These GPUs have no NVLink: prefer ZeRO-1 and larger micro-batches to ZeRO-3"
-    return [*out, Finding("links", WARNING if slow else OK, text, {"bytes_per_second": rates})]
-
-
-def check_pinned_memory() -> Finding:
-    """Checks pinned memory, which offload needs."""
-    name = "pinned memory"
-    if not torch.cuda.is_available():
-        return Finding(name, UNKNOWN, NO_GPU)
-    try:
-        host = torch.empty(MOVED, dtype=torch.uint8, pin_memory=True)
-    except RuntimeError as error:
-        return Finding(
-            name, PROBLEM, f"none: {reason(error)}. Raise `ulimit -l`, or set pin_memory of offloads to false"
-        )
-    rate = _rate(host, "cuda:0")
-    state = WARNING if rate < SLOW_HOST else OK
-    return Finding(name, state, f"to the GPU {rate / 1e9:.0f} GB/s", {"bytes_per_second": rate})
-
-
-def check_disk(folder: str, parameters: int | None) -> Finding:
-    free = free_bytes(folder)
-    details = {"folder": str(folder), "free_bytes": free}
-    if parameters is None:
-        text = f"{free / 2**30:.1f} GiB are free in {folder}; give a --model that can be built to compare"
-        return Finding("disk", OK, text, details)
-    if (why := too_little_room(folder, free, parameters)) is not None:
-        return Finding("disk", PROBLEM, f"{why}. Make room, or give another --folder", details)
-    return Finding(
-        "disk", OK, f"{free / 2**30:.1f} GiB are free in {folder}, enough for checkpoints", details
-    )
-
-
-def _rate(source: str | torch.Tensor, target: str) -> float:
-    """Bytes a second from a device, or from a CPU tensor, to another device."""
-    if isinstance(source, str):
-        source = torch.empty(MOVED, dtype=torch.uint8, device=source)
-    to = torch.empty(MOVED, dtype=torch.uint8, device=target)
-    # the first copy sets up the connection
-    for _ in range(2):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        to.copy_(source, non_blocking=True)
-        torch.cuda.synchronize(to.device)
-        seconds = time.perf_counter() - start
-    return MOVED / seconds
-
-
-def _driver() -> str:
-    try:
-        done = subprocess.run(
-            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
-            capture_output=True,
-            text=True,
-            timeout=30,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return "unknown"
-    return (done.stdout.split() or ["unknown"])[0]
+    return Finding(name, OK, "compiles and computes what it should")

@@ -1,7 +1,6 @@
 """Compares versions of packages with the tested ones, and finds combinations that are known to fail."""
 
 import importlib.metadata
-import importlib.util
 import platform
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
@@ -38,61 +37,13 @@ PACKAGES = {
 }
 
 
-class KnownBad(NamedTuple):
-    """A combination of versions in which something fails."""
-
-    versions: dict[str, str]
-    """Specifiers by package; the combination is found if all match."""
-    state: str
-    text: str
-    issue: str = ""
-    """The framework's issue."""
-
-
-KNOWN_BAD = (
-    KnownBad(
+# combinations of versions that fail, and the fix
+FAILURES = [
+    (
         {"deepspeed": "<0.19", "torch": ">=2.13"},
-        PROBLEM,
         "the step of ZeRO 1 and 2 fails on more than one GPU. Take deepspeed>=0.19, or torch<2.13",
-    ),
-    KnownBad(
-        {"deepspeed": "<0.19"},
-        WARNING,
-        "in a pipeline all stages but the last divide their gradients by the micro-batches twice. Take "
-        "deepspeed>=0.19 for pipelines",
-    ),
-    KnownBad(
-        {"deepspeed": ">=0.19.2,<0.20"},
-        WARNING,
-        "ZeRO-3 leaves frozen parameters gathered: count them whole in memory, or use stage 2 for LoRA",
-        "DeepSpeed #8148",
-    ),
-    KnownBad(
-        {"deepspeed": ">=0.18.9,<0.20", "transformers": ">=5"},
-        WARNING,
-        "Trainer cannot resume from a universal checkpoint. Resume on the checkpoint's own number of GPUs",
-        "DeepSpeed #6470",
-    ),
-    KnownBad(
-        {"deepspeed": ">=0.19.6", "transformers": "<5.18"},
-        WARNING,
-        'Trainer without warm-up steps and a "scheduler" section with "auto" end in a ValueError of '
-        "warmup_num_steps. Take transformers>=5.18, or set warmup_steps",
-    ),
-    KnownBad(
-        {"megatron-core": ">=0.16", "transformer-engine": ">=2"},
-        WARNING,
-        "CUDA graphs of TransformerEngine's FP8 layers may give NaN after some steps; COAT's are others",
-        "Megatron-LM #5966",
-    ),
-    KnownBad(
-        {"megatron-core": ">=0.16", "deepspeed": ">=0.18"},
-        WARNING,
-        "DeepSpeed does not sum gradients of norms under sequence parallelism. Call "
-        "megatron_ext.mpu.sum_shared_gradients(model) before deepspeed.initialize, as coat train does",
-        "DeepSpeed #7339",
-    ),
-)
+    )
+]
 
 
 def versions(names: Iterable[str] = PACKAGES) -> dict[str, str | None]:
@@ -114,21 +65,10 @@ def check(installed: Mapping[str, str | None] | None = None) -> list[Finding]:
     Python."""
     installed = versions() if installed is None else installed
     found = [_of_package(name, known, installed.get(name)) for name, known in PACKAGES.items()]
-    for bad in KNOWN_BAD:
-        if all(_is_in(installed.get(name), wanted) for name, wanted in bad.versions.items()):
-            together = " with ".join(f"{name} {installed[name]}" for name in bad.versions)
-            issue = f" ({bad.issue})" if bad.issue else ""
-            found.append(
-                Finding("known failure", bad.state, f"{together}: {bad.text}{issue}", {"issue": bad.issue})
-            )
-    if _is_other_apex():
-        found.append(
-            Finding(
-                "apex",
-                WARNING,
-                "the installed apex is not NVIDIA's but another project of that name. pip uninstall apex",
-            )
-        )
+    for combination, text in FAILURES:
+        if all(_is_in(installed.get(name), wanted) for name, wanted in combination.items()):
+            together = " with ".join(f"{name} {installed[name]}" for name in combination)
+            found.append(Finding("known failure", PROBLEM, f"{together}: {text}"))
     return found
 
 
@@ -158,15 +98,3 @@ def _was_tested(version: str, tested: str) -> bool:
     if tested.startswith("=="):
         return any(_is_in(version, exact) for exact in tested.split(","))
     return _is_in(version, tested)
-
-
-def _is_other_apex() -> bool:
-    spec = importlib.util.find_spec("apex")
-    if spec is None:
-        return False
-    parts = (importlib.util.find_spec(f"apex.{part}") for part in ("multi_tensor_apply", "optimizers"))
-    try:
-        return not all(parts)
-    # the other project may fail when it is imported
-    except ImportError:
-        return True

@@ -7,8 +7,9 @@ from coat_ds import plan
 
 with torch.device("meta"):
     model = AutoModelForCausalLM.from_config(config)
-layout = plan.from_deepspeed(ds_config, gpus=8, sequence=4096)
-plan.predict(plan.from_module(model), layout, plan.rungs()["COAT"]).peak.total  # bytes
+sizes = plan.from_module(model)
+layout = plan.from_deepspeed(ds_config, sizes, gpus=8, sequence=4096)
+plan.predict(sizes, layout, plan.rungs()["COAT"]).peak.total  # bytes
 """
 
 from coat_ds.plan.deepspeed_layout import from_deepspeed

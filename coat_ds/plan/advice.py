@@ -36,7 +36,7 @@ class Choice:
     def tokens_per_second(self) -> float:
         """Of a GPU, at best."""
         layout = self.layout
-        return 1e3 * layout.tokens * layout.accumulation * layout.data / layout.gpus / self.time.total
+        return 1e3 * layout.tokens * layout.accumulation / layout.pipeline / self.time.total
 
 
 def goes_with(system: System, layout: Layout) -> bool:

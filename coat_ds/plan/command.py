@@ -92,7 +92,7 @@ def _model_and_layout(arguments: argparse.Namespace, config: dict | None) -> tup
             raise PlanError("--megatron: it reads no DeepSpeed JSON. Drop --deepspeed.")
         return as_megatrons(model), Layout(framework="megatron", fp32_gradients=True, **given)
     if config is not None:
-        return model, from_deepspeed(config, model.hidden, **given)
+        return model, from_deepspeed(config, model, **given)
     return model, Layout(**{"stage": 2} | given)
 
 

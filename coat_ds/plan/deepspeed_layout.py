@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from coat_ds.plan.errors import PlanError
 from coat_ds.plan.layout import Layout, Limits
+from coat_ds.plan.sizes import Sizes
 from coat_ds.zero.block import flag
 
 # values that Trainer and Accelerate write in place of "auto", from the model's channels
@@ -31,6 +32,8 @@ NOT_PLANNED = (
     "zero_optimization.mics_shard_size",
     "zero_optimization.zero_hpz_partition_size",
     "zero_optimization.zero_quantized_gradients",
+    "zero_optimization.cpu_offload",
+    "zero_optimization.cpu_offload_param",
     "activation_checkpointing.partition_activations",
     "activation_checkpointing.cpu_checkpointing",
     "torch_autocast.enabled",
@@ -38,15 +41,16 @@ NOT_PLANNED = (
 )
 
 
-def from_deepspeed(config: Mapping, hidden: int | None = None, **rest) -> Layout:
-    """The layout of a DeepSpeed JSON. `rest`: further fields of `Layout`, which replace the JSON's.
+def from_deepspeed(config: Mapping, sizes: Sizes, **rest) -> Layout:
+    """The layout of a DeepSpeed JSON for a model. `rest`: further fields of `Layout`, which replace the JSON's.
 
-    hidden: the model's channels, from which Trainer and Accelerate fill in "auto" for the sizes of ZeRO's
-    buckets. Raises PlanError for values that are wrong or not planned.
+    Raises PlanError for values that are wrong or not planned.
     """
     _refuse(config)
-    # DeepSpeed ignores such keys
-    zero = {key: value for key, value in _filled_in(config, hidden).items() if value != "auto"}
+    zero = dict(section(config, "zero_optimization"))
+    zero |= {key: value(sizes.hidden) for key, value in _FILLED_IN.items() if zero.get(key) == "auto"}
+    # DeepSpeed ignores other keys whose value is "auto"
+    zero = {key: value for key, value in zero.items() if value != "auto"}
     found: dict = {"stage": _number(zero, "zero_optimization.", "stage", 0)}
     found |= _numbers(zero, _NUMBERS)
     found |= {
@@ -55,19 +59,19 @@ def from_deepspeed(config: Mapping, hidden: int | None = None, **rest) -> Layout
         "flat_gradients": zero.get("contiguous_gradients") is not False,
         "overlap": flag(zero.get("overlap_comm")),
         "quantized_gathers": flag(zero.get("zero_quantized_weights")),
-        "offload_optimizer": _offloads(zero, "offload_optimizer", "cpu_offload"),
-        "offload_parameters": _offloads(zero, "offload_param", "cpu_offload_param"),
+        "offload_optimizer": _offloads(zero, "offload_optimizer"),
+        "offload_parameters": _offloads(zero, "offload_param"),
     }
     batch = {name: key for name, key in _BATCH.items() if config.get(key, "auto") != "auto"}
     found |= {name: _number(config, "", key) for name, key in batch.items()}
     return _with_batch(config, found | rest, "accumulation" in rest)
 
 
-def section(config: Mapping, key: str) -> Mapping:
+def section(config: Mapping, key: str, outer: str = "") -> Mapping:
     """An object of a DeepSpeed JSON; empty if there is none. Raises PlanError for anything else."""
-    value = config.get(key, {})
+    value = config.get(key) or {}
     if not isinstance(value, Mapping):
-        raise PlanError(f"{key}: expected an object, found {value!r}. Use braces.")
+        raise PlanError(f"{outer}{key}: expected an object, found {value!r}. Use braces.")
     return value
 
 
@@ -82,28 +86,11 @@ def _refuse(config: Mapping) -> None:
             )
 
 
-def _filled_in(config: Mapping, hidden: int | None) -> dict:
-    """The section zero_optimization, with the values that Trainer and Accelerate fill in."""
-    zero = dict(section(config, "zero_optimization"))
-    for key, filled_in in _FILLED_IN.items():
-        if zero.get(key) == "auto":
-            if hidden is None:
-                raise PlanError(f'zero_optimization.{key}: "auto" needs the size of a model. Write a number.')
-            zero[key] = filled_in(hidden)
-    return zero
-
-
-def _offloads(zero: Mapping, key: str, old: str) -> bool:
-    """Whether a section of zero_optimization moves tensors away from the GPU. old: DeepSpeed's earlier key."""
-    offload = zero.get(key) or {"device": "cpu" if zero.get(old) else "none"}
-    if not isinstance(offload, Mapping):
-        raise PlanError(
-            f'zero_optimization.{key}: expected an object such as {{"device": "cpu"}}, found {offload!r}. '
-            "Use braces."
-        )
-    device = offload.get("device", "none")
+def _offloads(zero: Mapping, key: str) -> bool:
+    """Whether a section of zero_optimization moves tensors away from the GPU."""
+    device = section(zero, key, "zero_optimization.").get("device", "none")
     if device not in ("none", "cpu", "nvme"):
-        raise PlanError(f"zero_optimization.{key}.device: expected cpu or nvme, found {device!r}.")
+        raise PlanError(f"zero_optimization.{key}.device: expected cpu or nvme, found {device!r}. Write cpu.")
     return device != "none"
 
 

@@ -7,7 +7,6 @@ import itertools
 import math
 import re
 from collections.abc import Iterable
-from typing import NamedTuple
 
 from torch import nn
 
@@ -16,24 +15,14 @@ from coat_ds.layers.modules.experts import is_experts, why_not
 from coat_ds.layers.modules.replaced import replaced
 from coat_ds.plan.errors import PlanError
 from coat_ds.plan.experts import Experts
-from coat_ds.plan.sizes import Sizes, check_parameters
+from coat_ds.plan.sizes import Sizes
 
 # model types whose saved activations tests compare with what autograd saves
 COUNTED = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
+# a decoder whose parameters differ by more from those of its layers and tables has other parts
+TOLERANCE = 0.02
 # what configs call the number of experts that a token takes
 _USED = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_k")
-
-
-class _Layer(NamedTuple):
-    """The sizes of one decoder layer. `ffn` is 0 where the layer has experts."""
-
-    heads: int
-    groups: int
-    head_dim: int
-    head_norms: bool
-    ffn: int
-    gated: bool
-    experts: tuple | None
 
 
 def from_module(model: nn.Module) -> Sizes:
@@ -62,40 +51,39 @@ def _read(model: nn.Module) -> Sizes:
     if any(getattr(module, "is_causal", True) is False for module in decoder.modules()):
         raise _refused(model, "is an encoder: its attention is not causal")
     table = model.get_input_embeddings().weight
-    (vocabulary, hidden), layers = shape_of(table), _layers(decoder)
-    found = [_layer(layer, hidden, config) for layer in layers]
-    dense = {layer._replace(experts=None) for layer in found if layer.experts is None}
-    sparse = {layer._replace(ffn=0) for layer in found if layer.experts is not None}
-    if len(dense) > 1 or len(sparse) > 1 or len({layer[:4] for layer in found}) > 1:
+    vocabulary, hidden = shape_of(table)
+    layers = _layers(decoder)
+    attention = [_attention(layer, hidden, config) for layer in layers]
+    dense, sparse = set(), set()
+    for layer in layers:
+        found = _feed_forward(layer, hidden, config)
+        (sparse if isinstance(found, Experts) else dense).add(found)
+    if len(dense) > 1 or len(sparse) > 1 or any(sizes != attention[0] for sizes in attention):
         raise _refused(model, "has layers of different sizes")
-    experts = None
-    if sparse:
-        (kind,) = sparse
-        count = sum(layer.experts is not None for layer in found)
-        experts = Experts(**dict(kind.experts), gated=kind.gated, layers=count)
-    one = next(iter(dense), found[0])
+    experts = next(iter(sparse), None)
+    if experts is not None:
+        count = sum(bool(_highest(layer, is_experts)) for layer in layers)
+        experts = dataclasses.replace(experts, layers=count)
+    ffn, gated = next(iter(dense)) if dense else (experts.ffn, experts.gated)
     sizes = Sizes(
-        layers=len(found),
+        **attention[0],
+        layers=len(layers),
         hidden=hidden,
-        ffn=one.ffn if dense else experts.ffn,
-        heads=one.heads,
-        groups=one.groups,
-        head_dim=one.head_dim,
+        ffn=ffn,
+        gated=gated,
         vocabulary=vocabulary,
-        gated=one.gated,
         tied=head is None or head.weight is table,
-        head_norms=one.head_norms,
         counted=config.model_type in COUNTED,
         maker="transformers",
         experts=experts,
     )
     parts = [part.parameters() for part in (decoder, head) if part is not None]
-    own = _numel_of({id(p): p for p in (table, *itertools.chain(*parts))}.values())
-    check_parameters(type(model).__name__, own, sizes)
-    numel = _numel_of(model.parameters())
-    return dataclasses.replace(
-        sizes, other_parameters=max(0, numel - sizes.parameters), outside=max(0, numel - own)
-    )
+    own = _numel({id(p): p for p in (table, *itertools.chain(*parts))}.values())
+    if abs(own - sizes.parameters) > TOLERANCE * own:
+        raise _refused(model, f"has {own:,} parameters, and a decoder of its sizes {sizes.parameters:,}")
+    numel = _numel(model.parameters())
+    other = max(0, numel - sizes.parameters)
+    return dataclasses.replace(sizes, other_parameters=other, outside=max(0, numel - own))
 
 
 def _refused(module: nn.Module, why: str) -> PlanError:
@@ -110,80 +98,74 @@ def _layers(decoder: nn.Module) -> list[nn.Module]:
     lists = [m for m in decoder.modules() if isinstance(m, nn.ModuleList) and len(m)]
     if not lists:
         raise _refused(decoder, "has no list of layers")
-    return list(max(lists, key=lambda found: _numel_of(found.parameters())))
+    return list(max(lists, key=lambda found: _numel(found.parameters())))
 
 
-def _layer(layer: nn.Module, hidden: int, config) -> _Layer:
-    attention = _highest(layer, lambda module: re.search("Attention|Attn", type(module).__name__))
-    if not attention:
+def _is_attention(module: nn.Module) -> bool:
+    return re.search("Attention|Attn", type(module).__name__) is not None
+
+
+def _attention(layer: nn.Module, hidden: int, config) -> dict:
+    """Fields of `Sizes`."""
+    found = _highest(layer, _is_attention)
+    if not found:
         raise _refused(layer, "is a layer without attention")
-    of_attention = {id(p) for module in attention for p in module.parameters()}
-    heads = config.num_attention_heads
-    dims = (getattr(holder, "head_dim", None) for holder in (attention[0], config))
+    attention, heads = found[0], config.num_attention_heads
+    dims = (getattr(holder, "head_dim", None) for holder in (attention, config))
     head_dim = next(filter(None, dims), hidden // heads)
-    matrices = [p for p in attention[0].parameters() if len(shape_of(p)) == 2 and 1 not in shape_of(p)]
-    columns = _numel_of(matrices) / hidden
-    groups = (columns / head_dim - 2 * heads) / 2
-    said = getattr(config, "num_key_value_heads", None) or groups
-    if len(attention) > 1 or groups != said or groups not in range(1, heads + 1) or heads % int(groups):
-        raise _refused(attention[0], "is not attention of queries, keys, values and an output")
-    vectors = [shape_of(p) for n, p in attention[0].named_parameters() if not n.endswith("bias")]
-    rest = [
-        (name, module, p)
-        for name, module in layer.named_modules()
-        for p in module._parameters.values()
-        if p is not None and id(p) not in of_attention
-    ]
-    experts, widths = _experts(layer, rest, hidden, config), []
-    known = set() if experts is None else experts.pop("seen")
-    for _, module, p in rest:
-        if id(p) in known or len(shape_of(p)) < 2:
-            continue
+    matrices = [p for p in attention.parameters() if len(shape_of(p)) == 2 and 1 not in shape_of(p)]
+    groups = (_numel(matrices) / hidden / head_dim - 2 * heads) / 2
+    named = getattr(config, "num_key_value_heads", None) or groups
+    if len(found) > 1 or groups != named or groups not in range(1, heads + 1) or heads % int(groups):
+        raise _refused(attention, "is not attention of queries, keys, values and an output")
+    vectors = [shape_of(p) for name, p in attention.named_parameters() if not name.endswith("bias")]
+    head_norms = vectors.count((head_dim,)) == 2
+    return {"heads": heads, "groups": int(groups), "head_dim": head_dim, "head_norms": head_norms}
+
+
+def _feed_forward(layer: nn.Module, hidden: int, config) -> Experts | tuple[int, bool]:
+    """The experts of a layer, or the channels of its feed-forward and whether it is gated."""
+    inside = {id(p) for module in _highest(layer, _is_attention) for p in module.parameters()}
+    matrices = [p for p in layer.parameters() if id(p) not in inside and len(shape_of(p)) > 1]
+    experts = _highest(layer, is_experts)
+    shared_gate = False
+    if experts:
+        own = {id(p) for p in experts[0].parameters()}
+        count = shape_of(experts[0].down_proj)[0]
+        shared_gate = any(shape_of(p) == (1, hidden) for p in matrices)
+        routers = ((count, hidden), (1, hidden))
+        matrices = [p for p in matrices if id(p) not in own and shape_of(p) not in routers]
+    for p in matrices:
         if len(shape_of(p)) > 2 or hidden not in shape_of(p):
-            raise _refused(module, f"has a weight of {list(shape_of(p))} in a layer of {hidden} channels")
-        widths.append(_numel(p) // hidden)
+            raise _refused(layer, f"has a weight of {list(shape_of(p))} with {hidden} channels")
+    widths = [_numel([p]) // hidden for p in matrices]
     ffn = min(widths, default=0)
     if sum(widths) not in (2 * ffn, 3 * ffn):
         raise _refused(layer, f"has matrices of {hidden} x {widths} that are no feed-forward's")
-    gated = sum(widths) == 3 * ffn
-    if experts is not None:
-        gated = experts.pop("gated")
-        experts = tuple((experts | {"shared": ffn}).items())
-    return _Layer(heads, int(groups), head_dim, vectors.count((head_dim,)) == 2, ffn, gated, experts)
+    if experts:
+        return _experts(experts, hidden, config, ffn, shared_gate)
+    return ffn, sum(widths) == 3 * ffn
 
 
-def _experts(layer: nn.Module, rest: list, hidden: int, config) -> dict | None:
-    """Fields of `Experts`, whether they are gated, and the identities of their weights and of the router's;
-    None of a layer without them."""
-    found = _highest(layer, is_experts)
-    if not found:
-        return None
+def _experts(found: list[nn.Module], hidden: int, config, shared: int, shared_gate: bool) -> Experts:
     module = found[0]
     # a converted layer's forward is COAT's
     why = "two in a layer" if len(found) > 1 else replaced(module) is None and why_not(module, 16)
     if why:
         raise _refused(module, f"COAT does not convert it: {why}")
-    count, *sides = shape_of(module.down_proj)
-    ffn = math.prod(sides) // hidden
     used = next((value for name in _USED if (value := getattr(config, name, None))), None)
     if used is None:
         raise _refused(module, f"has experts, and its config none of {', '.join(_USED)}")
-    seen = {id(p) for p in module.parameters()}
-    gate = False
-    for _, _, p in rest:
-        if shape_of(p) == (count, hidden):
-            seen.add(id(p))
-        elif shape_of(p) == (1, hidden):
-            gate = True
-            seen.add(id(p))
-    return {
-        "count": count,
-        "used": used,
-        "ffn": ffn,
-        "shared_gate": gate,
-        "gated": _numel(module.gate_up_proj) == 2 * _numel(module.down_proj),
-        "seen": seen,
-    }
+    count, *sides = shape_of(module.down_proj)
+    return Experts(
+        layers=1,
+        count=count,
+        used=used,
+        ffn=math.prod(sides) // hidden,
+        shared=shared,
+        shared_gate=shared_gate,
+        gated=_numel([module.gate_up_proj]) == 2 * _numel([module.down_proj]),
+    )
 
 
 def _highest(module: nn.Module, matches) -> list[nn.Module]:
@@ -194,9 +176,5 @@ def _highest(module: nn.Module, matches) -> list[nn.Module]:
     return found
 
 
-def _numel(p) -> int:
-    return math.prod(shape_of(p))
-
-
-def _numel_of(parameters: Iterable) -> int:
-    return sum(map(_numel, parameters))
+def _numel(parameters: Iterable) -> int:
+    return sum(math.prod(shape_of(p)) for p in parameters)

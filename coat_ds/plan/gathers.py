@@ -16,7 +16,6 @@ from coat_ds.plan.layout import Layout, Limits
 from coat_ds.plan.sizes import Sizes
 from coat_ds.plan.systems import System
 
-
 # elements, DeepSpeed's default
 PREFETCH = 50_000_000
 

@@ -55,6 +55,8 @@ class ModelStates:
         self.reduced = self.gradient * self.part if self.flat or not self.on_cpu else 0
         norms = self.norms / layout.data
         self.masters, self.states = stepped_bytes(self.part - norms, norms, system)
+        # states that stream through the GPU in each step
+        self.streamed = max(0, self.states - system.resident)
 
     def held(self) -> dict[str, float]:
         """Bytes by role between steps."""
@@ -65,7 +67,7 @@ class ModelStates:
             weights += BF16 * self.norms
         held = {"weights": weights}
         if not self.on_cpu:
-            held |= {"masters": self.masters, "states": 0 if system.streams else self.states}
+            held |= {"masters": self.masters, "states": self.states - self.streamed}
         if not self.in_deepspeed:
             held["gradients"] = self.gradient * self.parameters
         elif layout.stage == 3:
@@ -76,11 +78,14 @@ class ModelStates:
 
     @property
     def on_host(self) -> float:
-        """Bytes in the CPU's memory: masters, states and FP32 gradients, or streamed states; and weights."""
-        found = self.masters + self.states + FP32 * self.part if self.on_cpu else 0
-        if self.system.streams and not self.on_cpu:
-            found = self.states
+        """Bytes in host memory: masters, states and FP32 gradients, or streamed states; and weights."""
+        found = self.offloaded if self.on_cpu else self.streamed
         return found + (BF16 * self.part if self.layout.offload_parameters else 0)
+
+    @property
+    def offloaded(self) -> float:
+        """Bytes of masters, states and FP32 gradients."""
+        return self.masters + self.states + FP32 * self.part
 
     def buckets(self) -> float:
         """Bytes of the gradient buckets: one, or two if their reduction overlaps with backward."""
@@ -110,8 +115,11 @@ class ModelStates:
     def step(self) -> dict[str, float]:
         """Gradients and temporary tensors of the optimizer's step."""
         layout, system = self.layout, self.system
+        # chunks that are on the GPU at once, as a share of what streams through it
+        chunks = min(1, SLOTS * CHUNK / self.part)
         if not self.in_deepspeed or self.on_cpu:
-            return {"gradients": self.reduced if self.flat else 0}
+            streamed = self.offloaded if self.on_cpu and system.optimizer == "coat" else 0
+            return {"gradients": self.reduced if self.flat else 0, "temporaries": chunks * streamed}
         # ZeRO-3 steps so many elements at once
         part = min(self.part, layout.sub_group) if layout.stage == 3 else self.part
         gradients = self.gradient * part if layout.stage < 3 else 0
@@ -121,10 +129,7 @@ class ModelStates:
             temporaries = 3 * FP32 * part
         elif not self._takes_narrow():
             temporaries += FP32 * part
-        if system.streams:
-            # the chunks of states that are on the GPU at once
-            temporaries += self.states * min(1, SLOTS * CHUNK / self.part)
-        return {"gradients": gradients, "temporaries": temporaries}
+        return {"gradients": gradients, "temporaries": temporaries + chunks * self.streamed}
 
     def _takes_narrow(self) -> bool:
         """Whether the step takes gradients as they were accumulated, without a copy in FP32."""

@@ -10,19 +10,14 @@ from dataclasses import dataclass
 
 from coat_ds.plan.gpus import GB, Gpu
 from coat_ds.plan.layout import Layout
+from coat_ds.plan.model_states import ModelStates
 from coat_ds.plan.saved import saved_per_token
 from coat_ds.plan.sizes import Sizes
 from coat_ds.plan.systems import System
 from coat_kernels.groups import GROUP_FORMATS
 
-# bytes a second between a GPU and the CPU, as measured from pinned memory to an H200
-HOST_LINK = 55 * GB
-# and in each direction, if both run at once (90.4 GB/s in all on an H100)
+# bytes a second between a GPU and host memory in each direction, if both run at once (90.4 GB/s in all on an H100)
 TWO_WAY_LINK = 45 * GB
-# seconds an element of AdamW on 16 cores: 4.4 ns of one (benchmarks/results/adamw_cpu.csv)
-CPU_STEP = 4.4e-9 / 16
-# bytes of an element's gradient and BF16 weight
-_GRADIENT, _WEIGHT = 2, 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,20 +100,14 @@ def _layer_bytes(sizes: Sizes, system: System) -> float:
 
 
 def _optimizer_time(sizes: Sizes, layout: Layout, system: System, gpu: Gpu) -> float:
-    """Seconds of the optimizer's step."""
-    stepped = sizes.parameters / layout.gpus
-    if system.offload or layout.offload_optimizer:
-        return stepped * ((_GRADIENT + _WEIGHT) / HOST_LINK + CPU_STEP)
-    each = 2 * system.state_bytes() + (4 if system.bf16_masters else 8) + _GRADIENT + _WEIGHT
-    if system.optimizer != "coat":
-        # BF16 gradients are made FP32 first
-        each += 10
-    found = stepped * each / gpu.copy
-    if system.streams:
-        # and 16 more bits of each master; nothing hides the copies
-        exact = system.bf16_masters and system.coat.optimizer.bf16_params == "exact"
-        found = max(found, stepped * (system.state_bytes() + 2 * exact) / TWO_WAY_LINK)
-    return found
+    """Seconds of the optimizer's step. Nothing hides copies between the GPU and host memory."""
+    states = ModelStates(sizes, layout, system)
+    if states.on_cpu:
+        return states.offloaded / TWO_WAY_LINK
+    # gradients are read and weights are written; other optimizers make BF16 gradients FP32 first
+    each = 4 if system.optimizer == "coat" else 4 + 10
+    moved = 2 * (states.masters + states.states) + each * states.part
+    return max(moved / gpu.copy, states.streamed / TWO_WAY_LINK) / layout.pipeline
 
 
 def _message_bytes(sizes: Sizes, layout: Layout, system: System) -> float:

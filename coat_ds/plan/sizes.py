@@ -7,9 +7,6 @@ from dataclasses import dataclass
 from coat_ds.plan.errors import PlanError
 from coat_ds.plan.experts import Experts
 
-# a decoder whose parameters differ by more from those of its layers and tables has other parts
-TOLERANCE = 0.02
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
@@ -171,12 +168,3 @@ def from_shape(values: Mapping, vocabulary: int | None) -> Sizes:
         vocabulary=vocabulary,
         tied=not values.get("untie_embeddings_and_output_weights", True),
     )
-
-
-def check_parameters(name: str, found: int, sizes: Sizes) -> None:
-    """Raises PlanError for a decoder, `name`, with other than the parameters of layers of its sizes."""
-    if abs(found - sizes.parameters) > TOLERANCE * found:
-        raise PlanError(
-            f"{name}: has {found:,} parameters, and a decoder of its sizes {sizes.parameters:,}. It has "
-            "layers that are not planned: hand over a Sizes to coat_ds.plan.predict instead."
-        )

@@ -1,6 +1,7 @@
 """What computes the layers and steps the weights: BF16, TransformerEngine's FP8, and COAT's rungs."""
 
 import functools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -55,9 +56,11 @@ class System:
         return cached or self.layers == "transformer_engine"
 
     @property
-    def streams(self) -> bool:
-        """States are in host memory and pass through the GPU in the step."""
-        return self.optimizer == "coat" and self.coat.optimizer.offload == "cpu"
+    def resident(self) -> float:
+        """Bytes of states that stay on the GPU at most. The others are in host memory and stream through the
+        GPU in the step."""
+        offload = self.coat.optimizer.offload if self.optimizer == "coat" else "none"
+        return {"none": math.inf, "cpu": 0}[offload] if isinstance(offload, str) else 1e9 * offload
 
     def state_bytes(self) -> float:
         """Bytes an element of what is compressed; the rest keeps FP32 moments."""

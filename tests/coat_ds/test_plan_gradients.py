@@ -1,6 +1,6 @@
-"""What `coat plan` counts of gradients in FP32, and of ZeRO-3's second copy of weights; and where gradients
-leave room for graphs of larger layers."""
+"""What `coat plan` counts of gradients in FP32, and where gradients leave room for graphs of larger layers."""
 
+import contextlib
 from importlib.metadata import version
 
 import deepspeed
@@ -8,7 +8,7 @@ import pytest
 import torch
 from packaging.version import Version
 
-from coat_ds.plan import layout, predict, rungs
+from coat_ds.plan import PlanError, from_deepspeed, predict, rungs
 from coat_kernels.graphs import gradient_leaves, graphed_work
 from tests.coat_ds.test_plan import MATRICES, SMALL, moments
 from tests.util import run_distributed
@@ -19,23 +19,18 @@ def test_the_type_of_gradients_is_read_as_deepspeed_reads_it(name):
     from deepspeed.runtime.config import DtypeEnum
 
     types = {} if name is None else {"data_types": {"grad_accum_dtype": name}}
-    found = layout.from_deepspeed({"zero_optimization": {"stage": 1}} | types)
-    assert found.fp32_gradients == (name is not None and DtypeEnum(name).value == torch.float32)
-    assert not found.immediate_update and not found.fp32_messages
-    more = {"bf16": {"enabled": True, "immediate_grad_update": True}, "communication_data_type": "FP32"}
-    found = layout.from_deepspeed(types | more | {"zero_optimization": {"stage": 1}})
-    assert found.immediate_update and found.fp32_messages
-    fp16 = {"fp16": {"enabled": True}, "zero_optimization": {"stage": 2}}
-    assert layout.from_deepspeed(types | fp16).fp32_gradients == (name not in ("bf16", None))
+    is_fp32 = name is not None and DtypeEnum(name).value == torch.float32
+    found = from_deepspeed({"zero_optimization": {"stage": 2}} | types, SMALL)
+    assert found.fp32_gradients == is_fp32
+    with pytest.raises(PlanError, match="grad_accum_dtype") if is_fp32 else contextlib.nullcontext():
+        from_deepspeed({"zero_optimization": {"stage": 1}} | types, SMALL)
 
 
 CPU = {"offload_optimizer": {"device": "cpu"}}
 FP32 = {"data_types": {"grad_accum_dtype": "fp32"}}
 # the stage, what else its section has, what the JSON has, and whether gradients leave during backward
 WAYS = [
-    (0, {}, {}, False),
     (1, {}, {}, False),
-    (1, {}, FP32, False),
     (1, CPU, {}, False),
     (2, {}, {}, True),
     (2, {}, FP32, True),
@@ -79,7 +74,7 @@ def test_more_is_recorded_where_gradients_leave_their_parameters():
     small, large = (int(graphed_work(1, leave) / MATRICES) for leave in (False, True))
     for stage, section, keys, leave in WAYS:
         for tokens, recorded in ((small, stage < 3), (small + 2, leave), (large, leave), (large + 2, False)):
-            spread = layout.from_deepspeed(json_of(stage, section, keys), gpus=1, sequence=tokens)
+            spread = from_deepspeed(json_of(stage, section, keys), SMALL, gpus=1, sequence=tokens)
             prediction = predict(SMALL, spread, rungs()["COAT"])
             assert all(bool(memory.graphs) == recorded for memory in prediction.moments)
 
@@ -93,5 +88,5 @@ def test_megatrons_data_parallelism_takes_gradients_out_of_the_way():
     assert gradient_leaves(weight)
     most = int(graphed_work(1, True) / MATRICES)
     for tokens in (most, most + 2):
-        found = moments("COAT", host="megatron", stage=0, sequence=tokens)["layers"]
+        found = moments("COAT", framework="megatron", sequence=tokens)["layers"]
         assert bool(found.graphs) == (tokens == most)

@@ -7,9 +7,10 @@ from deepspeed.runtime.precision_config import DeepSpeedFP16Config, get_bfloat16
 from pydantic import ValidationError
 
 import coat_ds
-from coat_ds.plan import layout
+from coat_ds.plan import from_deepspeed
 from coat_ds.zero.block import flag
 from coat_ds.zero.deepspeed_config import check, no_conversion, stage_of
+from tests.coat_ds.test_plan import SMALL
 from tests.util import run_distributed
 
 VALUES = [
@@ -48,7 +49,7 @@ def test_a_switch_is_read_as_deepspeed_reads_it(value):
 
 def test_words_are_numbers_where_deepspeed_takes_them():
     assert [stage_of({"zero_optimization": {"stage": s}}) for s in (2, "2", "2.0", "auto")] == [2, 2, 2, 0]
-    assert layout.from_deepspeed({"zero_optimization": {"stage": "2"}}, gpus=1).stage == 2
+    assert from_deepspeed({"zero_optimization": {"stage": "2"}}, SMALL).stage == 2
 
 
 @pytest.mark.parametrize("word", ["true", "false", "auto"])
