@@ -11,7 +11,7 @@ from coat_ds import CoatAdamW
 from coat_ds.config import CoatConfig
 from coat_ds.doctor import dry_run
 from coat_ds.optim.lines import states_line
-from coat_ds.plan.read import build
+from coat_ds.plan.read import meta_model
 from tests.test_readme import README, block
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -46,7 +46,7 @@ def test_every_page_is_reached_from_the_readme():
 
 def test_the_log_that_is_shown_is_that_of_llama_2_7b():
     sizes = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "vocab_size": 32000}
-    model = build({"model_type": "llama", "num_attention_heads": 32, **sizes})
+    model = meta_model({"model_type": "llama", "num_attention_heads": 32, **sizes})
     layers, states, _ = dry_run.check({"coat": {"enabled": True}, "bf16": {"enabled": True}}, model, 1, 2048)
     (shown,) = re.findall(r"^```\n(COAT: .*?)\n```$", (DOCS / "deepspeed.md").read_text(), re.M | re.S)
     held = {"bytes_per_parameter": float(states.text.split()[0]), "by_codec": {}}

@@ -8,7 +8,7 @@ from collections import Counter
 from coat_ds.doctor import deepspeed_json, dry_run, machine, packages, switches
 from coat_ds.doctor.finding import PROBLEM, UNKNOWN, Finding
 from coat_ds.plan.errors import PlanError
-from coat_ds.plan.read import build, model_object, read_object
+from coat_ds.plan.read import meta_model, model_object, read_object
 
 EPILOG = """exit code: 0 without problems, also if checks were left out; 1 with problems; 2 for wrong options
 example:
@@ -61,7 +61,7 @@ def _of_model(arguments: argparse.Namespace) -> list[Finding]:
     config, values = read_object(arguments.deepspeed), model_object(arguments.model)
     model, found = None, []
     try:
-        model = build(values)
+        model = meta_model(values)
     except PlanError as error:
         # a model with its own code is built when training starts, and the engine's log lists its layers
         found.append(Finding("model", UNKNOWN if "auto_map" in values else PROBLEM, str(error)))

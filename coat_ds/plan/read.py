@@ -14,7 +14,7 @@ from coat_ds.plan.from_transformers import from_module
 from coat_ds.plan.sizes import Sizes, from_shape
 
 
-def build(config: Mapping) -> torch.nn.Module:
+def meta_model(config: Mapping) -> torch.nn.Module:
     """The model of a Hugging Face config, on the meta device, in BF16: of the class that its `architectures`
     name, or a causal language model.
 
@@ -63,7 +63,7 @@ def from_values(values: dict, vocabulary: int | None = None) -> Sizes:
         return from_shape(values, vocabulary)
     if "model_type" not in values:
         raise PlanError("model_type: found none. Give a config.json of Hugging Face or a file of configs/.")
-    return from_module(build(values if vocabulary is None else values | {"vocab_size": vocabulary}))
+    return from_module(meta_model(values if vocabulary is None else values | {"vocab_size": vocabulary}))
 
 
 def model_object(path: str) -> dict:

@@ -13,7 +13,7 @@ from torch.utils import _device
 from coat_ds import cli
 from coat_ds.doctor import OK, PROBLEM, UNKNOWN, WARNING, dry_run, machine, packages, switches
 from coat_ds.plan import PlanError
-from coat_ds.plan.read import build
+from coat_ds.plan.read import meta_model
 from coat_kernels.linear import matmul
 
 LLAMA = {
@@ -148,7 +148,7 @@ def test_switches(monkeypatch):
 
 
 def dry(config: dict, **model) -> dict:
-    return by_check(dry_run.check(config, build(LLAMA | model), gpus=2, sequence=128))
+    return by_check(dry_run.check(config, meta_model(LLAMA | model), gpus=2, sequence=128))
 
 
 def config(block: dict | None) -> dict:
@@ -170,7 +170,7 @@ def test_a_dry_run_counts_layers_states_and_bytes():
 
 def test_a_dry_run_names_weights_outside_of_fp8_by_their_share():
     """Experts of a form that is not converted are no linear layers that are counted."""
-    model = build(
+    model = meta_model(
         {
             "model_type": "jetmoe",
             "vocab_size": 64,
@@ -194,13 +194,13 @@ def test_a_model_is_built_without_memory_whatever_ran_before():
     with mock.patch.object(torch, "empty", functools.partial(torch.empty)), torch.device("meta"):
         assert torch.ones(1).is_meta
     # 4 TiB of embeddings
-    model = build(LLAMA | {"vocab_size": 2**32})
+    model = meta_model(LLAMA | {"vocab_size": 2**32})
     assert {p.device.type for p in model.parameters()} == {"meta"}
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
 
 
 def test_a_dry_run_leaves_the_model_as_it_was():
-    model = build(LLAMA)
+    model = meta_model(LLAMA)
     assert {p.device.type for p in model.parameters()} == {"meta"}
     before = {name: type(module).forward for name, module in model.named_modules()}
     dry_run.check(config({"enabled": True}), model, 1, 128)
@@ -396,7 +396,7 @@ def test_without_transformers_the_json_is_checked_alone(tmp_path, monkeypatch, c
 
 def test_models_that_cannot_be_built_are_named():
     with pytest.raises(PlanError, match="model: transformers cannot build it"):
-        build(LLAMA | {"model_type": "lama"})
+        meta_model(LLAMA | {"model_type": "lama"})
     with pytest.raises(PlanError, match="transformers cannot build it .*hidden_size"):
-        build(LLAMA | {"hidden_size": "many"})
-    json.dumps([f._asdict() for f in dry_run.check(config({"enabled": True}), build(LLAMA), 1, 128)])
+        meta_model(LLAMA | {"hidden_size": "many"})
+    json.dumps([f._asdict() for f in dry_run.check(config({"enabled": True}), meta_model(LLAMA), 1, 128)])

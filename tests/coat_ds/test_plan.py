@@ -23,8 +23,8 @@ ROOT = Path(__file__).parents[2]
 SMALL = Sizes(layers=2, hidden=64, ffn=128, heads=4, groups=2, head_dim=16, vocabulary=512)
 # elements of SMALL's matrices in a layer, of its embedding, and of all of its norms
 MATRICES, TABLE, NORMS = 64 * (128 + 64 + 256 + 128), 512 * 64, 5 * 64
-# a thousand operations or bytes a second: times in milliseconds are counts. GEMMs alone, or copies alone, take
-# time
+# GPUs on which only GEMMs or only copies take time, at a thousand operations or bytes a second: milliseconds
+# are counts
 GEMMS, COPIES = (
     dataclasses.replace(plan.GPUS["h200"], **dict.fromkeys(("fp8", "attention", "link"), 1e30), **rates)
     for rates in ({"bf16": 1e3, "copy": 1e30}, {"bf16": 1e30, "copy": 1e3})
@@ -44,8 +44,7 @@ def test_operations_and_bytes_of_a_step_are_those_on_paper():
     assert time("BF16", GEMMS, accumulation=4).compute == pytest.approx(4 * products)
     assert time("BF16, recompute", GEMMS).compute == pytest.approx(products + 2 * 8 * 2 * MATRICES)
     assert plan.flops(SMALL, 1, 8) == products + 2 * 6 * 8 * 8 * 64
-    # moments and masters are read and written, gradients read, weights written; BF16 gradients are first FP32.
-    # Norms have FP32 moments
+    # moments and masters are read and written, gradients read, weights written; BF16 gradients are first FP32
     states = (2 + 9 / 128) * (n - NORMS) + 8 * NORMS
     assert time("COAT", COPIES, gpus=4).optimizer == pytest.approx((2 * states + 12 * n) / 4)
     assert time("BF16", COPIES, gpus=4).optimizer == pytest.approx(n / 4 * (16 + 8 + 4 + 10))
@@ -166,8 +165,7 @@ def test_engines_and_checkpoints_take_less_than_a_step(gpus, stage, system):
 
 
 def test_stages_of_a_pipeline_have_their_parts():
-    """The first one has the embedding and saves as many micro-batches as there are stages; the last one has the
-    head."""
+    """The first has the embedding and saves a micro-batch for each stage; the last has the head."""
     model = dataclasses.replace(SMALL, layers=4, vocabulary=32000)
     spread = Layout(framework="megatron", fp32_gradients=True, gpus=2, pipeline=2, sequence=8, accumulation=4)
     part = 2 * MATRICES + 32000 * 64 + (4 + 1) * 64

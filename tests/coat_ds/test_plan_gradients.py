@@ -1,4 +1,4 @@
-"""What `coat plan` counts of gradients in FP32, and where gradients leave room for graphs of larger layers."""
+"""`coat plan`: gradients in FP32, and where gradients leave room for graphs of larger layers."""
 
 import contextlib
 from importlib.metadata import version

@@ -30,8 +30,9 @@ RESULTS = ROOT / "benchmarks/results"
 # of peaks
 BOUND = 0.03
 
-# What the code of a row's commit did otherwise: fields of the layout and keys of the block for COAT under ZeRO-3.
-# Before da81a66 no more was gathered ahead than DeepSpeed's default, before 1edb649 layers were no units.
+# What the code of a row's commit did otherwise: fields of the layout and keys of the block for COAT under
+# ZeRO-3. Before da81a66 no more was gathered ahead than DeepSpeed's default, before 1edb649 layers were no
+# units.
 THEN = {
     "da9ec18": ({}, {"zero3_layer_units": False}),
     "9851d86": ({}, {"zero3_layer_units": False}),

@@ -1,6 +1,5 @@
 """`coat plan`: models as they are read, compared with the real ones, and what cannot be planned."""
 
-import functools
 import json
 from pathlib import Path
 
@@ -9,11 +8,11 @@ import torch
 import transformers
 
 from coat_ds import cli, convert, plan
-from coat_ds.plan import Layout, PlanError, from_megatron, layout, meta_model, rungs, sizes
-from coat_ds.plan.command import configured
-from coat_ds.plan.read import from_values
+from coat_ds.plan import Layout, PlanError, from_deepspeed, rungs, sizes
+from coat_ds.plan.read import from_values, meta_model
 from coat_ds.plan.saved import saved_per_token
 from coat_ds.plan.systems import coat
+from tests.coat_ds.test_plan import SMALL
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,7 +23,6 @@ NAMES = {
     "num_attention_heads": 4,
     "vocab_size": 100,
 }
-WORDS = ["--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "4", "--vocab-size", "1000"]
 
 
 def test_sizes_are_read_from_what_people_have():
@@ -32,38 +30,11 @@ def test_sizes_are_read_from_what_people_have():
     assert from_file.parameters == 6_738_415_616
     llama3 = json.loads((ROOT / "configs/model_llama3_8b.json").read_text())
     assert sizes.from_shape(llama3, 128256).parameters == 8_030_261_248
-    assert llama3.pop("untie_embeddings_and_output_weights")
-    assert sizes.from_shape(llama3, 128256).parameters == 8_030_261_248
     llama3["untie_embeddings_and_output_weights"] = False
     assert sizes.from_shape(llama3, 128256).parameters == 8_030_261_248 - 128256 * 4096
     gpt2 = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257}
     assert from_values(gpt2).tied and not from_values(gpt2).gated and from_values(gpt2).ffn == 3072
     assert from_values({**gpt2, "n_inner": 1024}).ffn == 1024
-    words = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --vocab-size 1100 --swiglu --bf16"
-    model, said = from_megatron.from_arguments(f"{words} --tensor-model-parallel-size 2".split())
-    # a multiple of 128 on each rank
-    assert model.vocabulary == 1280 and model.ffn == 256 and said["tensor"] == 2
-    assert layout.from_megatron(said, gpus=4).between == 1
-    words += " --sequence-parallel --micro-batch-size 2 --global-batch-size 16"
-    found = layout.from_megatron(
-        from_megatron.from_arguments(f"{words} --tensor-model-parallel-size 2".split())[1], gpus=4
-    )
-    assert (found.between, found.accumulation) == (2, 4)
-
-
-@pytest.mark.parametrize(
-    ("words", "vocabulary"),
-    [
-        ("", 1024),
-        ("--tensor-model-parallel-size 4", 1024),
-        ("--tensor-model-parallel-size 16", 2048),
-        ("--make-vocab-size-divisible-by 8", 1000),
-        ("--make-vocab-size-divisible-by 8 --tensor-model-parallel-size 2", 1008),
-        ("--padded-vocab-size 1001 --tensor-model-parallel-size 2", 1001),
-    ],
-)
-def test_megatron_pads_a_vocabulary_of_1000(words, vocabulary):
-    assert from_megatron.from_arguments([*WORDS, *words.split()])[0].vocabulary == vocabulary
 
 
 def test_a_model_on_the_meta_device_is_counted():
@@ -82,7 +53,7 @@ def test_a_model_on_the_meta_device_is_counted():
     # biases of queries, keys and values
     assert found.other_parameters == 2 * (64 + 2 * 32)
     # as the package's description has it
-    spread = layout.from_deepspeed({"zero_optimization": {"stage": 2}}, gpus=8, sequence=4096)
+    spread = from_deepspeed({"zero_optimization": {"stage": 2}}, found, gpus=8, sequence=4096)
     assert plan.predict(found, spread, rungs()["COAT"]).peak.total > 2 * found.parameters
     with pytest.raises(PlanError, match='Linear: expected a model .* in "config"'):
         plan.from_module(torch.nn.Linear(2, 2))
@@ -127,7 +98,7 @@ def test_saved_bytes_are_what_autograd_saves(name, activations):
         system = rungs()["BF16"]
     else:
         system = coat("COAT", {"activations": activations})
-    predicted = saved_per_token(found, Layout(), system)
+    predicted = saved_per_token(found, system)
     # a layer's scales and joined biases are a few more bytes
     bound = 0.005 * predicted
     if activations is not None and found.experts is not None and not found.experts.grouped:
@@ -210,8 +181,9 @@ def test_a_mixture_is_planned(tmp_path, capsys):
     assert cli.main(words) == 0
     out = capsys.readouterr().out
     assert out.startswith("46.70B parameters, 16 x H200, ZeRO-3")
-    assert "experts: 8 in a layer, 2 for a token, without expert parallelism; under COAT they mult" in out
-    assert "Tokens are taken to be spread evenly over experts" in out
+    assert "experts: 8 in a layer, 2 for a token; under COAT they multiply in FP8" in out
+    assert cli.main([*words[:-2], "--megatron"]) == 2
+    assert "--megatron: Megatron's experts are not planned" in capsys.readouterr().err
 
 
 def test_parts_that_are_not_planned_are_named(tmp_path, capsys):
@@ -224,101 +196,110 @@ def test_parts_that_are_not_planned_are_named(tmp_path, capsys):
     }
     (tmp_path / "config.json").write_text(json.dumps(whole))
     assert cli.main(["plan", str(tmp_path / "config.json")]) == 0
-    assert (
-        "model.vision_tower, model.multi_modal_projector: their parameters are counted"
-        in capsys.readouterr().out
-    )
+    exact = plan.from_module(meta_model(whole)).outside
+    assert f"not planned: {exact:,} parameters outside of the decoder" in capsys.readouterr().out
+    assert exact > 64 * 64
+
+
+STAGE_2 = {"zero_optimization": {"stage": 2}}
 
 
 @pytest.mark.parametrize(
-    "call, message",
+    "fields, message",
     [
-        (lambda: Layout(stage=4), r"stage: expected one of \(0, 1, 2, 3\), found 4"),
+        ({"stage": 0}, "stage: expected 1, 2 or 3, found 0. Give a --stage"),
+        ({"gpus": 3, "tensor": 2}, "gpus: 3 is no multiple of tensor times pipeline parallel size, 2 x 1"),
+        ({"micro_batch": 0}, "micro_batch: expected a whole number above 0, found 0"),
+        ({"stage": 2, "framework": "megatron"}, "--megatron: it has no ZeRO stages"),
+        ({"gpus": 2, "pipeline": 2}, "--pipeline: planned with --megatron alone"),
+        ({"offload_parameters": True}, "zero_optimization.offload_param: it needs stage 3"),
+    ],
+    ids=str,
+)
+def test_layouts_that_cannot_be_planned_are_named(fields, message):
+    with pytest.raises(PlanError, match=message):
+        Layout(**fields)
+
+
+@pytest.mark.parametrize(
+    "config, message",
+    [
+        ({}, "stage: expected 1, 2 or 3, found 0. .* or set zero_optimization.stage"),
+        ({"zero_optimization": 3}, "zero_optimization: expected an object"),
         (
-            lambda: from_values(NAMES | {"model_type": "qwen3_moe", "num_experts": "8"}),
-            "cannot build it .*num_experts",
-        ),
-        (
-            lambda: Layout(stage=2, pipeline=2, gpus=2),
-            "stage: 2 does not go with .* pipeline of 2. Set it to 1",
-        ),
-        (
-            lambda: layout.from_deepspeed({"zero_optimization": {"reduce_bucket_size": "auto"}}),
-            'zero_optimization.reduce_bucket_size: "auto" needs the size of a model',
-        ),
-        (
-            lambda: layout.from_deepspeed({"data_types": {"grad_accum_dtype": "fp32"}}),
-            "data_types.grad_accum_dtype: .* from stage 1 on, found stage 0. Set zero_optimization.stage",
-        ),
-        (
-            lambda: layout.from_deepspeed(
-                {
-                    "data_types": {"grad_accum_dtype": "fp32"},
-                    "fp16": {"enabled": True},
-                    "zero_optimization": {"stage": 1},
-                }
-            ),
-            "data_types.grad_accum_dtype: FP32 is not planned at stage 1 with fp16. Leave it out",
-        ),
-        (lambda: Layout(micro_batch=0), "micro_batch: expected a whole number above 0, found 0"),
-        (lambda: Layout(parameter_device="cpu"), "parameter_device: .* Set the stage to 3"),
-        (lambda: layout.from_deepspeed({"zero_optimization": 3}), "zero_optimization: expected an object"),
-        (
-            lambda: layout.from_deepspeed({"zero_optimization": {"stage": "two"}}),
+            {"zero_optimization": {"stage": "two"}},
             "zero_optimization.stage: expected a whole number, found 'two'",
         ),
         (
-            lambda: layout.from_deepspeed({"zero_optimization": {"sub_group_size": float("inf")}}),
+            {"zero_optimization": {"stage": 3, "sub_group_size": float("inf")}},
             "zero_optimization.sub_group_size: expected a whole number, found inf",
         ),
         (
-            lambda: layout.from_deepspeed({"zero_optimization": {"offload_optimizer": "cpu"}}),
-            "zero_optimization.offload_optimizer: expected an object .* found 'cpu'. Use braces",
+            {"zero_optimization": {"stage": 2, "offload_optimizer": "cpu"}},
+            "zero_optimization.offload_optimizer: expected an object, found 'cpu'. Use braces",
         ),
         (
-            lambda: layout.from_deepspeed({"zero_optimization": {"offload_optimizer": {"device": "gpu"}}}),
+            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "gpu"}}},
             "zero_optimization.offload_optimizer.device: expected cpu or nvme, found 'gpu'",
         ),
         (
-            lambda: layout.from_deepspeed({"train_batch_size": 6}, gpus=4),
-            "train_batch_size: 6 is no multiple of 4, gradient_accumulation_steps times .*, 1 x 4. Change",
+            STAGE_2 | {"train_batch_size": 6},
+            "global batch: 6 is no multiple of micro-batch times data parallel size, 1 x 4",
         ),
         (
-            lambda: layout.from_deepspeed({"train_batch_size": 6}, gpus=2, micro_batch=2),
-            "train_batch_size: 6 is no multiple of 4, train_micro_batch_size_per_gpu times .*, 2 x 2",
+            {"zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "fp32"}},
+            "data_types.grad_accum_dtype: FP32 is not planned at stage 1",
         ),
-        (
-            lambda: configured({"coat": {"enabled": True}, "bf16": True}, Layout()),
-            "bf16: expected an object, found True. Use braces",
-        ),
-        (lambda: from_values(NAMES), "model_type: found none"),
         *(
-            (functools.partial(from_values, {"model_type": kind, "architectures": [name]}), message)
-            for kind, name, message in (
-                ("bert", "BertForMaskedLM", "BertForMaskedLM: is an encoder"),
-                ("t5", "T5ForConditionalGeneration", "has an encoder and a decoder"),
-                (
-                    "qwen3_next",
-                    "Qwen3NextForCausalLM",
-                    "Qwen3NextDecoderLayer: is a layer without",
-                ),
-                ("deepseek_v3", "DeepseekV3ForCausalLM", "DeepseekV3Attention: is not attention of queries"),
-                ("mamba", "MambaForCausalLM", "MambaBlock: is a layer without attention"),
-                ("jetmoe", "JetMoeForCausalLM", "JetMoe"),
+            (STAGE_2 | {outer: {inner: value}}, f"{outer}.{inner}: found {value}, which is not planned")
+            for outer, inner, value in (
+                ("tensor_parallel", "autotp_size", 2),
+                ("activation_checkpointing", "partition_activations", True),
+                ("compile", "deepcompile", True),
             )
         ),
-        (
-            lambda: from_megatron.from_arguments([*WORDS, "--multi-latent-attention"]),
-            "multi_latent_attention: found true, and multi-latent",
-        ),
-        (lambda: from_megatron.from_arguments(["--num-layers", "2"]), "--vocab-size: not among"),
-        (lambda: from_megatron.from_arguments(["--num-layers", "two"]), "invalid int value: 'two'"),
+        (STAGE_2 | {"sequence_parallel_size": 4}, "sequence_parallel_size: found 4, which is not planned"),
     ],
-    ids=lambda value: value if isinstance(value, str) else "",
+    ids=lambda value: json.dumps(value) if isinstance(value, dict) else "",
 )
-def test_what_cannot_be_planned_is_named(call, message):
+def test_what_of_a_json_cannot_be_planned_is_named(config, message):
     with pytest.raises(PlanError, match=message):
-        call()
+        from_deepspeed(config, SMALL, gpus=4)
+
+
+def test_keys_that_change_nothing_are_planned():
+    off = {
+        "tensor_parallel": {"autotp_size": 1},
+        "sequence_parallel_size": 1,
+        "compile": {"deepcompile": False},
+    }
+    off |= {"zero_optimization": {"stage": 2, "mics_shard_size": -1}}
+    assert from_deepspeed(off, SMALL) == Layout(stage=2)
+
+
+@pytest.mark.parametrize(
+    "kind, name, message",
+    [
+        ("bert", "BertForMaskedLM", "BertForMaskedLM: is an encoder"),
+        ("t5", "T5ForConditionalGeneration", "has an encoder and a decoder"),
+        ("qwen3_next", "Qwen3NextForCausalLM", "Qwen3NextDecoderLayer: is a layer without"),
+        ("deepseek_v3", "DeepseekV3ForCausalLM", "DeepseekV3Attention: is not attention of queries"),
+        ("mamba", "MambaForCausalLM", "MambaBlock: is a layer without attention"),
+        ("jetmoe", "JetMoeForCausalLM", "JetMoe"),
+    ],
+)
+def test_models_that_cannot_be_planned_are_named(kind, name, message):
+    with pytest.raises(PlanError, match=message):
+        from_values({"model_type": kind, "architectures": [name]})
+
+
+def test_files_without_a_model_are_named():
+    with pytest.raises(PlanError, match="model_type: found none"):
+        from_values(NAMES)
+    with pytest.raises(PlanError, match="cannot build it .*num_experts"):
+        from_values(NAMES | {"model_type": "qwen3_moe", "num_experts": "8"})
+    with pytest.raises(PlanError, match="hidden_size: expected a whole number above 0, found None"):
+        from_values({"num_layers": 2, "num_query_groups": 2}, 100)
 
 
 GEMMA = {
@@ -361,15 +342,7 @@ PICTURES = {
 @pytest.mark.parametrize("config", [GEMMA, UNGATED, PICTURES], ids=lambda c: c["model_type"])
 def test_a_plan_is_of_the_model_that_transformers_builds(config):
     """A head that the class ties by default, layers without a gate, a tower that reads pictures."""
-    exact = sum(p.numel() for p in meta_model.build(config).parameters())
+    exact = sum(p.numel() for p in meta_model(config).parameters())
     found = from_values(config, None)
     assert abs(found.parameters - exact) <= 0.02 * exact
     assert found.gated == (config is not UNGATED) and found.tied == (config is not PICTURES)
-
-
-@pytest.mark.parametrize("words", [["--hybrid-override-pattern", "M-M*"], ["--is-hybrid-model"]])
-def test_hybrid_models_of_megatron_are_refused(words):
-    dense = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --vocab-size 512 --swiglu"
-    assert from_megatron.from_arguments(dense.split())
-    with pytest.raises(PlanError, match=words[0]):
-        from_megatron.from_arguments([*dense.split(), *words])

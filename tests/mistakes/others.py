@@ -30,10 +30,6 @@ from tests.mistakes.makers import (
 )
 
 LLAMA = ("configs/model_llama2_7b.json", "--vocabulary", "32000")
-MIXTURE = (
-    *("--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "4", "--vocab-size", "512"),
-    *("--num-experts", "8"),
-)
 TRAIN = ("train", "--model-config", "configs/model_quickstart.json", "--output", "{folder}/run")
 HALF = torch.nn.Sequential(torch.nn.Linear(64, 64)).half()
 TWICE = torch.nn.Sequential(torch.nn.Linear(64, 64))
@@ -266,17 +262,21 @@ MISTAKES = {
         Mistake(
             "too little memory",
             coat("plan", *LLAMA, "--fit", "5GB"),
-            ("nothing fits into 5.0 GB", "Give more"),
+            ("nothing fits into 5.0 GB", "Give a smaller"),
         ),
         Mistake(
-            "Megatron's experts that drop tokens",
-            coat("plan", "--megatron", *MIXTURE, "--moe-expert-capacity-factor", "1.5"),
-            ("--moe-expert-capacity-factor: found 1.5", "dropped are not planned", "Drop it"),
+            "a key that is not planned",
+            in_a_folder(
+                "ds.json",
+                '{"zero_optimization": {"stage": 2}, "tensor_parallel": {"autotp_size": 2}}',
+                *("plan", *LLAMA, "--deepspeed", "{folder}/ds.json"),
+            ),
+            ("tensor_parallel.autotp_size: found 2", "Leave it out"),
         ),
         Mistake(
             "a JSON without a model",
             in_a_folder("ds.json", "{}", "doctor", "--deepspeed", "{folder}/ds.json"),
-            ("--deepspeed: a model is needed with it", "Give --model"),
+            ("--deepspeed, --model: one is checked with the other", "Give both"),
         ),
         Mistake(
             "a folder without readings",

@@ -16,7 +16,7 @@ import coat_ds
 from coat_ds import plan
 from coat_ds.layers.modules.decoder_layer import Fp8DecoderLayer
 from coat_ds.plan.from_transformers import TOLERANCE
-from coat_ds.plan.read import build
+from coat_ds.plan.read import meta_model
 from coat_kernels.fp8 import E4M3, E5M2
 from coat_kernels.groups.reference import GROUP_FORMATS
 from tests.coat_ds.layers.measures import relative
@@ -195,7 +195,7 @@ def test_converted_equals_stock(name, exact, monkeypatch):
 def test_a_plan_has_the_parameters_of_the_model(name):
     """Of the default config. Families that are not planned are refused with the reason."""
     try:
-        model = build({"model_type": families()[name], "architectures": [name]})
+        model = meta_model({"model_type": families()[name], "architectures": [name]})
         found = plan.from_module(model)
     except plan.PlanError as error:
         pytest.skip(str(error)[:120])
