@@ -7,6 +7,7 @@ results are whatever was in memory. To be run without triton's interpreter, whos
     TRITON_INTERPRET=0 python -m tests.kernels.offline [CAPABILITY SHARED_MEMORY]
 """
 
+import functools
 import json
 import re
 import sys
@@ -23,7 +24,7 @@ if len(sys.argv) > 2:
     device.shared_memory = lambda device: int(sys.argv[2])
 
 import coat_ds  # noqa: E402
-from coat_kernels import groups, linear, norm, rope, tensorwise  # noqa: E402
+from coat_kernels import experts, groups, linear, norm, rope, tensorwise  # noqa: E402
 from coat_kernels.adamw import AdamWOptions, storing  # noqa: E402
 from coat_kernels.codecs.codec import decode_kernel_launch, encode_kernel_launch  # noqa: E402
 from coat_kernels.fp8 import E4M3  # noqa: E402
@@ -126,9 +127,24 @@ def others() -> None:
     storing.storing_sums_triton(moments, moments, grad, torch.ones(10), AdamWOptions(**codecs, **OPTIONS))
 
 
+def experts_layer() -> None:
+    """Experts whose weights and router are trained, and frozen ones."""
+    for trained, gated in ((True, True), (False, True), (True, False)):
+        ones = functools.partial(torch.ones, dtype=torch.bfloat16)
+        x = ones(256, 128, requires_grad=True)
+        weights = torch.ones(256, 2, requires_grad=trained)
+        gate_up = ones(4, (1 + gated) * 256, 128, requires_grad=trained)
+        down = ones(4, 128, 256, requires_grad=trained)
+        chosen = torch.zeros(256, 2, dtype=torch.int64)
+        experts.grouped_experts(
+            x, chosen, weights, gate_up, down, experts.KernelGate("silu", gated=gated)
+        ).sum().backward()
+
+
 if __name__ == "__main__":
     compile_only(int(sys.argv[1]) if len(sys.argv) > 1 else CAPABILITY)
     for name in MODELS:
         train(name)
     norms()
     others()
+    experts_layer()
