@@ -3,6 +3,7 @@
 The seed of a case determines what it checks, and its sizes, options and values.
 """
 
+import functools
 import math
 import random
 import time
@@ -26,7 +27,7 @@ from coat_kernels.codecs.codec import (
     encode_kernel_launch,
     encode_reference,
 )
-from coat_kernels.experts import KernelGate, experts_reference, grouped_experts
+from coat_kernels.experts import KernelGate, experts_reference, grouped_experts, kernels, order, reference
 from coat_kernels.fp8 import E4M3, E5M2
 from coat_kernels.groups import GROUP_FORMATS
 from coat_kernels.linear.kernels import accumulate_matmul_triton, add_triton
@@ -338,8 +339,45 @@ def check_products(draw: Draw) -> Errors:
     yield "add_kernel", exact(added, wanted)
 
 
+def check_experts_kernels(draw: Draw) -> Errors:
+    """The kernels around the grouped GEMMs; some experts have no row."""
+    count, k = draw.size(most=16), draw.size(most=8)
+    whole = functools.partial(torch.randint, 0, generator=draw.generator, device=draw.device)
+    ends = whole(draw.size(most=draw.most // 4), (count,)).cumsum(0).int()
+    n, h = int(ends[-1]) + 1, draw.size(16, 16)
+    ends[-1] = n
+    source, _ = order.padded(ends, n)
+    x = draw.wide(n, h)
+    found, expected = kernels.quantize_each_row_triton(x), reference.quantize_each_row_reference(x)
+    for a, e in zip(found, expected, strict=True):
+        yield "quantize_each_row_kernel", exact(a.float(), e.float())
+    gathered = reference.gather_columns_reference(expected[0], source)
+    yield (
+        "gather_columns_kernel",
+        exact(kernels.gather_columns_triton(expected[0], source).float(), gathered.float()),
+    )
+    back = whole(n, (draw.size(), k))
+    sums = reference.sum_to_tokens_reference(x, back)
+    yield "sum_to_tokens_kernel", rounded(kernels.sum_to_tokens_triton(x, back), sums)
+    size, gated = draw.choice(16, 32, 64, 128), draw.choice(False, True)
+    options, f = (draw.choice(*act.KINDS), gated, size), draw.size(size, size, most=max(draw.most // 4, size))
+    q = groups.quantize_groups_reference(draw.normal(n, (1 + gated) * f), size, draw.keep)
+    weights, largest = (
+        draw.normal(n, dtype=torch.float32).sigmoid(),
+        draw.normal(1, dtype=torch.float32).exp(),
+    )
+    operands = draw.wide(n, f, dtype=torch.bfloat16), q, weights, source
+    expected = reference.gate_output_reference(*operands, largest, *options)
+    for a, e in zip(kernels.gate_output_triton(*operands, largest, *options), expected, strict=True):
+        yield "gate_output_kernel", rounded(a, e)
+    maxima = expected[3], expected[3].amax(0, keepdim=True)
+    expected = reference.gate_grad_reference(*operands, *maxima, *options)
+    for a, e in zip(kernels.gate_grad_triton(*operands, *maxima, *options), expected, strict=True):
+        yield "gate_grad_kernel", rounded(a, e)
+
+
 def check_experts(draw: Draw) -> Errors:
-    """Grouped GEMMs in BF16; some experts have no token."""
+    """Grouped GEMMs; some experts have no token."""
     # small sizes, since the reference computes in FP64
     t, (h, f) = draw.size(64), (draw.size(64, 16, most=draw.most // 4) for _ in range(2))
     count, k = draw.size(2, most=16), 2
@@ -380,6 +418,7 @@ CHECKS: tuple[Callable[[Draw], Errors], ...] = (
     check_adamw,
     check_stochastic,
     check_products,
+    check_experts_kernels,
     check_experts,
 )
 
