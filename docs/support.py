@@ -121,24 +121,15 @@ SECTIONS: dict[str, list[Row]] = {
         Row("DeepCompile, random-LTD, generation of `hybrid_engine`", *NOT_RUN),
     ],
     "MoE with ZeRO-3": [
-        Row("MoE + ZeRO-3, transformers, up to 16 experts a layer (Mixtral)", cpu=2,
-            condition="experts run one after another; let ZeRO-3 gather layers as units (the default)"),
-        Row("MoE + ZeRO-3, transformers, more experts (Qwen3-MoE)", "BF16", cpu=2,
-            condition="experts: a grouped BF16 GEMM, saved in 8 bits; the other layers run in FP8"),
+        Row("MoE + ZeRO-3, transformers (Mixtral, Qwen3-MoE)", cpu=2, condition="experts: grouped FP8 GEMMs"),
         Row("MoE + ZeRO-3, Megatron, sequential experts", cpu=2, h100=2,
             condition="every rank holds all experts", proof=(UNITS,)),
         Row("MoE + ZeRO-3, `deepspeed.moe`", *REFUSED, condition="by DeepSpeed itself, with stock AdamW too"),
     ],
     "MoE without ZeRO-3": [
-        Row("MoE + ZeRO-0, 1, 2, transformers, up to 16 experts a layer (Mixtral)", cpu=2,
-            condition="experts run one after another"),
-        Row("MoE + ZeRO-0, 1, 2, transformers, more experts (Qwen3-MoE)", "BF16", cpu=2, h200=1,
-            condition="experts: a grouped BF16 GEMM, saved in 8 bits; the other layers run in FP8; ZeRO ran "
-                      "on CPUs",
-            proof=("models_gpu.csv",)),
+        Row("MoE + ZeRO-0, 1, 2, transformers (Mixtral, Qwen3-MoE)", cpu=2, condition="experts: grouped FP8 GEMMs"),
         Row("MoE + ZeRO-0, 1, 2, `deepspeed.moe`", cpu=2, condition="with expert parallelism too"),
-        Row("MoE of transformers with biases or an own gate (GPT-OSS)", "BF16", cpu=1,
-            condition="experts: a grouped BF16 GEMM, saved in 8 bits; the other layers run in FP8"),
+        Row("MoE of transformers with biases or an own gate (GPT-OSS)", cpu=1, condition="experts: grouped FP8 GEMMs"),
         Row("Expert parallelism of transformers", "BF16", cpu=1,
             condition="the experts' forward is transformers'"),
         Row("AutoEP (`expert_parallel`)", "BF16", cpu=2,
@@ -146,10 +137,10 @@ SECTIONS: dict[str, list[Row]] = {
         Row("MoE of Megatron, sequential experts", cpu=2, h200=1,
             condition="expert outputs are saved in BF16; GPU: tests of single layers",
             proof=("tests/megatron_ext/test_moe.py",)),
-        Row("MoE of Megatron, `--moe-grouped-gemm`", "BF16", cpu=2, h200=1,
-            condition="saved in 8 bits, no Transformer Engine; GPU: tests of single layers; "
+        Row("MoE of Megatron, `--moe-grouped-gemm`", cpu=2,
+            condition="saved in 8 bits, no Transformer Engine; "
                       "`--load-main-params-from-ckpt` does not find the weights",
-            proof=("tests/megatron_ext/test_grouped_experts.py",)),
+            ),
         Row("MoE of Megatron + expert parallelism (`allgather`, `alltoall`)", cpu=2,
             condition="with tensor parallelism, recompute, capacity factors; expert tensor parallelism "
                       "together with expert parallelism: padded only"),
@@ -232,7 +223,7 @@ SECTIONS: dict[str, list[Row]] = {
                    "tests/coat_ds/layers/test_transformers_tp.py")),
         Row("Tensor parallelism + `torch.compile`", "BF16", cpu=2),
         Row("`torch.compile`", cpu=1, h100=1, h200=1,
-            condition="after `convert`; no fused layers; experts with an own gate stay stock",
+            condition="after `convert`; no fused layers; experts break the graph",
             proof=("tests/coat_ds/layers/test_gpu.py",)),
         Row("LoRA (PEFT)", cpu=2,
             condition="base weights in FP8, no fused layers; with `tp_plan` on column-parallel layers "

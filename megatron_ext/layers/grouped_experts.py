@@ -1,4 +1,4 @@
-"""Megatron's experts of `--moe-grouped-gemm`: one grouped BF16 GEMM for each projection, saved in 8 bits.
+"""Megatron's experts of `--moe-grouped-gemm`: one grouped FP8 GEMM for each projection, saved in 8 bits.
 
 They need no Transformer Engine. A projection's weights of all experts of a rank are one parameter, which the
 grouped GEMM reads without a copy. Checkpoints have the names and parts of Megatron's SequentialMLP.
@@ -8,6 +8,7 @@ import functools
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -18,7 +19,10 @@ from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
 from coat_ds.config import ActivationsConfig, CoatConfigError
 from coat_ds.layers.conversion import grouped
 from coat_ds.layers.inventory import Part
-from coat_kernels.experts import KernelGate, OwnGate, permuted_experts
+from coat_ds.layers.modules.replaced import is_evaluated
+from coat_kernels.experts import ExpertsState, KernelGate, OwnGate, permuted_experts
+from coat_kernels.fp8 import ALIGNMENT
+from coat_kernels.weights import WeightCache
 from megatron_ext.layers.decoder_layer import wait_for_parameters
 from megatron_ext.layers.linear import check_arguments, unfused
 from megatron_ext.layers.mlp import check_activation, kernel_kind
@@ -28,8 +32,6 @@ _PROJECTIONS = ("linear_fc1", "linear_fc2")
 # the axis of an expert's weight that is split over tensor parallel ranks; Megatron refuses biases if it is
 # split
 _SPREAD = {"linear_fc1.weight": 0, "linear_fc2.weight": 1}
-# rows of the grouped GEMM are whole 16-byte words
-_ALIGNMENT = 8
 
 
 class GroupedLinear(torch.nn.Module):
@@ -54,23 +56,23 @@ class GroupedLinear(torch.nn.Module):
 
     def finish_init(self, quant_config) -> None:
         """Raises CoatConfigError if Megatron's `--te-precision-config-file` sets FP8 options here."""
-        wanted = {} if quant_config is None else quant_config.config.get("coat", {})
-        if wanted and wanted != {"enabled": False}:
+        if wanted := {} if quant_config is None else quant_config.config.get("coat", {}):
             raise CoatConfigError(
                 f"--te-precision-config-file: configs.{quant_config.config_key}.coat, for "
-                f"{quant_config.match_input.module_path}: found {wanted}, but experts of --moe-grouped-gemm "
-                "multiply in BF16. Narrow the pattern to other layers, or remove --moe-grouped-gemm."
+                f"{quant_config.match_input.module_path}: found {wanted}, but all experts of "
+                "--moe-grouped-gemm multiply in E4M3. Narrow the pattern to other layers, or remove "
+                "--moe-grouped-gemm."
             )
 
     def coat_part(self) -> Part:
-        return Part("linear", None, f"{self.count} experts multiply in one grouped BF16 GEMM")
+        return Part("linear", f"e4m3, {self.count} experts in one grouped GEMM")
 
     def extra_repr(self) -> str:
         return f"weight={list(self.weight.shape)}, bias={self.bias is not None}"
 
 
 class CoatGroupedMLP(TakesActivations, SequentialMLP):
-    """Megatron's SequentialMLP with all of a rank's experts in one grouped BF16 GEMM for each projection.
+    """Megatron's SequentialMLP with all of a rank's experts in one grouped FP8 GEMM for each projection.
 
     It saves its input and the input of the activation for backward, both in 8 bits. Initial values and
     attributes of parameters are SequentialMLP's, and so are its state dicts, sharded or not; state dicts of
@@ -101,12 +103,14 @@ class CoatGroupedMLP(TakesActivations, SequentialMLP):
     def take_activations(self, activations: ActivationsConfig) -> None:
         super().take_activations(activations)
         (h, f), size = self._sizes, activations.group_size
-        if h % _ALIGNMENT or f % size:
+        if h % ALIGNMENT or f % size:
             raise ValueError(
-                f"grouped experts: expected --hidden-size to be a multiple of {_ALIGNMENT}, and each rank's "
+                f"grouped experts: expected --hidden-size to be a multiple of {ALIGNMENT}, and each rank's "
                 f"part of --moe-ffn-hidden-size of {size}; found {h} and {f}. Change them, "
                 "--expert-tensor-parallel-size or coat.activations.group_size, or remove --moe-grouped-gemm."
             )
+        caches = (WeightCache(activations.weight_cache) for _ in _PROJECTIONS)
+        self._state = ExpertsState(*caches, fast=activations.fast_accumulation != "none")
         gated, kept = self.config.gated_linear_unit, (size, activations.saved_format)
         self._gate = KernelGate(self._kind, *kept, gated) if self._kind else OwnGate(self._act, *kept, gated)
 
@@ -138,11 +142,36 @@ class CoatGroupedMLP(TakesActivations, SequentialMLP):
         fc1, fc2 = self.linear_fc1, self.linear_fc2
         wait_for_parameters(fc1)
         wait_for_parameters(fc2)
-        # whatever dtype the parameters have
-        rows, *weights = (t.to(torch.bfloat16) for t in (x, fc1.weight, fc2.weight))
-        biases = {"gate_up_bias": fc1.bias, "down_bias": fc2.bias}
-        y = permuted_experts(rows, tokens_per_expert, probs, *weights, self._gate, **biases)
+        rows = x.to(torch.bfloat16)
+        if self.activations.evaluation == "stock" and is_evaluated(self):
+            y = self._in_bf16(rows, tokens_per_expert, probs)
+        else:
+            y = permuted_experts(
+                rows,
+                tokens_per_expert,
+                probs,
+                fc1.weight,
+                fc2.weight,
+                self._gate,
+                gate_up_bias=fc1.bias,
+                down_bias=fc2.bias,
+                state=self._state,
+            )
         return y.to(x.dtype), None
+
+    def _in_bf16(self, rows: torch.Tensor, tokens_per_expert: torch.Tensor, probs) -> torch.Tensor:
+        """The weighted outputs without FP8 and without gradients."""
+        ends = tokens_per_expert.cumsum(0).to(rows.device, torch.int32)
+        expert = torch.searchsorted(
+            ends, torch.arange(len(rows), dtype=ends.dtype, device=ends.device), right=True
+        )
+
+        def project(x: torch.Tensor, linear: GroupedLinear) -> torch.Tensor:
+            y = F.grouped_mm(x, linear.weight.to(x.dtype).transpose(1, 2), offs=ends)
+            return y if linear.bias is None else y + linear.bias.to(x.dtype)[expert]
+
+        a = self._act(project(rows, self.linear_fc1)).to(rows.dtype)
+        return (project(a, self.linear_fc2) * probs.unsqueeze(-1)).to(rows.dtype)
 
     def backward_dw(self) -> None:
         """Does nothing: weights have their gradients when backward is over."""

@@ -1,7 +1,7 @@
 """Megatron's mixture of experts with FP8 experts, routed ones and shared ones.
 
 The router, the dispatcher and every name in a checkpoint stay Megatron's. Experts run one after another, or
-with `--moe-grouped-gemm` in one grouped BF16 GEMM (`grouped_experts.py`). An expert's tensor has the scale of
+with `--moe-grouped-gemm` in one grouped FP8 GEMM (`grouped_experts.py`). An expert's tensor has the scale of
 this rank's part: a common scale would need an all-reduce for each of many small GEMMs.
 """
 
@@ -58,7 +58,7 @@ class CoatSharedExpertMLP(SharedExpertMLP, CoatMLP):
 
 
 class CoatMoELayer(MoELayer):
-    """Megatron's MoELayer with experts in FP8 or, by `--moe-grouped-gemm`, in a grouped BF16 GEMM.
+    """Megatron's MoELayer with experts in FP8, by `--moe-grouped-gemm` in grouped GEMMs.
 
     Fits a layer's `mlp` slot. Raises ValueError at construction for shared experts that overlap with the
     dispatcher, and for a dispatcher whose package is missing.

@@ -17,7 +17,6 @@ from coat_ds.layers.inventory import layers_of
 from coat_ds.saved_bytes import SavedStorages
 from coat_kernels.agreement import BF16_RMS, EXPERTS_BACKWARD, EXPERTS_FORWARD
 from megatron_ext.layer_specs import coat_layer_spec, sdpa_layer_spec
-from tests.kernels.test_experts import OF_ROWS
 from tests.megatron_ext.test_moe import (
     ALL_TO_ALL,
     DROPPING,
@@ -136,8 +135,7 @@ def test_equals_megatrons_experts(case, device):
     # the size of an error in few numbers is known to two standard deviations
     of_few = 1 + 2 / (2 * ROWS) ** 0.5
     for name, grad in wanted.items():
-        bound = OF_ROWS["sqrt8"] if "linear_fc1" in name else EXPERTS_BACKWARD["sqrt8"]
-        bound = of_few * (bound**2 + crossing) ** 0.5
+        bound = of_few * (EXPERTS_BACKWARD["sqrt8"] ** 2 + crossing) ** 0.5
         assert rel_rms(grads[name], grad) < bound, name
         assert rel_rms(grads[name], in_bf16[name]) < bound + of_few * EXPERTS_FORWARD, name
         if name.startswith("local_experts"):
@@ -155,8 +153,8 @@ def test_keeps_eight_bits(megatron, of_each, biases, device):
     with kept.counting():
         experts(x, torch.tensor(of_each), probs)
     rows, count = len(x), len(of_each)
-    # codes with their scales, the end of each expert, and for biases each row's expert and weights
-    expected = rows * (H + 2 * FFN) * 17 // 16 + 4 * count + biases * rows * (8 + 2 * count)
+    # and for biases each row's expert and weights
+    expected = _grouped_bytes(of_each) + biases * rows * (8 + 2 * count)
     assert kept.nbytes == (expected if rows else 0)
     kept = SavedStorages(known.__contains__)
     with torch.no_grad(), kept.counting():
@@ -183,8 +181,9 @@ def _stock_bytes(of_each):
 
 
 def _grouped_bytes(of_each):
-    """The input of the experts and the input of the activation, in 8 bits, and the end of each expert."""
-    return (H + 2 * FFN) * sum(of_each) * 17 // 16 + 4 * len(of_each)
+    """The input of the experts in FP8, the input of the activation in groups of 8 bits, the end of each
+    expert, the scale of the input, and the amax of the activation's output and of two weights."""
+    return H * sum(of_each) + 2 * FFN * sum(of_each) * 17 // 16 + 4 * len(of_each) + 4 * 4
 
 
 def _sequential_bytes(of_each):
@@ -223,9 +222,7 @@ def test_gradient_accumulation_fusion_needs_no_apex(megatron):
 def test_say_what_they_do(megatron):
     model, _ = _grouped()
     layers = layers_of(model.decoder, "")
-    assert layers.left == {
-        f"layers.1.mlp.experts.linear_fc{i}": "4 experts multiply in one grouped BF16 GEMM" for i in (1, 2)
-    }
+    assert not layers.left and layers.made["linear"]["e4m3, 4 experts in one grouped GEMM"] == 2
     # those of a dense layer, of the shared expert, and of the routed experts
     assert layers.made["feed_forward"] == {"save 8 bits (sqrt8, groups of 16)": 3}
 
@@ -363,7 +360,7 @@ def test_on_two_ranks_equals_megatrons_experts(ranks, layout, batch):
             else:
                 of_each = [f"{before}{experts}local_experts.{i}.{after}" for i in range(len(grad))]
                 expected = torch.stack([stock["grads"][name] for name in of_each])
-                bound = OF_ROWS["sqrt8"]
+                bound = EXPERTS_BACKWARD["sqrt8"]
             assert rel_rms(grad, expected) < bound, name
 
 
@@ -447,20 +444,20 @@ def test_unsupported_options_are_named(megatron, overrides, text):
 def test_rows_that_are_no_whole_words_are_named(megatron):
     experts = _grouped(moe_shared_expert_intermediate_size=None)[1]
     experts._sizes = [H + 4, FFN]
-    with pytest.raises(ValueError, match=f"--hidden-size to be a multiple of 8.*found {H + 4} and {FFN}"):
+    with pytest.raises(ValueError, match=f"--hidden-size to be a multiple of 16.*found {H + 4} and {FFN}"):
         experts.take_activations(experts.activations)
 
 
 def test_options_of_fp8_layers_are_refused(megatron):
     _, experts = _grouped()
-    for block in (None, {}, {"enabled": False}):
+    for block in (None, {}):
         config = {} if block is None else {"coat": block}
         experts.linear_fc1.finish_init(SimpleNamespace(config=config))
     place = SimpleNamespace(module_path="decoder.layers.1.mlp.experts.linear_fc1")
-    for block in ({"backward_format": "e4m3"}, {"enabled": True}, {"enabled": False, "weight_cache": "fp8"}):
+    for block in ({"backward_format": "e4m3"}, {"enabled": True}, {"enabled": False}):
         wide = SimpleNamespace(config={"coat": block}, config_key="wide", match_input=place)
         with pytest.raises(
-            CoatConfigError, match="configs.wide.coat, for decoder.*linear_fc1.*multiply in BF16"
+            CoatConfigError, match="configs.wide.coat, for decoder.*linear_fc1.*multiply in E4M3"
         ):
             experts.linear_fc1.finish_init(wide)
 
