@@ -40,8 +40,8 @@ def quantize_each_row_reference(x: torch.Tensor) -> tuple[torch.Tensor, torch.Te
 
 def gather_columns_reference(codes: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     """The rows `source` [p] of FP8 codes [n, m], transposed: [m, p]. Row n is zero."""
-    padded = torch.nn.functional.pad(codes.view(torch.uint8), (0, 0, 0, 1))
-    return padded[source].t().contiguous().view(codes.dtype)
+    padded = torch.cat((codes, codes.new_zeros(1, codes.shape[1])))
+    return padded[source].t().contiguous()
 
 
 def sum_to_tokens_reference(rows: torch.Tensor, back: torch.Tensor) -> torch.Tensor:

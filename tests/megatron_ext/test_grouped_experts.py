@@ -35,6 +35,8 @@ from tests.util import rel_rms, run_distributed
 
 GROUPED = {"moe_grouped_gemm": True}
 FFN = EXPERTS["moe_ffn_hidden_size"]
+# the part of the experts' errors that BF16 makes (`coat_kernels.agreement`)
+BF16_FORWARD, BF16_BACKWARD = 8**0.5 * BF16_RMS, 4 * BF16_RMS
 # some experts have no rows, and some end within a tile
 OF_EACH = (9, 0, 16, 25)
 ROWS = sum(OF_EACH)
@@ -352,16 +354,15 @@ def test_on_two_ranks_equals_megatrons_experts(ranks, layout, batch):
     for rank in ranks:
         grouped, stock = rank[layout, batch, "grouped"], rank[layout, batch, "stock"]
         # a relative error of the experts' part of the input of the head
-        assert abs(grouped["loss"] - stock["loss"]) < EXPERTS_FORWARD * stock["loss"]
+        assert abs(grouped["loss"] - stock["loss"]) < BF16_FORWARD * stock["loss"]
         for name, grad in grouped["grads"].items():
             before, experts, after = name.partition(".mlp.experts.")
             if not experts:
-                expected, bound = stock["grads"][name], EXPERTS_BACKWARD["sqrt8"]
+                expected = stock["grads"][name]
             else:
                 of_each = [f"{before}{experts}local_experts.{i}.{after}" for i in range(len(grad))]
                 expected = torch.stack([stock["grads"][name] for name in of_each])
-                bound = EXPERTS_BACKWARD["sqrt8"]
-            assert rel_rms(grad, expected) < bound, name
+            assert rel_rms(grad, expected) < BF16_BACKWARD, name
 
 
 @pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if "tensor" in layout])
