@@ -127,9 +127,11 @@ SECTIONS: dict[str, list[Row]] = {
         Row("MoE + ZeRO-3, `deepspeed.moe`", *REFUSED, condition="by DeepSpeed itself, with stock AdamW too"),
     ],
     "MoE without ZeRO-3": [
-        Row("MoE + ZeRO-0, 1, 2, transformers (Mixtral, Qwen3-MoE)", cpu=2, condition="experts: grouped FP8 GEMMs"),
+        Row("MoE + ZeRO-0, 1, 2, transformers (Mixtral, Qwen3-MoE)", cpu=2,
+            condition="experts: grouped FP8 GEMMs"),
         Row("MoE + ZeRO-0, 1, 2, `deepspeed.moe`", cpu=2, condition="with expert parallelism too"),
-        Row("MoE of transformers with biases or an own gate (GPT-OSS)", cpu=1, condition="experts: grouped FP8 GEMMs"),
+        Row("MoE of transformers with biases or an own gate (GPT-OSS)", cpu=1,
+            condition="experts: grouped FP8 GEMMs"),
         Row("Expert parallelism of transformers", "BF16", cpu=1,
             condition="the experts' forward is transformers'"),
         Row("AutoEP (`expert_parallel`)", "BF16", cpu=2,
