@@ -244,9 +244,9 @@ class OptimizerConfig(_Block):
     )
     """Where moments and the 16 bits of "exact" are. "none": on the GPU. "cpu": in pinned host memory; each
     step streams them through the GPU, which takes as long as copying them both ways, and has the same
-    results. A number: states stay on the GPU, tensor by tensor, while they fit into this number of GB (10^9
-    bytes), and the others stream; a partition of ZeRO 1 or 2 is one tensor. ZeRO's masters stay on the GPU. With
-    DeepSpeed's `offload_optimizer` they are in host memory, and all states with them."""
+    results. A number: states stay on the GPU, tensor by tensor, while they fit into this number of GB, 10^9
+    bytes each, and the others stream; a partition of ZeRO 1 or 2 is one tensor. ZeRO's masters stay on the
+    GPU. With DeepSpeed's `offload_optimizer` they are in host memory, and all states with them."""
 
     def __post_init__(self):
         # slots=True creates a second class, and `super()` without arguments still refers to the first

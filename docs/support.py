@@ -218,6 +218,10 @@ SECTIONS: dict[str, list[Row]] = {
         Row("Trainer without DeepSpeed, Accelerate", cpu=2),
         Row("DistributedDataParallel", cpu=2),
         Row("FSDP2, HSDP", cpu=4, h100=2, h200=2, proof=("tests/coat_ds/layers/test_fsdp.py",)),
+        Row("Gradients that backward applies (`release_gradients()`)", cpu=2,
+            condition="plain PyTorch on one GPU, FSDP2, Trainer; [no accumulation]"
+                      "(fit.md#gradients-that-backward-applies)",
+            proof=("tests/coat_ds/test_release.py",)),
         Row("FSDP1", cpu=2, condition='FP32 parameters, or `bf16_params="stochastic"`'),
         Row("Tensor parallelism: `parallelize_module`, `tp_plan` (transformers 5.17 and newer)", cpu=4,
             h100=2, condition="no fused layers, no cached weights",

@@ -6,6 +6,8 @@ It may import `coat_kernels` and the config. Start at optimizer.py.
     options.py       its options: names, choices, what they mean for a moment
     checks.py        which tensors it refuses
     step.py          the update of one parameter group by `coat_kernels.adamw`
+    host_states.py   states in host memory that stream through the GPU
+    release.py       steps during backward, which free gradients
     layouts.py       how the moments of each tensor are stored, and which keep FP32
     fragments.py     flat partitions that are composed of parts of parameters
     moment.py        the moments in `state[p]`: FP32 tensors to every caller, codes inside

@@ -299,9 +299,6 @@ class Passage:
         """The operands of a launch in chunks, with their states on the GPU while the caller holds a chunk."""
         plans = [plan_of(chunk, self._host) for chunk in chunks_of(bucket, group_size)]
         self._make_slots(max(plan.size for plan in plans))
-        if self._is_cuda:
-            # a parameter that a group lists twice is stepped twice
-            self._in.wait_stream(self._out)
         for plan in plans:
             number, self._next = self._next, (self._next + 1) % SLOTS
             slot = self._slots[number]
@@ -317,8 +314,8 @@ class Passage:
                     here.copy_(slot[begin : begin + here.numel()], non_blocking=True)
 
     def end(self) -> None:
-        """Waits until all states are back: the CPU may read them at any time, and other streams may use the
-        memory of the slots."""
+        """Waits until all states are back: the CPU may read them at any time, other streams may use the
+        memory of the slots, and a parameter that a group lists twice is stepped twice."""
         if self._is_cuda:
             self._out.synchronize()
 

@@ -8,7 +8,14 @@ from typing import Any
 
 import torch
 
-from coat_ds.config import CHECKPOINT_LAYOUTS, KEEP_FP32, check_choice, check_offload, name_patterns
+from coat_ds.config import (
+    CHECKPOINT_LAYOUTS,
+    KEEP_FP32,
+    check_choice,
+    check_offload,
+    check_type,
+    name_patterns,
+)
 from coat_ds.log import say
 from coat_ds.optim.accounting import layout_table, planned_bytes
 from coat_ds.optim.allocator import GivenBack
@@ -41,6 +48,7 @@ from coat_ds.optim.options import (
     has_remainder,
 )
 from coat_ds.optim.pair import pair_up
+from coat_ds.optim.release import Release
 from coat_ds.optim.shards import is_distributed, laid_out_like, local, shard_of
 from coat_ds.optim.state_dict import take_states
 from coat_ds.optim.step import Scaling, in_turns, is_on, unscale_, update_group
@@ -115,6 +123,8 @@ class CoatAdamW(torch.optim.Optimizer):
     _step_supports_amp_scaling = True
     # these two are not pickled: a copy logs and checks for itself
     _said_frozen = False
+    # not copied either: hooks are on the parameters
+    _release: Release | None = None
     # the parameter groups when states were last created or stepped
     _checked_groups: Sequence[CheckedGroup] = ()
 
@@ -269,6 +279,8 @@ class CoatAdamW(torch.optim.Optimizer):
                 loss = closure()
         found_inf = getattr(self, "found_inf", None)
         scaler_scale = getattr(self, "grad_scale", None)
+        if self._release is not None:
+            self._release.end(self, grad_scale, scaler_scale, found_inf)
         if is_distributed(grad_scale):
             # the norm of sharded gradients is a partial sum until this all-reduce
             grad_scale = grad_scale.full_tensor()
@@ -278,24 +290,8 @@ class CoatAdamW(torch.optim.Optimizer):
         work = [(group, [p for p in group["params"] if p.grad is not None]) for group in self.param_groups]
         if not (self._said_frozen or any(params for _, params in work)):
             self._say_if_frozen()
-        for group, params in work:
-            for p in params:
-                check_tensors(p, self.state.get(p, {}), self.state_device(p, group))
-        passages = None if self._host is None else Passages(self._host)
-        scaling = Scaling(grad_scale, found_inf)
-        for group, listed in work:
-            for params in in_turns(listed):
-                counted = found_inf is not None
-                states = [self._ready_state(p, group, count_on_device=counted) for p in params]
-                update_group(
-                    group,
-                    params,
-                    states,
-                    self._copies,
-                    scaling,
-                    seed=self._seed,
-                    passages=passages,
-                )
+        passages = self._passages()
+        self._update(work, Scaling(grad_scale, found_inf), passages)
         for passage in (passages or {}).values():
             passage.end()
         if scaler_scale is not None:
@@ -305,6 +301,62 @@ class CoatAdamW(torch.optim.Optimizer):
         if stepped is not None and (line := self._given_back.end_step(stepped.device)):
             say(line, logging.WARNING)
         return loss
+
+    def _passages(self) -> Passages | None:
+        """New passages for a step of states in host memory; None if all states are on the device."""
+        return None if self._host is None else Passages(self._host)
+
+    def _update(
+        self,
+        work: list[tuple[dict[str, Any], list[torch.Tensor]]],
+        scaling: Scaling,
+        passages: Passages | None,
+    ) -> None:
+        """Steps parameters, which all have gradients, by group."""
+        for group, params in work:
+            for p in params:
+                check_tensors(p, self.state.get(p, {}), self.state_device(p, group))
+        for group, listed in work:
+            for turn, params in enumerate(in_turns(listed)):
+                for passage in (passages or {}).values() if turn else ():
+                    passage.end()
+                counted = scaling.found_inf is not None
+                states = [self._ready_state(p, group, count_on_device=counted) for p in params]
+                update_group(group, params, states, self._copies, scaling, seed=self._seed, passages=passages)
+
+    def release_gradients(self, clip_by_last_norm: float | None = None) -> None:
+        """From now on backward steps each parameter as soon as its gradient is final, and frees the gradient.
+        Gradients then never exist all at once, and states in host memory stream while backward runs. `step`,
+        after every backward, ends the step and applies what is left. Weights have the same bits as without
+        release.
+
+        Call it for the parameters as they are trained: after `fully_shard`, for example. Changes of
+        `param_groups`, such as the lr, take effect at the next backward. Norms and clipping that read
+        gradients after backward find none.
+
+        clip_by_last_norm: gradients are multiplied by this number over the norm of all gradients of the
+            backward before, if that norm is larger. The first backward is not clipped, nor the first one
+            after a load. None: no clipping.
+
+        Raises ValueError for optimizers of DeepSpeed and Megatron, which step other tensors than those that
+        backward computes gradients of, and for clip_by_last_norm with DTensors. Backward or step raise
+        RuntimeError for gradient accumulation, gradient scalers, grad_scale, and several processes without
+        FSDP2.
+        """
+        if type(self) is not CoatAdamW or self._layouts.fragments or self._release is not None:
+            raise ValueError(
+                "CoatAdamW.release_gradients: expected one call, and a model's own parameters; found "
+                f"a second call, or {type(self).__name__} of partitions. DeepSpeed and Megatron free "
+                "gradients by their own options."
+            )
+        if clip_by_last_norm is not None:
+            check_type("CoatAdamW.release_gradients: clip_by_last_norm", clip_by_last_norm, float)
+            if any(is_distributed(p) for group in self.param_groups for p in group["params"]):
+                raise ValueError(
+                    "CoatAdamW.release_gradients: clip_by_last_norm: found DTensors, whose norm needs all "
+                    "ranks. Use None."
+                )
+        self._release = Release(self, clip_by_last_norm)
 
     def _of_the_whole(self) -> dict[str, Any]:
         """The options that must be equal in all parameter groups."""

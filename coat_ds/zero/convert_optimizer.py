@@ -32,6 +32,8 @@ def check(optimizer: Any) -> None:
         raise CoatConfigError(f"coat.optimizer.enabled: found {found} as the optimizer argument. {WAY_OUT}")
 
     if isinstance(optimizer, CoatAdamW):
+        if optimizer._release is not None:
+            refuse("a CoatAdamW that releases gradients, which ZeRO keeps until the step,")
         return
     if not isinstance(optimizer, torch.optim.Optimizer):
         if not callable(optimizer):
