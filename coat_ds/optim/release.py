@@ -9,7 +9,6 @@ import contextlib
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,9 +16,6 @@ from coat_ds.optim.checks import grad_of
 from coat_ds.optim.host_states import CHUNK, Passages
 from coat_ds.optim.shards import is_distributed, local
 from coat_ds.optim.step import Scaling
-
-if TYPE_CHECKING:
-    from coat_ds.optim.optimizer import CoatAdamW
 
 # elements of gradients that wait for states in host memory; beyond them the CPU waits, and backward with it
 BACKLOG = 2**29
@@ -32,7 +28,7 @@ class Release:
     clip_by_last_norm: as in `CoatAdamW.release_gradients`.
     """
 
-    def __init__(self, optimizer: "CoatAdamW", clip_by_last_norm: float | None):
+    def __init__(self, optimizer, clip_by_last_norm: float | None):
         # hooks of the parameters must not keep the optimizer alive
         self._optimizer = weakref.ref(optimizer)
         self._max_norm = clip_by_last_norm
@@ -80,7 +76,7 @@ class Release:
         if sum(local(x).numel() for x in self._final[p.device]) >= CHUNK:
             self._apply(optimizer, p.device)
 
-    def _apply(self, optimizer: "CoatAdamW", device: torch.device) -> None:
+    def _apply(self, optimizer, device: torch.device) -> None:
         """Steps the parameters on `device` that have final gradients, and frees the gradients."""
         params = dict.fromkeys(self._final.pop(device))
         grads = [grad_of(p) for p in params]
@@ -109,7 +105,7 @@ class Release:
         while read and (read[0][0].query() or sum(g.numel() for _, held in read for g in held) > BACKLOG):
             read.popleft()[0].synchronize()
 
-    def end(self, optimizer: "CoatAdamW", *scales: torch.Tensor | None) -> None:
+    def end(self, optimizer, *scales: torch.Tensor | None) -> None:
         """Ends the step of the last backward.
 
         scales: what a step would multiply gradients by, or skip the step for. Raises RuntimeError if there is
