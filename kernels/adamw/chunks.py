@@ -26,16 +26,17 @@ def chunk_table(
 
     Returns int64 [chunks, COLUMNS]. A row holds `pointers` of the tensor (parameter, gradient, both storages
     and the extra tensor, [tensors, POINTERS]), advanced to the chunk's start by `group_bytes` [POINTERS]
-    bytes per group; the number of elements from there to the tensor's end; and the tensor's index.
+    bytes per group; the number of elements from there to the tensor's end; the tensor's index; and a zero,
+    with which every row begins at a multiple of 16 bytes.
     """
     chunk = tiles * ROWS * group_size
     chunks = -(-numels // chunk)
     tensor = np.repeat(np.arange(len(chunks)), chunks)
     within = (np.arange(len(tensor)) - np.repeat(np.cumsum(chunks) - chunks, chunks)) * chunk
     start = first[tensor] + within
-    table = np.empty((len(tensor), COLUMNS.value), dtype=np.int64)
+    table = np.zeros((len(tensor), COLUMNS.value), dtype=np.int64)
     table[:, :POINTERS] = pointers[tensor] + (start // group_size)[:, None] * group_bytes
-    table[:, POINTERS:] = np.stack((numels[tensor] - within, tensor), axis=1)
+    table[:, POINTERS : POINTERS + 2] = np.stack((numels[tensor] - within, tensor), axis=1)
     return table
 
 
@@ -70,15 +71,20 @@ def launches(
     remaining = np.array(numels, dtype=np.int64)
     done = np.zeros_like(remaining)
     tile = ROWS * group_size
-    out = []
+    cut = []
     for tiles in (*CHUNKS, 1):
         # the smallest chunks cover all remaining full tiles; single tiles then cover the ends of the tensors
         unit = {CHUNKS[-1]: tile, 1: 1}.get(tiles, tiles * tile)
         part = remaining // unit * unit
         chunks = chunk_table(table, group_bytes, done, part, group_size, tiles)
         if len(chunks):
-            out.append((_upload(chunks, device), tiles))
+            cut.append((chunks, tiles))
         done, remaining = done + part, remaining - part
+    if not cut:
+        return [], None
+    # one upload: launching a chunk of states in host memory takes the CPU longer than the copies take
+    rows = _upload(np.concatenate([chunks for chunks, _ in cut]), device).split([len(c) for c, _ in cut])
+    out = [(uploaded, tiles) for uploaded, (_, tiles) in zip(rows, cut, strict=True)]
     return out, torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 

@@ -13,8 +13,8 @@ from coat_kernels.tiles import load_tile, store_tile
 # A program processes one tile of ROWS groups. With two warps for four rows of 128 elements, the kernel runs
 # at the speed of a copy on an H200. Every variant that looped over tiles was slower (benchmarks/LOG.md).
 ROWS, WARPS = 4, 2
-# columns of the table: pointers, number of remaining elements, the tensor's index
-POINTERS, COLUMNS = 9, tl.constexpr(11)
+# columns of the table: pointers, number of remaining elements, the tensor's index, and a zero
+POINTERS, COLUMNS = 9, tl.constexpr(12)
 # columns of a row of corrections (`corrections_of`)
 CORRECTIONS = tl.constexpr(3)
 
