@@ -14,6 +14,7 @@ from benchmarks import (  # noqa: F401  (they register themselves)
     evaluation,
     finetune,
     first_step,
+    host_states,
     layer,
     megatron_step,
     memorize,

@@ -123,6 +123,12 @@ SECTIONS = [
     Section("first_step", "From an empty environment to the first step"),
     Section("adamw", "The optimizer's step"),
     Section(
+        "host_states",
+        "The step of states in host memory",
+        "`to_link`: over the time of the same bytes copied in both directions at once.",
+    ),
+    Section("one_gpu", "Full fine-tuning on one GPU, states in host memory"),
+    Section(
         "state_error",
         "Errors of stored moments",
         "Relative RMS errors on the moments of the quickstart's GPT after 300 steps, stored once in groups "
