@@ -3,6 +3,7 @@
 import argparse
 import itertools
 import json
+import os
 import resource
 import time
 from collections.abc import Callable
@@ -43,7 +44,7 @@ QUICK = {
 
 
 def link_ms(size: int) -> float:
-    """Milliseconds in which `size` bytes are copied to the GPU, and as many back at once."""
+    """Milliseconds in which `size` bytes are copied to the GPU, and the same number back, at once."""
     part = min(size, 2**30)
     if not torch.cuda.is_available():
         return float("nan")
@@ -186,6 +187,9 @@ def zero_offload(arguments) -> tuple[torch.nn.Module, Callable]:
         "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": True}},
         "optimizer": {"type": "AdamW", "params": OPTIONS},
     }
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in (alone | {"MASTER_PORT": "29531"}).items():
+        os.environ.setdefault(name, value)
     deepspeed.init_distributed("nccl" if torch.cuda.is_available() else "gloo")
     engine, *_ = deepspeed.initialize(model=built(arguments), config=config)
 
