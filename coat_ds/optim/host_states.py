@@ -322,6 +322,8 @@ class Passage:
     def _make_slots(self, size: int) -> None:
         if self._slots and self._slots[0].numel() >= size:
             return
+        # chunks of several launches differ in padding
+        size = -(-size // 2**22) * 2**22
         self._dropped += self._slots
         self._slots = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(SLOTS)]
         self._free = [None] * SLOTS
