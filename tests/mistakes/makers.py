@@ -107,6 +107,14 @@ def stepped(p: torch.nn.Parameter, grad: torch.Tensor) -> None:
     made.step()
 
 
+def accumulated_while_released(folder: Path) -> None:
+    p = torch.nn.Parameter(torch.zeros(3))
+    made = CoatAdamW([p], keep_fp32=())
+    made.release_gradients()
+    for _ in range(2):
+        p.sum().backward()
+
+
 def converted(*models: torch.nn.Module, **activations) -> Callable[[Path], object]:
     """Each model converted in turn, the last one with options."""
 

@@ -10,6 +10,7 @@ from tests.mistakes.makers import (
     ADAMW,
     BLOCK,
     Mistake,
+    accumulated_while_released,
     coat,
     converted,
     differentiable_from_now_on,
@@ -117,6 +118,16 @@ MISTAKES = {
             "sparse gradients",
             lambda folder: stepped(torch.nn.Parameter(torch.zeros(3)), torch.ones(3).to_sparse()),
             ("gradient of layout torch.sparse_coo", "Use a dense gradient"),
+        ),
+        Mistake(
+            "states in a place that is none",
+            optimizer(offload="gpu"),
+            ("offload: expected 'none', 'cpu' or GB", "found 'gpu'", "Did you mean 'cpu'"),
+        ),
+        Mistake(
+            "gradient accumulation while backward applies gradients",
+            accumulated_while_released,
+            ("release_gradients: found a second gradient", "shape (3,)", "Call step() after every backward"),
         ),
         Mistake(
             "a checkpoint of another model",
