@@ -69,7 +69,10 @@ def update_group(
         (streamed, kind), group_size, *_ = key
         scaled = scaling._replace(grad_scale=_product(scaling.grad_scale, scales[kind]))
         device = stepping_device(bucket[0].param.device)
-        for part in passages[device].through(bucket, group_size) if passages and streamed else [bucket]:
+        parts: Iterable[list[Operands]] = [bucket]
+        if passages is not None and streamed:
+            parts = passages[device].through(bucket, group_size)
+        for part in parts:
             _launch(group, part, scaled, group_size, seed)
     for shard, updated in zip(held, contiguous, strict=True):
         if updated is not shard:

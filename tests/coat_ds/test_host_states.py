@@ -11,6 +11,7 @@ from torch.distributed.fsdp import fully_shard
 
 from coat_ds import CoatAdamW, state_bytes
 from coat_ds.optim import host_states
+from coat_ds.optim import step as optimizer_step
 from coat_ds.optim.fragments import Fragment
 from coat_ds.optim.host_states import HostMemoryError, Operands, chunks_of, runs_of
 from coat_ds.optim.moment import Moment
@@ -152,6 +153,21 @@ def test_copies_of_parameters_are_written(device):
         # each parameter has a gradient in one of them
         train(params, optimizer, 3)
         assert_equal([p.bfloat16() for p in params[:-1]], copies[:-1])
+
+
+@pytest.mark.parametrize("offload, passes", [("cpu", True), (0.0, True), (1.0, False), ("none", False)])
+def test_states_in_host_memory_are_stepped_in_chunks(offload, passes, device, monkeypatch):
+    """On the CPU, where states could be stepped in place."""
+    sizes, stepped = [], optimizer_step.adamw_
+
+    def counted(params, *rest, **more):
+        sizes.append(sum(p.numel() for p in params))
+        stepped(params, *rest, **more)
+
+    monkeypatch.setattr(optimizer_step, "adamw_", counted)
+    params, optimizer = made(device, torch.float32, offload)
+    train(params, optimizer, 1)
+    assert (max(sizes) <= host_states.CHUNK) == passes
 
 
 def test_all_states_lie_in_one_pinned_allocation(device):
