@@ -13,6 +13,9 @@ from coat_kernels.adamw.options import AdamWOptions
 # the table stays in the caches of the multiprocessors.
 CHUNKS = (2**14, 2**11, 2**8, 2**5)
 
+# which pointers are of scales and exponents
+PER_GROUP = np.isin(np.arange(POINTERS), (3, 4, 6, 7))
+
 
 def chunk_table(
     pointers: np.ndarray,
@@ -66,8 +69,7 @@ def launches(
         )
     table = np.frombuffer(pointers, dtype=np.int64).reshape(-1, POINTERS)
     # scales and exponents have one entry per group, the other tensors one per element
-    elements = np.where(np.isin(np.arange(POINTERS), (3, 4, 6, 7)), 1, group_size)
-    group_bytes = elements * np.array(element_bytes, dtype=np.int64)
+    group_bytes = np.where(PER_GROUP, 1, group_size) * np.array(element_bytes, dtype=np.int64)
     remaining = np.array(numels, dtype=np.int64)
     done = np.zeros_like(remaining)
     tile = ROWS * group_size
@@ -76,10 +78,9 @@ def launches(
         # the smallest chunks cover all remaining full tiles; single tiles then cover the ends of the tensors
         unit = {CHUNKS[-1]: tile, 1: 1}.get(tiles, tiles * tile)
         part = remaining // unit * unit
-        chunks = chunk_table(table, group_bytes, done, part, group_size, tiles)
-        if len(chunks):
-            cut.append((chunks, tiles))
-        done, remaining = done + part, remaining - part
+        if part.any():
+            cut.append((chunk_table(table, group_bytes, done, part, group_size, tiles), tiles))
+            done, remaining = done + part, remaining - part
     if not cut:
         return [], None
     # one upload: launching a chunk of states in host memory takes the CPU longer than the copies take
