@@ -24,7 +24,7 @@ HEAD = """\
 SECTIONS = {
     "Layers": [("coat_ds", ["convert", "unconvert", "conversion_of"])],
     "Record of a conversion": [("coat_ds.layers.conversion", ["Conversion", "Conversion.summary"])],
-    "Optimizer": [("coat_ds", ["CoatAdamW", "state_bytes"])],
+    "Optimizer": [("coat_ds", ["CoatAdamW", "CoatAdamW.release_gradients", "state_bytes"])],
     "Activation checkpointing": [("coat_ds", ["compressed_checkpoints"])],
     "DeepSpeed": [("coat_ds", ["install", "uninstall", "CoatConfigError"])],
     "Watching": [("coat_ds.watch", ["Watch", "Watch.end_step", "Watch.close", "Callback"])],

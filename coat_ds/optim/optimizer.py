@@ -335,8 +335,8 @@ class CoatAdamW(torch.optim.Optimizer):
         gradients after backward find none.
 
         clip_by_last_norm: gradients are multiplied by this number over the norm of all gradients of the
-            backward before, if that norm is larger. The first backward is not clipped, nor the first one
-            after a load. None: no clipping.
+            backward before, if that norm is larger. The first backward of a process is not clipped. None: no
+            clipping.
 
         Raises ValueError for optimizers of DeepSpeed and Megatron, which step other tensors than those that
         backward computes gradients of, and for clip_by_last_norm with DTensors. Backward or step raise
