@@ -54,11 +54,19 @@ class HostStates:
         # whether the state of a parameter is in host memory
         self.streams: dict[torch.Tensor, bool] = {}
         self._pages: list[Pages] = []
+        self._streams: dict[torch.device, list[torch.cuda.Stream]] = {}
         # bytes of the last pages that states take
         self._used = 0
         # pages, first byte and number of bytes of each state
         self._slices: dict[torch.Tensor, tuple[Pages, int, int]] = {}
         self._placed: dict[torch.Tensor, tuple] = {}
+
+    def streams_on(self, device: torch.device) -> list[torch.cuda.Stream]:
+        """The streams of copies to a GPU and back. torch has 32 streams for all callers: new ones in each
+        step would meet the streams of FSDP2 and of NCCL."""
+        if device not in self._streams:
+            self._streams[device] = [torch.cuda.Stream(device) for _ in range(2)]
+        return self._streams[device]
 
     def decide(self, sizes: dict[torch.Tensor, int]) -> None:
         """Decides, once, where states are. sizes: the bytes of the state of each parameter (`host_bytes`)."""
@@ -293,7 +301,7 @@ class Passage:
                     "CoatAdamW: offload: found a step with offload='cpu' captured in a CUDA graph, which "
                     "cannot wait for host memory. Run the step eagerly, or keep the states on the GPU."
                 )
-            self._in, self._out = torch.cuda.Stream(device), torch.cuda.Stream(device)
+            self._in, self._out = host.streams_on(device)
 
     def through(self, bucket: list[Operands], group_size: int) -> Iterator[list[Operands]]:
         """The operands of a launch in chunks, with their states on the GPU while the caller holds a chunk."""

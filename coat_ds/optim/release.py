@@ -96,7 +96,9 @@ class Release:
         if device.type != "cuda":
             yield
             return
-        stream = self._streams.setdefault(device, torch.cuda.Stream(device))
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        stream = self._streams[device]
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             yield
