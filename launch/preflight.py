@@ -173,4 +173,5 @@ def main(path: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    # after DeepSpeed's --local_rank
+    main(sys.argv[-1])

@@ -13,7 +13,7 @@ from coat_ds import CoatConfigError
 from coat_ds.zero.deepspeed_config import check
 from coat_launch import config_path
 from coat_launch.deepspeed_config import AUTO, read_deepspeed_config, set_batch_sizes
-from coat_launch.settings import Settings, parameter_count
+from coat_launch.settings import Settings
 from tests.util import run_distributed
 
 CONFIGS = Path(config_path("coat.schema.json")).parent
@@ -47,7 +47,7 @@ def test_deepspeed_reads_it(name):
 
     stage, device = DEEPSPEED[name]
     path = str(CONFIGS / f"{name}.json")
-    args = argparse.Namespace(deepspeed_config=path, variant=None, lr=None)
+    args = argparse.Namespace(deepspeed_config=path, variant=None, lr=None, warmup_steps=None)
     content = read_deepspeed_config(args)
     assert set_batch_sizes(content, argparse.Namespace(micro_batch_size=None, global_batch_size=None), 1)
     assert "auto" not in json.dumps(content)
@@ -107,9 +107,8 @@ def build_all() -> dict:
 
 def test_models_have_the_published_sizes():
     (found,) = run_distributed(build_all, 1)
-    for name, (vocab, published) in MODELS.items():
-        shape = json.loads((CONFIGS / f"model_{name}.json").read_text())
-        assert found[name] == (published or found[name]) == parameter_count(shape, vocab), name
+    for name, (_, published) in MODELS.items():
+        assert found[name] == (published or found[name]), name
 
 
 def test_plan_of_70b_divides(monkeypatch):
@@ -119,4 +118,4 @@ def test_plan_of_70b_divides(monkeypatch):
     settings = Settings.from_environment(
         "megatron", {**env, "MEGATRON_PATH": "/megatron", "MASTER_ADDR": "node0"}
     )
-    assert settings.world_size == 64 and settings.shape()["hidden_size"] == 8192
+    assert settings.nodes * settings.gpus_per_node == 64 and settings.shape()["hidden_size"] == 8192
