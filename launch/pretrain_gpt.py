@@ -85,12 +85,11 @@ def compare(args: argparse.Namespace, argv: list[str]) -> None:
     """Both runs, one after the other in this process: the second one in a program of its own, so that it has
     its own peak memory. A signal that comes too late for the first run is the second one's."""
     first, second = RUNS
-    signals = Signals()
+    env, signals = dict(os.environ), Signals()
     train(argparse.Namespace(**{**vars(args), "variant": first}), signals)
-    if "WORLD_SIZE" in os.environ:
+    if "WORLD_SIZE" in env:
         # the launcher's store still holds the keys of the first run
-        port = int(os.environ["MASTER_PORT"]) + 1
-        os.environ.update(MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="False")
+        env.update(MASTER_PORT=str(int(env["MASTER_PORT"]) + 1), TORCHELASTIC_USE_AGENT_STORE="False")
     sys.stdout.flush()
     sys.stderr.flush()
     # the next program starts with these signals blocked, and takes them when it has its handlers
@@ -99,7 +98,7 @@ def compare(args: argparse.Namespace, argv: list[str]) -> None:
         signal.pthread_kill(threading.main_thread().ident, STOPPING[0])
     rest = [word for word in argv if word != "--compare"]
     module = [sys.executable, "-m", "coat_launch.pretrain_gpt"]
-    os.execv(sys.executable, [*module, *rest, "--variant", second])
+    os.execve(sys.executable, [*module, *rest, "--variant", second], env)
 
 
 def conclude(output: Path) -> None:

@@ -16,6 +16,8 @@ KINDS = ("torchrun", "deepspeed", "megatron")
 HOST = r"[\w.:][\w.:-]*"
 # the smallest and the largest value of numbers; after MASTER_PORT the next port is used too
 LIMITS = {"node_rank": (0, 10**9), "max_restarts": (0, 10**9), "master_port": (1, 2**16 - 2)}
+# Slurm's names
+OF_SLURM = {"NODES": "SLURM_NNODES", "NODE_RANK": "SLURM_NODEID"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,17 +57,16 @@ class Settings:
                 "launch/pretrain_gpt.py by DeepSpeed's other launchers yourself"
             )
         hosts = _read_hostfile(env["HOSTFILE"]) if kind == "deepspeed" and env.get("HOSTFILE") else {}
-        derived = {
-            "NODES": str(len(hosts)) if hosts else env.get("SLURM_NNODES"),
-            "NODE_RANK": env.get("SLURM_NODEID"),
-            "GPUS_PER_NODE": str(next(iter(hosts.values()), _gpu_count())),
-            "MASTER_ADDR": next(iter(hosts), None),
-        }
-        values = {}
+        values = {"gpus_per_node": next(iter(hosts.values()), _gpu_count())}
+        if hosts:
+            values |= {"nodes": len(hosts), "master_addr": next(iter(hosts))}
         for field in dataclasses.fields(cls):
             name = field.name.upper()
-            if field.name not in ("kind", "hosts") and (text := env.get(name) or derived.get(name)):
-                values[field.name] = _number(field.name, text) if field.type is int else text
+            if not env.get(name) and field.name not in values:
+                name = OF_SLURM.get(name, name)
+            if env.get(name) and field.name not in ("kind", "hosts"):
+                number = field.type is int
+                values[field.name] = _number(name, env[name], field.name) if number else env[name]
         settings = cls(**values, kind=kind, hosts=tuple(hosts)[: values.get("nodes")])
         settings._check()
         # ranks of other nodes start in other folders
@@ -124,12 +125,10 @@ class Settings:
                 )
 
 
-def _number(name: str, text: str) -> int:
-    least, most = LIMITS.get(name, (1, 10**9))
+def _number(variable: str, text: str, field: str) -> int:
+    least, most = LIMITS.get(field, (1, 10**9))
     if not re.fullmatch(r"[0-9]{1,10}", text) or not least <= int(text) <= most:
-        raise LaunchError(
-            f"{name.upper()}: expected a whole number from {least} to {most}, found {text[:60]!r}"
-        )
+        raise LaunchError(f"{variable}: expected a whole number from {least} to {most}, found {text[:60]!r}")
     return int(text)
 
 
