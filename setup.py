@@ -83,7 +83,7 @@ def packages() -> list[str]:
 setup(
     name="coat-train",
     version=version(),
-    description="FP8 AdamW states and FP8 saved activations for DeepSpeed and Megatron, without a fork",
+    description="FP8 GEMMs, 8-bit activations and AdamW states for DeepSpeed, Megatron and Hugging Face",
     long_description=Path("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",

@@ -6,6 +6,7 @@ import matplotlib.pyplot as plt
 from matplotlib.ticker import MaxNLocator
 
 from benchmarks.common.harness import RESULTS, read_rows
+from benchmarks.common.plot import save
 from benchmarks.converge.table import summary
 from benchmarks.tables import filled
 
@@ -91,6 +92,11 @@ def page(readme: str, results: Path) -> str:
     return filled(readme, {"front page": table(results)}, README.name)
 
 
+def drawn(results: Path) -> dict[str, list[float]]:
+    """What the picture shows: peak in MB, and tokens per second."""
+    return {name: [row["peak_mb"], row["tokens_per_s_gpu"]] for name, row in measured(results).items()}
+
+
 def plot(results: Path, path: Path) -> None:
     """Bars of peak memory and of speed."""
     rows = measured(results)
@@ -135,8 +141,7 @@ def plot(results: Path, path: Path) -> None:
         f"Training Llama-2-7B on two H200s (ZeRO-{WAY[-1]}, {base['micro_batch']} × 2048 tokens a GPU)",
         fontsize="large",
     )
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    save(figure, path, drawn(results), dpi=150)
 
 
 def write(results: Path) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks import front_page, tables
+from benchmarks import front_page, loss_picture, tables
 from benchmarks.common.harness import BENCHMARKS, RESULTS, benchmark, read_rows
 from benchmarks.common.pairs import paired
 from benchmarks.converge.table import claims, summary
@@ -333,6 +333,7 @@ def report(arguments, _) -> None:
     print(f"wrote {page}")
     if arguments.output is None:
         front_page.write(RESULTS)
+        loss_picture.plot(RESULTS, loss_picture.PICTURE)
         tables.write()
         pages = ", ".join(map(str, tables.BLOCKS))
-        print(f"wrote {front_page.README}, {front_page.PICTURE}, and the tables of docs/: {pages}")
+        print(f"wrote {front_page.README}, the pictures of docs/images, and the tables of docs/: {pages}")

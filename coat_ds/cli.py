@@ -22,7 +22,7 @@ def version() -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="coat", description="FP8 optimizer states and activations.")
+    made = argparse.ArgumentParser(prog="coat", description="FP8 GEMMs, 8-bit activations and AdamW states.")
     made.add_argument("--version", action="version", version=f"coat {version()}")
     commands = made.add_subparsers(dest="command", metavar="COMMAND")
     plan = commands.add_parser("plan", help="memory, time and what fits, before anything is allocated")

@@ -7,8 +7,11 @@ import pytest
 
 from benchmarks import (
     __main__,  # noqa: F401  (fills the registry)
+    front_page,
+    loss_picture,
     report,
 )
+from benchmarks.common import plot
 from benchmarks.common.harness import RESULTS
 
 ENVIRONMENT = {
@@ -28,6 +31,15 @@ def write(path, rows):
 def test_the_committed_page_is_that_of_the_committed_files():
     expected = report.build(RESULTS)
     assert report.PAGE.read_text() == expected, "run python -m benchmarks report"
+
+
+@pytest.mark.parametrize("picture", [front_page, loss_picture])
+def test_the_committed_pictures_show_the_committed_files(picture, tmp_path):
+    assert plot.digest_of(picture.PICTURE) == plot.digest(picture.drawn(RESULTS)), (
+        "run python -m benchmarks report"
+    )
+    picture.plot(RESULTS, tmp_path / "drawn.png")
+    assert plot.digest_of(tmp_path / "drawn.png") == plot.digest_of(picture.PICTURE)
 
 
 def test_every_file_and_plot_is_on_the_page_and_every_table_has_conditions(tmp_path):
