@@ -12,8 +12,8 @@ from mkdocs.structure.files import File
 ROOT = Path(__file__).resolve().parents[1]
 OUTSIDE = ("CONTRIBUTING.md", "benchmarks/*.md", "benchmarks/*.csv", "benchmarks/results/*", "examples/*")
 OUTSIDE += ("configs/*.json",)
-CARDS = ("deepspeed", "huggingface", "megatron", "fsdp2", "fit", "faster", "finetune", "checkpoints", "watch")
-CARDS += ("performance", "support", "symptoms")
+CARDS = ("deepspeed", "huggingface", "megatron", "fsdp2", "fit", "checkpoints", "support", "faster")
+CARDS += ("finetune", "performance", "watch", "symptoms")
 
 
 def cards() -> str:
@@ -44,7 +44,8 @@ def on_page_markdown(markdown, page, config, files):
         # hundreds of rows that hide every other hit of a search
         page.meta["search"] = {"exclude": True}
     if name == "index.md":
-        markdown = markdown.replace("## Install\n", cards() + "## Install\n", 1)
+        before, table, after = markdown.partition("<!-- begin:")
+        markdown = before + cards() + table + after
     if (ROOT / "docs" / name).exists():
         # of a page in docs/, the folder above
         return markdown.replace("](../", "](")
