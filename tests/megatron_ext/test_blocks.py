@@ -14,10 +14,10 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 
 from coat_ds.config import ActivationsConfig
 from coat_ds.layers import fused_layer
+from coat_ds.log import say_anew
 from coat_kernels.autograd import watching
 from coat_kernels.prepared import PreparedKernel
 from megatron_ext.layer_specs import coat_layer_spec, sdpa_layer_spec
-from megatron_ext.layers.attention import _say_that_nothing_is_recomputed
 from megatron_ext.ledger import saved_bytes
 from megatron_ext.model import ModelShape, build_gpt, initialize_model_parallel
 from tests.util import rel_rms, run_distributed
@@ -155,8 +155,8 @@ def test_the_weights_say_the_dtype(device):
 def test_recomputed_attention(variant, device, caplog):
     """The output is that of attention in BF16, to the bit. Gradients are no further from FP32's than with
     8-bit attention. Only attention's output is saved."""
-    # logged once per process
-    _say_that_nothing_is_recomputed.cache_clear()
+    # logged once
+    say_anew()
     config, _ = VARIANTS[variant]
     exact = build(config | {"bf16": False}, spec=sdpa_layer_spec)
     expected, results, kept = loss_and_grads(exact, device), {}, {}
