@@ -294,9 +294,9 @@ SECTIONS: dict[str, list[Row]] = {
     "Several nodes": [
         Row("torchrun", cpu=2, h200=2, condition="two GPUs of one node ran as two nodes",
             proof=("tests/launch/test_pretrain_gpt.py",)),
-        Row("pdsh, Open MPI 4.1", cpu=2, condition="across two network namespaces of one machine"),
+        Row("pdsh", cpu=2, condition="across two network namespaces of one machine"),
         Row("Slurm 22.05", cpu=2, condition="on one machine"),
-        Row("Several nodes with GPUs, Open MPI 5", *NOT_RUN),
+        Row("Several nodes with GPUs", *NOT_RUN),
     ],
 }
 # fmt: on
