@@ -93,8 +93,8 @@ def fastest(
         raise PlanError(
             f"fit: nothing fits into {limit / 1e9:.1f} GB: {nearest.system.name} takes "
             f"{nearest.bytes / 1e9:.1f} GB at stage {nearest.layout.stage} with a micro-batch of "
-            f"{nearest.layout.micro_batch}. Give a smaller micro-batch, a higher ZeRO stage, more GPUs, a tensor "
-            "parallel size or shorter sequences."
+            f"{nearest.layout.micro_batch}. Give a smaller micro-batch, a higher ZeRO stage, more GPUs, "
+            "a tensor parallel size or shorter sequences."
         )
     most = max(choice.tokens_per_second for choice in found)
     return next(choice for choice in found if choice.tokens_per_second >= (1 - SAME_SPEED) * most)

@@ -179,11 +179,15 @@ def test_a_json_is_of_the_system_that_was_chosen(base):
 
 
 def test_a_block_is_found_as_the_engine_finds_it(capsys, tmp_path):
-    (tmp_path / "ds.json").write_text(json.dumps({"optimizer": {"type": "CoatAdamW"}}))
+    (tmp_path / "ds.json").write_text(
+        json.dumps({"optimizer": {"type": "CoatAdamW"}, "zero_optimization": {"stage": 2}})
+    )
     words = ["plan", *SHAPE, "--deepspeed", str(tmp_path / "ds.json")]
     found = {system["system"]: system for system in plain(capsys, *words)["systems"]}
     assert found["as the JSON says"]["peak_bytes"] == found["COAT"]["peak_bytes"]
-    (tmp_path / "ds.json").write_text(json.dumps({"COAT": {"enabled": True}}))
+    (tmp_path / "ds.json").write_text(
+        json.dumps({"COAT": {"enabled": True}, "zero_optimization": {"stage": 2}})
+    )
     assert "COAT: found a block there, which would be ignored" in said(capsys, *words, code=2)
 
 

@@ -29,6 +29,7 @@ MODEL = {
 SMALL = MODEL | {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
 BATCH = {MICRO_BATCH: "auto", ACCUMULATION: "auto", "train_batch_size": "auto"}
 ADAMW = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+ZERO = {"zero_optimization": {"stage": 2}}
 TRAINERS = {
     "LLaMA-Factory": BATCH
     | {
@@ -38,7 +39,9 @@ TRAINERS = {
         "bf16": {"enabled": "auto"},
         "zero_optimization": {"stage": 2, "overlap_comm": False, "reduce_bucket_size": 5e8},
     },
-    "block": BATCH | {"coat": {"enabled": True}, "fp16": {"enabled": "auto"}, "bf16": {"enabled": "auto"}},
+    "block": BATCH
+    | {"coat": {"enabled": True}, "fp16": {"enabled": "auto"}, "bf16": {"enabled": "auto"}}
+    | {"zero_optimization": {"stage": 2}},
     "fp16 alone": BATCH | {"fp16": {"enabled": "auto"}, "zero_optimization": {"stage": 3}},
     "optimizer": BATCH
     | {
@@ -50,9 +53,11 @@ TRAINERS = {
     | {"bf16": {"enabled": "auto"}, "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"}},
 }
 OWN = {
-    "numbers": ADAMW | {MICRO_BATCH: 2, ACCUMULATION: 4, "train_batch_size": 16, "bf16": {"enabled": True}},
+    "numbers": ADAMW
+    | {MICRO_BATCH: 2, ACCUMULATION: 4, "train_batch_size": 16, "bf16": {"enabled": True}}
+    | ZERO,
     "fp16": ADAMW | {"fp16": {"enabled": True, "loss_scale": 0}, "zero_optimization": {"stage": 1}},
-    "fp16 off": ADAMW | {"fp16": {"enabled": False}, "bf16": {"enabled": True}},
+    "fp16 off": ADAMW | {"fp16": {"enabled": False}, "bf16": {"enabled": True}} | ZERO,
     "block": ADAMW | {"coat": {"enabled": True, "require": True}, "zero_optimization": {"stage": 2}},
     "no optimizer": {MICRO_BATCH: 1, "bf16": {"enabled": True}, "zero_optimization": {"stage": 1}},
 }
@@ -137,7 +142,7 @@ def test_a_json_without_auto_has_the_batch_that_was_chosen(name, tmp_path, capsy
 
 @pytest.mark.parametrize("key", REFUSED)
 def test_what_coat_refuses_is_not_recommended(key, tmp_path, capsys):
-    base = {MICRO_BATCH: 1, "bf16": {"enabled": True}, **REFUSED[key]}
+    base = ZERO | {MICRO_BATCH: 1, "bf16": {"enabled": True}, **REFUSED[key]}
     pasted = json.loads(recommended(tmp_path, capsys, base)["paste"])
     # offload to the CPU takes the place of a disk's
     assert ("coat" in pasted) == key.endswith("device") and pasted["optimizer"] == base["optimizer"]
