@@ -42,7 +42,7 @@ NOT_PLANNED = (
 
 
 def from_deepspeed(config: Mapping, sizes: Sizes, **rest) -> Layout:
-    """The layout of a DeepSpeed JSON for a model. `rest`: further fields of `Layout`, which replace the JSON's.
+    """The layout of a DeepSpeed JSON for a model. `rest`: fields of `Layout`, which replace the JSON's.
 
     Raises PlanError for values that are wrong or not planned.
     """

@@ -13,7 +13,7 @@ class Limits(NamedTuple):
     """Limits of ZeRO-3's gathers in DeepSpeed's `zero_optimization`, in elements, with its defaults."""
 
     prefetch: int | None = None
-    """Elements that are gathered ahead. None is DeepSpeed's 50,000,000, and where layers are units a layer."""
+    """Elements that are gathered ahead. None is 50,000,000, and where layers are units a layer."""
     max_live: int = 1_000_000_000
     max_reuse: int = 1_000_000_000
     persistence: int = 100_000
@@ -85,13 +85,12 @@ class Layout:
             )
         if self.fp32_gradients and self.framework == "deepspeed" and self.stage == 1:
             raise PlanError(
-                "data_types.grad_accum_dtype: FP32 is not planned at stage 1. Leave it out, and add 4 bytes a "
+                "data_types.grad_accum_dtype: FP32 is not planned at stage 1. Leave it out and add 4 bytes a "
                 "parameter, or take stage 2."
             )
         if self.offload_parameters and self.stage != 3:
             raise PlanError(
-                "zero_optimization.offload_param: it needs stage 3. Set zero_optimization.stage to 3, or drop "
-                "it."
+                "zero_optimization.offload_param: it needs stage 3. Set zero_optimization.stage to 3."
             )
 
     @property

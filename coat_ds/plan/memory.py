@@ -5,7 +5,7 @@ buffers: gathered hidden states under tensor parallelism, and at stage 3 the buc
 
 - forward, at stage 3: saved activations, which come layer by layer, and gathered weights;
 - loss: all saved activations (`saved.py`) and the logits (`passes.py`);
-- head: the gradient of its matrix, 2 V h over the tensor parallel size, and at stage 2 the bucket and the buffer of 2 S;
+- head: the gradient of its matrix, and at stage 2 the bucket and the buffer of 2 S;
 - layers, from the last to the first: gradients within a layer, while saved activations go;
 - gradients (stage 1): all of N' in BF16, and the copy of the part that is stepped, 2 S;
 - each of these except the last, where a step has several micro-batches, also the gradients of earlier ones;
@@ -96,8 +96,8 @@ def predict(sizes: Sizes, layout: Layout, system: System) -> Prediction:
 def _predict(sizes: Sizes, layout: Layout, system: System, first: bool, last: bool) -> Prediction:
     if sizes.layers % layout.pipeline:
         raise PlanError(
-            f"--pipeline: {layout.pipeline} does not divide the {sizes.layers} layers. Change it: planned are "
-            "equal stages."
+            f"--pipeline: {layout.pipeline} does not divide the {sizes.layers} layers. Planned are equal "
+            "stages: change it."
         )
     sizes = dataclasses.replace(sizes, layers=sizes.layers // layout.pipeline)
     states = ModelStates(sizes, layout, system, first, last)

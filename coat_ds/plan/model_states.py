@@ -1,6 +1,6 @@
 """Bytes of weights, masters, states and gradients on a GPU, by ZeRO's stage.
 
-Of N parameters a GPU has N' = N / tensor, over D data parallel GPUs; S = N' / D is the part of them that it steps.
+Of N parameters a GPU has N' = N / tensor, over D data parallel GPUs; S = N' / D is the part that it steps.
 
 | | bytes, held between steps |
 |---|---|

@@ -1,12 +1,12 @@
 """Bytes that forward and backward of a micro-batch take on a GPU.
 
-t tokens of a micro-batch for each GPU; h hidden channels, f of the feed-forward layer, u before its activation
-(2 f where it is gated), V vocabulary:
+t tokens of a micro-batch for each GPU; h hidden channels, f of the feed-forward layer, u before its
+activation (2 f where it is gated), V vocabulary:
 
 - what layers save for backward: `saved.py`;
 - loss: logits in BF16 and FP32, 6 t V, and the inputs of the last norm and of the head;
-- layers: gradients of hidden states and of the activation, 2 (h + u) t and with the same number of bytes of FP8
-  copies for GEMMs; with experts also the gradients of all weights of a layer, where each GEMM has one tensor.
+- layers: gradients of hidden states and of the activation, 2 (h + u) t and with the same number of bytes of
+  FP8 copies for GEMMs; with experts also the gradients of all its weights, where each GEMM has one tensor.
 """
 
 import dataclasses
@@ -52,7 +52,7 @@ class Passes:
         return work <= graphed_work(layout.tensor, gradients_leave)
 
     def _positions(self) -> float:
-        """Bytes of cosine and sine, in FP32 once for all; Megatron's own layers make them for queries and keys."""
+        """Bytes of cosine and sine, in FP32 once for all; in Megatron's own layers twice each."""
         numel = self.layout.sequence * self.sizes.head_dim * 2
         own = self.system.layers != "coat" and self.sizes.maker == "megatron"
         return (

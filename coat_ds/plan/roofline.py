@@ -2,8 +2,8 @@
 
 Three parts follow each other: forward and backward with their kernels, the optimizer's step, and messages.
 The GPU was busy for 3 to 25 % longer with COAT, and for 20 to 40 % longer with Megatron's own BF16 layers
-(benchmarks/results/train_*.csv, compute_ms). Rates are those of 8,192 rows: with 2,048 tokens a pass COAT took
-41 % longer. Steps that the CPU cannot launch in time, and ZeRO-3's small ones, take up to twice as long.
+(benchmarks/results/train_*.csv, compute_ms). Rates are those of 8,192 rows: with 2,048 tokens a pass COAT
+took 41 % longer. Steps that the CPU cannot launch in time, and ZeRO-3's small ones, take up to twice as long.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from coat_ds.plan.sizes import Sizes
 from coat_ds.plan.systems import System
 from coat_kernels.groups import GROUP_FORMATS
 
-# bytes a second between a GPU and host memory in each direction, if both run at once (90.4 GB/s in all on an H100)
+# bytes a second from and to host memory, if both run at once (90.4 GB/s in all on an H100)
 TWO_WAY_LINK = 45 * GB
 
 
@@ -114,8 +114,8 @@ def _message_bytes(sizes: Sizes, layout: Layout, system: System) -> float:
     """Bytes that a GPU sends in a step."""
     # each rank sends all except its own part of what is gathered or reduced
     weights = 2 * sizes.parameters * (1 / layout.tensor / layout.pipeline - 1 / layout.gpus)
-    # ZeRO-2 reduces gradients in each micro-batch and gathers weights once; ZeRO-3 gathers for forward and for
-    # backward of each micro-batch
+    # ZeRO-2 reduces gradients in each micro-batch and gathers weights once; ZeRO-3 gathers for forward and
+    # for backward of each micro-batch
     times = {2: layout.accumulation + 1, 3: layout.accumulation * (2 if layout.quantized_gathers else 3)}
     # Around attention and around the feed-forward layer three gathers of hidden states, one of them for
     # gradients of weights, and two reductions, which are in BF16
