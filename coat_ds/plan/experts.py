@@ -1,8 +1,8 @@
 """MoE feed-forward layers of transformers, where each token uses a few experts.
 
 Tokens are taken to be spread evenly over experts. A token has a row at each of its experts. Bytes that a row
-saves, with h hidden channels, f after the expert's activation, and g = 17/16, a byte and a group's share of its
-scale: 2 (2 h + 4 f) in BF16; 2 g f with COAT.
+saves, with h hidden channels, f after the expert's activation, and g = 17/16, a byte and a group's share of
+its scale: 2 (2 h + 4 f) in BF16; 2 g f with COAT.
 """
 
 from dataclasses import dataclass

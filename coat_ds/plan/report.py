@@ -105,8 +105,8 @@ def _table(plan: Plan) -> str:
 def _notes(plan: Plan) -> list[str]:
     model, choices = plan.model, [choice for choice, _ in plan.choices.values()]
     lines = [
-        f"peak: of the fullest GPU, at that moment of a step; ! is beyond {plan.limit / 1e9:.1f} GB. largest: "
-        "micro-batch within that, with",
+        f"peak: of the fullest GPU, at that moment of a step; ! is beyond {plan.limit / 1e9:.1f} GB. "
+        "largest: micro-batch within that, with",
         "  PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True. ms and tokens/s and GPU: the roofline, at best.",
         f"rates: {plan.gpu.source}.",
     ]
@@ -122,7 +122,8 @@ def _notes(plan: Plan) -> list[str]:
         ]
     if experts := model.experts:
         lines += [
-            f"experts: {experts.count} in a layer, {experts.used} for a token; under COAT they multiply in FP8.",
+            f"experts: {experts.count} in a layer, {experts.used} for a token; under COAT they multiply in "
+            "FP8.",
             "  Tokens are taken to be spread evenly over experts. None of these peaks was measured.",
         ]
     if on_host := max(choice.prediction.on_host for choice in choices):
