@@ -29,7 +29,7 @@ from benchmarks.common.memory import held_bytes, peak_bytes, release
 from benchmarks.common.shapes import LayerShape
 from benchmarks.common.spawn import Rank, join_deepspeed, run_ranks
 from benchmarks.common.timing import mark, milliseconds, synchronize
-from coat_ds.plan.memory import stepped_bytes
+from coat_ds.plan.model_states import stepped_bytes
 from coat_ds.plan.systems import System, coat
 
 WARMUP = 2

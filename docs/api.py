@@ -58,7 +58,8 @@ def signature(name: str, value: object) -> str:
             text += f": {shown(parameter.annotation)}"
         if parameter.default is not parameter.empty:
             default = parameter.default
-            text += f" = {default.__name__ if isinstance(default, type) else repr(default)}"
+            named = isinstance(default, type) or inspect.isfunction(default)
+            text += f" = {default.__name__ if named else repr(default)}".replace("<lambda>", "...")
         parameters.append(text)
     returned = found.return_annotation
     end = ")" if returned in (found.empty, None) else f") -> {shown(returned)}"
