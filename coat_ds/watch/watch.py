@@ -48,7 +48,7 @@ class Watch:
     model: the model with the watched layers; converted, built for COAT, or stock.
     optimizer: the CoatAdamW of the model's parameters; or several; None without one.
     config: the block `coat.watch`, as an object or a mapping.
-    outs: functions that receive readings; as many on all ranks, and called on each.
+    outs: functions that receive readings; the same number on all ranks, and called on each.
     union: returns the names on all ranks, given the names on this one, if ranks hold different parts of a
         model.
     relink: called after moments have got another format.
