@@ -43,6 +43,8 @@ def goes_with(system: System, layout: Layout) -> bool:
     """Whether the framework supports it."""
     if layout.framework == "megatron":
         return not system.offload and not system.bf16_masters
+    if system.release:
+        return layout.gpus == layout.accumulation == 1 and layout.stage < 3 and not layout.offload_optimizer
     return not (system.bf16_masters and layout.offload_optimizer)
 
 

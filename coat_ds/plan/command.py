@@ -58,6 +58,9 @@ def run(arguments: argparse.Namespace) -> int:
     limit = _bytes(arguments.fit) if arguments.fit else gpu.memory
     systems = list((rungs() if gpu.fp8 else without_fp8()).values())
     base = config if config is not None else OF_TRAINER if arguments.target == "trainer" else OF_DEEPSPEED
+    if config is not None or arguments.target == "trainer":
+        # they are for DeepSpeed
+        systems = [system for system in systems if not system.release]
     best, refused = None, []
     if arguments.fit:
         fixed = arguments.stage is not None or config is not None or layout.framework == "megatron"
@@ -126,7 +129,8 @@ def _candidates(
         for system in systems:
             if not advice.goes_with(system, layout):
                 continue
-            why = layout.framework == "deepspeed" and why_refused(deepspeed_json(system, layout, base))
+            in_deepspeed = layout.framework == "deepspeed" and not system.release
+            why = in_deepspeed and why_refused(deepspeed_json(system, layout, base))
             if why:
                 refused.setdefault(why, system.name)
             else:

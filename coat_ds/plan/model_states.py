@@ -12,6 +12,7 @@ Of N parameters a GPU has N' = N / tensor, over D data parallel GPUs; S = N' / D
 """
 
 from coat_ds.optim.host_states import CHUNK, SLOTS
+from coat_ds.optim.release import BACKLOG
 from coat_ds.plan.experts import BF16, FP32
 from coat_ds.plan.layout import Layout
 from coat_ds.plan.sizes import Sizes
@@ -43,7 +44,7 @@ class ModelStates:
         split = sizes.layers * sizes.layer_matrices + tables * sizes.table + sizes.other_parameters
         self.parameters = split / layout.tensor + self.norms
         self.part = self.parameters / layout.data
-        self.in_deepspeed = layout.framework == "deepspeed"
+        self.in_deepspeed = layout.framework == "deepspeed" and not system.release
         self.on_cpu = system.offload or layout.offload_optimizer
         # bytes of an element of accumulated gradients
         self.gradient = FP32 if layout.fp32_gradients else BF16
@@ -55,6 +56,9 @@ class ModelStates:
         self.reduced = self.gradient * self.part if self.flat or not self.on_cpu else 0
         norms = self.norms / layout.data
         self.masters, self.states = stepped_bytes(self.part - norms, norms, system)
+        if system.release:
+            # the weights
+            self.masters = 0
         # states that stream through the GPU in each step
         self.streamed = max(0, self.states - system.resident)
 
@@ -68,7 +72,7 @@ class ModelStates:
         held = {"weights": weights}
         if not self.on_cpu:
             held |= {"masters": self.masters, "states": self.states - self.streamed}
-        if not self.in_deepspeed:
+        if layout.framework == "megatron":
             held["gradients"] = self.gradient * self.parameters
         elif layout.stage == 3:
             held |= {"gradients": self.reduced, "buffers": self.buckets()}
@@ -103,7 +107,12 @@ class ModelStates:
         return {"gradients": self.gradient * self.parameters, "buffers": self.buckets()}
 
     def gradients_in_backward(self) -> dict[str, float]:
-        """Gradients while backward runs. At stage 2 they are reduced as they come."""
+        """Gradients while backward runs. At stage 2 they are reduced as they come. If backward applies them,
+        there are those of a chunk and of the head, and those that wait for states in host memory."""
+        if self.system.release:
+            waiting = CHUNK + self.sizes.table + (BACKLOG if self.streamed else 0)
+            slots = min(1, SLOTS * CHUNK / self.part) * self.streamed
+            return {"gradients": BF16 * min(self.parameters, waiting), "buffers": slots}
         if self.in_deepspeed and self.layout.stage == 2:
             return {"gradients": self.reduced, "buffers": self.buckets()}
         return self.earlier_gradients()

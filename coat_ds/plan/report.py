@@ -134,7 +134,7 @@ def _notes(plan: Plan) -> list[str]:
 
 
 def _recommendation(best: Choice, plan: Plan) -> str:
-    layout, in_deepspeed = best.layout, best.layout.framework == "deepspeed"
+    layout, in_deepspeed = best.layout, best.layout.framework == "deepspeed" and not best.system.release
     stage = f", ZeRO-{layout.stage}" if in_deepspeed else ""
     line = (
         f"fastest within {plan.limit / 1e9:.1f} GB (>): {best.system.name}{stage}, micro-batch "
@@ -151,7 +151,14 @@ def _recommendation(best: Choice, plan: Plan) -> str:
 
 
 def _paste(best: Choice, base: Mapping) -> str:
-    """The DeepSpeed JSON, or Megatron's arguments and the file of COAT_CONFIG."""
+    """The DeepSpeed JSON, lines of Python, or Megatron's arguments and the file of COAT_CONFIG."""
+    if best.system.release:
+        return (
+            f"coat_ds.convert(model, {best.system.keys['activations']})\n"
+            "optimizer = coat_ds.CoatAdamW(model.named_parameters(), "
+            f"offload={best.system.coat.optimizer.offload!r})\n"
+            "optimizer.release_gradients()"
+        )
     if best.layout.framework == "deepspeed":
         return json.dumps(deepspeed_json(best.system, best.layout, base), indent=2)
     words = f"--micro-batch-size {best.layout.micro_batch}"

@@ -53,9 +53,13 @@ def step_time(sizes: Sizes, layout: Layout, system: System, gpu: Gpu) -> Time:
     compute += layout.tokens * (6 * sizes.table / gpu.bf16 + 20 * sizes.vocabulary / gpu.copy)
     # each stage of a pipeline waits for the others before its first micro-batch and after its last one
     compute *= (layout.accumulation + layout.pipeline - 1) / layout.pipeline
+    optimizer = _optimizer_time(sizes, layout, system, gpu)
+    if system.release:
+        # backward, two GEMMs of three, hides the copies
+        optimizer = max(0, optimizer - 2 / 3 * compute)
     seconds = (
         compute,
-        _optimizer_time(sizes, layout, system, gpu),
+        optimizer,
         _message_bytes(sizes, layout, system) / gpu.link,
     )
     return Time(*(1e3 * part for part in seconds))

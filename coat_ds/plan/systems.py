@@ -37,6 +37,9 @@ class System:
     """"none"; "full": only the input of each layer is saved; "mlp": only the feed-forward is recomputed."""
     offload: bool = False
     """DeepSpeed keeps masters and states in the CPU's memory."""
+    release: bool = False
+    """PyTorch without DeepSpeed, on one GPU: BF16 weights are the masters, with more bits in the states, and
+    backward applies gradients (`CoatAdamW.release_gradients`)."""
 
     @property
     def has_units(self) -> bool:
@@ -123,6 +126,7 @@ def rungs() -> dict[str, System]:
         coat("COAT, recompute", {"fp8_activation_checkpointing": True}, recompute="full"),
         coat("COAT, streamed states", recomputed | _STREAMED, bf16_masters=True),
         coat("COAT, offload", recomputed, offload=True),
+        coat("COAT, PyTorch, streamed states", recomputed | _STREAMED, bf16_masters=True, release=True),
     )
     return {system.name: system for system in found}
 

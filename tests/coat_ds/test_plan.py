@@ -119,6 +119,22 @@ def test_states_that_stream_are_in_host_memory():
     assert next(times) < 0.1 * least and next(times) == pytest.approx(least)
 
 
+def test_released_gradients_and_streamed_states_leave_the_weights():
+    """On one GPU, without masters; with more tokens backward hides the copies."""
+    seven = Sizes(layers=32, hidden=4096, ffn=11008, heads=32, groups=32, head_dim=128, vocabulary=32000)
+    system = rungs()["COAT, PyTorch, streamed states"]
+    assert advice.goes_with(system, Layout(stage=2)) and not advice.goes_with(system, Layout(gpus=2, stage=2))
+    layouts, n = [Layout(stage=2, micro_batch=rows) for rows in (1, 16)], seven.parameters
+    for prediction in (plan.predict(seven, layout, system) for layout in layouts):
+        backward = next(memory for memory in prediction.moments if memory.moment == "layers")
+        assert (backward.weights, backward.masters, backward.states) == (2 * n, 0, 0)
+        # a chunk, what waits, and the head
+        assert backward.gradients == 2 * (2**24 + 2**29 + seven.table)
+        assert prediction.on_host == pytest.approx(4.07 * n, rel=0.01)
+    short, long = (plan.step_time(seven, layout, system, plan.GPUS["h100"]) for layout in layouts)
+    assert 0 == long.optimizer < short.optimizer
+
+
 def test_layers_are_recorded_where_they_are_small():
     """As `uses_graphs` draws the line: tokens of all ranks times a rank's part of a layer."""
     for tensor in (1, 2):
