@@ -51,39 +51,41 @@ def switched_on(backends: Sequence[SDPBackend]) -> list[SDPBackend]:
 
 
 class _Order(NamedTuple):
-    """The order in memory of [b, n, s, d], or of [tokens, n, d], as [tokens, channels]: permuting by `there`
-    produces it, `back` undoes it. columns: recomputes an output that is saved unquantized, for an
-    `Origin`."""
+    """The order in memory of [b, n, s, d], or of [b * s, n, d], as [tokens, channels]: permuting by `there`
+    produces it, `back` undoes it."""
 
     there: tuple[int, ...]
     back: tuple[int, ...]
-    columns: Callable
+    batch: int = 1
+    """b, if `there` permutes [b, s, n, d] and heads are [b * s, n, d]."""
 
+    def rows(self, x: torch.Tensor) -> torch.Tensor:
+        """Heads as [tokens, channels]; a view if memory already has that order."""
+        if self.batch > 1:
+            x = x.unflatten(0, (self.batch, -1))
+        return x.permute(self.there).flatten(-2).flatten(0, -2)
 
-def _to_tokens(x: torch.Tensor, there: tuple[int, ...]) -> torch.Tensor:
-    """[b, n, s, d] as [s * b, n * d] or [b * s, n * d], and [tokens, n, d] as [tokens, n * d]; a view if
-    memory already has that order."""
-    return x.permute(there).reshape(-1, x.shape[1] * x.shape[-1])
+    def heads(self, rows: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        """The reverse, for heads of this shape."""
+        if self.batch > 1:
+            shape = (self.batch, shape[0] // self.batch, *shape[1:])
+        x = rows.view([shape[i] for i in self.there]).permute(self.back)
+        return x.flatten(0, 1) if self.batch > 1 else x
 
-
-def _columns_sequence_first(output: torch.Tensor, largest: torch.Tensor, fmt: Fp8Format) -> Quantized:
-    rows = _to_tokens(output, _SEQUENCE_FIRST.there).contiguous()
-    return quantize_tensor(rows, largest, fmt, rows=False, columns=True)
-
-
-def _columns_batch_first(output: torch.Tensor, largest: torch.Tensor, fmt: Fp8Format) -> Quantized:
-    rows = _to_tokens(output, _BATCH_FIRST.there).contiguous()
-    return quantize_tensor(rows, largest, fmt, rows=False, columns=True)
-
-
-def _columns_packed(output: torch.Tensor, largest: torch.Tensor, fmt: Fp8Format) -> Quantized:
-    return quantize_tensor(output, largest, fmt, rows=False, columns=True)
+    def columns(self, output: torch.Tensor, largest: torch.Tensor, fmt: Fp8Format) -> Quantized:
+        """Recomputes an output that is saved unquantized, for an `Origin`."""
+        return quantize_tensor(self.rows(output).contiguous(), largest, fmt, rows=False, columns=True)
 
 
 # tokens of one position are adjacent, or tokens of one sequence
-_SEQUENCE_FIRST = _Order((2, 0, 1, 3), (1, 2, 0, 3), _columns_sequence_first)
-_BATCH_FIRST = _Order((0, 2, 1, 3), (0, 2, 1, 3), _columns_batch_first)
-_PACKED = _Order((0, 1, 2), (0, 1, 2), _columns_packed)
+_SEQUENCE_FIRST = _Order((2, 0, 1, 3), (1, 2, 0, 3))
+_BATCH_FIRST = _Order((0, 2, 1, 3), (0, 2, 1, 3))
+_PACKED = _Order((0, 1, 2), (0, 1, 2))
+
+
+def _packed_order(b: int, batch_first: bool) -> _Order:
+    """The order of the tokens [b * s, n, d] of packed attention, whose input is [b, s] or [s, b]."""
+    return _PACKED if batch_first or b == 1 else _Order((1, 0, 2, 3), (1, 0, 2, 3), b)
 
 
 class _Compressed:
@@ -129,9 +131,7 @@ class _Compressed:
         source, times = self.sources.get(_place(x), (x, 1)) if self.sources else (x, 1)
         if self.group_size is None or not of_heads or x.dtype != self.dtype:
             return None, times, self.outer_pack(source)
-        kept = quantize_groups(
-            _to_tokens(source, self.order.there).contiguous(), self.group_size, self.saved_format
-        )
+        kept = quantize_groups(self.order.rows(source).contiguous(), self.group_size, self.saved_format)
         self.kept[x.data_ptr()] = kept
         return source.shape, times, [self.outer_pack(t) for t in kept.tensors]
 
@@ -141,7 +141,7 @@ class _Compressed:
             return _repeated(self.outer_unpack(kept), times)
         q = Grouped(*map(self.outer_unpack, kept), GROUP_FORMATS[self.saved_format])
         rows = dequantize_groups(q, self.group_size, self.dtype)
-        return _repeated(rows.view([shape[i] for i in self.order.there]).permute(self.order.back), times)
+        return _repeated(self.order.heads(rows, shape), times)
 
     def origin_of(self, output: torch.Tensor) -> Origin | None:
         """The origin of `output`, from the copy that autograd saved; None if there is none. Call it once,
@@ -267,9 +267,31 @@ class Packed(NamedTuple):
     starts: torch.Tensor
     """The first token of each document, and the number of tokens: int32 [documents + 1], on the device."""
     longest: int
-    """Number of tokens of the longest document."""
+    """Number of tokens of the longest document, or more."""
     window: int | None = None
     """Number of tokens before itself that a token attends to; None means all of its document."""
+
+    @classmethod
+    def of(cls, first: torch.Tensor) -> "Packed":
+        """The documents of a batch. first: bool [b, s], whether a document begins at a token. The CPU waits
+        for the device."""
+        # training may use documents that an evaluation found
+        with torch.inference_mode(False):
+            starts = first.flatten().nonzero().flatten()
+            starts = torch.cat([starts, starts.new_tensor([first.numel()])]).to(torch.int32)
+            return cls(starts, int(starts.diff().max()))
+
+    @staticmethod
+    @functools.lru_cache(maxsize=4)
+    def whole(b: int, s: int, device: torch.device) -> "Packed":
+        """`b` sequences of `s` tokens as documents."""
+        with torch.inference_mode(False):
+            return Packed(torch.arange(0, b * s + 1, s, dtype=torch.int32, device=device), s)
+
+    def positions(self, tokens: int) -> torch.Tensor:
+        """The position of each token in its document: int32 [tokens]."""
+        numbers = torch.arange(tokens, dtype=self.starts.dtype, device=self.starts.device)
+        return numbers - self.starts[torch.searchsorted(self.starts, numbers, right=True) - 1]
 
     def mask(self, b: int, s: int) -> torch.Tensor:
         """Which keys each token of the batch attends to: bool [b, 1, s, s]."""
@@ -303,35 +325,93 @@ def takes_packed(dtype: torch.dtype, device: torch.device, d: int, e: int) -> bo
     return device.type == "cuda" and half and d == e <= 256 and d % 8 == 0 and _varlen() is not None
 
 
-class _PackedReference(torch.autograd.Function):
-    """Packed attention in plain PyTorch: the specification, and the path of CPUs. Scores are at least FP32.
-    It saves what FlashAttention saves."""
+class _Packed(torch.autograd.Function):
+    """Packed attention from a forward that returns the output and the logarithm of the sum of each row's
+    exponentials, `lse`, and from its backward. It saves what FlashAttention saves.
+
+    A sink is one more score of each row, without a value. It makes the sum of a row larger, lse' =
+    log(e^lse + e^sink), and the output smaller, o' = o e^(lse - lse'). Backward computes the probabilities
+    p = e^(score - lse') and the gradients of scores, p (grad v - grad o'). Given o' and lse', it therefore
+    returns the gradients of attention with the sink. With v = 0, the gradient of the sink is the sum of
+    -e^(sink - lse') (grad o') over the rows.
+    """
 
     @staticmethod
-    def forward(ctx, q, k, v, starts, packed: Packed, scale: float):
-        scores, values = _scores(q, k, v, packed, scale)
-        lse = scores.logsumexp(-1)
-        output = torch.einsum("htu,uhe->the", (scores - lse[..., None]).exp(), values)
-        output = output.to(q.dtype).contiguous()
-        ctx.save_for_backward(q, k, v, starts, output, lse)
+    def forward(ctx, q, k, v, sinks, starts, packed: Packed, scale: float):
+        output, lse = (_flash if q.is_cuda else _reference)(q, k, v, packed, scale)
+        if sinks is not None:
+            whole = torch.logaddexp(lse, sinks[:, None].to(lse.dtype))
+            output = (output * (lse - whole).exp().t()[..., None]).to(q.dtype)
+            lse = whole
+        ctx.save_for_backward(q, k, v, sinks, starts, output, lse)
         ctx.how = packed.longest, packed.window, scale
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        q, k, v, starts, output, lse = ctx.saved_tensors
+        q, k, v, sinks, starts, output, lse = ctx.saved_tensors
         longest, window, scale = ctx.how
-        scores, values = _scores(q, k, v, Packed(starts, longest, window), scale)
-        p, grad, groups = (scores - lse[..., None]).exp(), grad.to(scores.dtype), k.shape[1]
-        dv = torch.einsum("htu,the->uhe", p, grad)
-        dp = torch.einsum("the,uhe->htu", grad, values)
-        ds = p * (dp - (grad * output).sum(-1).t()[..., None]) * scale
-        keys = k.to(scores.dtype).repeat_interleave(q.shape[1] // groups, 1)
-        dq = torch.einsum("htu,uhd->thd", ds, keys)
-        dk = torch.einsum("htu,thd->uhd", ds, q.to(scores.dtype))
-        dk, dv = (t.unflatten(1, (groups, -1)).sum(2) for t in (dk, dv))
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
+        packed, backward = (
+            Packed(starts, longest, window),
+            _flash_backward if q.is_cuda else _reference_backward,
+        )
+        grads = backward(grad, q, k, v, output, lse, packed, scale)
+        of_sinks = None
+        if sinks is not None:
+            along = (grad.to(lse.dtype) * output).sum(-1).t()
+            of_sinks = -((sinks[:, None] - lse).exp() * along).sum(1).to(sinks.dtype)
+        return *grads, of_sinks, None, None, None
+
+
+def _flash(q, k, v, packed: Packed, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The output, and lse [heads, tokens], by torch's variable-length attention."""
+    from torch.nn.attention.varlen import AuxRequest
+
+    return _varlen()(
+        q, k, v, *_borders(packed), scale=scale, window_size=_sides(packed), return_aux=AuxRequest(lse=True)
+    )
+
+
+def _flash_backward(grad, q, k, v, output, lse, packed: Packed, scale: float) -> tuple[torch.Tensor, ...]:
+    """The gradients of q, k and v. torch's variable-length attention has no other function for it."""
+    # the state of random numbers, which dropout would read
+    state, unused = (torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device))
+    earlier, later = _sides(packed)
+    return torch.ops.aten._flash_attention_backward(
+        grad.contiguous(), q, k, v, output, lse, *_borders(packed), 0.0, earlier < 0, state, unused,
+        scale=scale, window_size_left=earlier, window_size_right=later,
+    )  # fmt: skip
+
+
+def _borders(packed: Packed) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+    return packed.starts, packed.starts, packed.longest, packed.longest
+
+
+def _sides(packed: Packed) -> tuple[int, int]:
+    """The numbers of earlier and of later tokens that a token attends to; -1 means all."""
+    return -1 if packed.window is None else packed.window, 0
+
+
+def _reference(q, k, v, packed: Packed, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """`_flash` in plain PyTorch: the specification, and the path of CPUs. Scores are at least FP32."""
+    scores, values = _scores(q, k, v, packed, scale)
+    lse = scores.logsumexp(-1)
+    output = torch.einsum("htu,uhe->the", (scores - lse[..., None]).exp(), values)
+    return output.to(q.dtype).contiguous(), lse
+
+
+def _reference_backward(grad, q, k, v, output, lse, packed: Packed, scale: float) -> tuple[torch.Tensor, ...]:
+    scores, values = _scores(q, k, v, packed, scale)
+    p, grad, groups = (scores - lse[..., None]).exp(), grad.to(scores.dtype), k.shape[1]
+    dv = torch.einsum("htu,the->uhe", p, grad)
+    dp = torch.einsum("the,uhe->htu", grad, values)
+    ds = p * (dp - (grad * output).sum(-1).t()[..., None]) * scale
+    keys = k.to(scores.dtype).repeat_interleave(q.shape[1] // groups, 1)
+    dq = torch.einsum("htu,uhd->thd", ds, keys)
+    dk = torch.einsum("htu,thd->uhd", ds, q.to(scores.dtype))
+    dk, dv = (t.unflatten(1, (groups, -1)).sum(2) for t in (dk, dv))
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
 def _scores(q, k, v, packed: Packed, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -349,40 +429,44 @@ def packed_attention(
     packed: Packed,
     *,
     scale: float | None = None,
+    sinks: torch.Tensor | None = None,
     group_size: int | None = None,
     saved_format: str = DEFAULT_FORMAT,
+    batch_first: bool = False,
 ) -> torch.Tensor:
     """Causal attention with grouped queries inside of each document, without a mask. A sliding window costs
     what it computes.
 
     Args:
-        q: [b, s, n, d]; k: [b, s, groups, d]; v: [b, s, groups, e], of one dtype, which `takes_packed`.
-        packed: documents of the b * s tokens. They cover all tokens.
-        scale, group_size, saved_format: as in `causal_attention`.
+        q: [s, b, n, d]; k: [s, b, groups, d]; v: [s, b, groups, e], of one dtype, which `takes_packed`.
+        packed: documents of the b * s tokens, one sequence after another. They cover all tokens.
+        sinks: [n], a score of each head that every row's softmax counts, and that has no value.
+        scale, group_size, saved_format, batch_first: as in `causal_attention`.
 
-    Returns [b, s, n * e] with its origin.
+    Returns [s, b, n * e] with its origin.
     """
+    if not batch_first:
+        q, k, v = (x.transpose(0, 1) for x in (q, k, v))
     b, s, n, d = q.shape
     scale = d**-0.5 if scale is None else scale
     q, k, v = (x.flatten(0, 1) for x in (q, k, v))
     keeps = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    compressed, hooks = None, contextlib.nullcontext()
+    order, compressed, hooks = _packed_order(b, batch_first), None, contextlib.nullcontext()
     if keeps and group_size is not None:
-        compressed = _Compressed(group_size, saved_format, q, v, _PACKED)
+        compressed = _Compressed(group_size, saved_format, q, v, order)
         hooks = torch.autograd.graph.saved_tensors_hooks(compressed.pack, compressed.unpack)
     with hooks:
-        if q.is_cuda:
-            starts, longest = packed.starts, packed.longest
-            size = (-1 if packed.window is None else packed.window, 0)
-            output = _varlen()(q, k, v, starts, starts, longest, longest, scale=scale, window_size=size)
+        if q.is_cuda and sinks is None:
+            output = _varlen()(q, k, v, *_borders(packed), scale=scale, window_size=_sides(packed))
         else:
-            output = _PackedReference.apply(q, k, v, packed.starts, packed, scale)
+            output = _Packed.apply(q, k, v, sinks, packed.starts, packed, scale)
     y = output.view(b, s, -1)
+    if not batch_first:
+        # a view of one sequence, else a copy
+        y = y.transpose(0, 1).contiguous()
     if not keeps:
         return y
-    origin = Origin((output.detach().flatten(1),), _PACKED.columns)
-    if compressed is not None:
-        origin = compressed.origin_of(output)
+    origin = compressed.origin_of(output) if compressed else Origin((output.detach(),), order.columns)
     return with_origin(y, origin) if origin else y
 
 

@@ -378,7 +378,7 @@ _BUILDERS = {
 
 def _convert_attention(model: nn.Module, conversion: Conversion, may: Callable) -> None:
     """Makes modules that use transformers' AttentionInterface choose "coat" instead of "sdpa" or
-    FlashAttention."""
+    FlashAttention, and with sinks instead of "eager"."""
     kept = attention.kept_attention_of(conversion.activations)
     configs: dict[int, Any] = {}
     modules = [item for item in model.named_modules() if attention.uses_interface(item[1])]
@@ -395,7 +395,9 @@ def _convert_attention(model: nn.Module, conversion: Conversion, may: Callable) 
             why = "the filter"
         elif flash:
             why = stays.get(id(config))
-        elif found not in (attention.STOCK, attention.NAME):
+        elif found not in (attention.STOCK, attention.NAME) and not (
+            found == "eager" and attention.has_sinks(module)
+        ):
             why = f"its implementation is {found!r}, not {attention.STOCK!r} or FlashAttention"
         elif attention.asks_for_stock(module):
             why = f"its model asks for {attention.STOCK!r} by name"
@@ -403,7 +405,10 @@ def _convert_attention(model: nn.Module, conversion: Conversion, may: Callable) 
             module.__dict__[attention.LEFT] = True
             conversion.leave("attention", name, why)
         else:
-            module.__dict__[attention.STATE] = replace(kept, loaded=found) if flash else kept
+            # a model may be converted again
+            module.__dict__[attention.STATE] = (
+                kept if found == attention.NAME else replace(kept, loaded=found)
+            )
             conversion.take("attention", name)
             configs[id(config)] = config
     if configs:

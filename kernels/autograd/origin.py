@@ -37,12 +37,14 @@ PACKED = "packed"
 # Origin, on the base of an output's view. Written by converted attention, read by its output projection
 ATTENDED = "attended"
 # tables of cosines and sines by token, on the model's: a tuple (Megatron), or a tensor for each batch size.
-# Written and read by the fused layer's adapters
+# For packed sequences (Megatron) the model's and those by token, on the borders. Written and read by the
+# fused layer's adapters
 TABLES = "tables"
 # tuple of the mask to add or None, for each dtype, on a Boolean mask. Written and read by attention
 ADDITIVE = "additive"
-# (address of cu_seq_lens_q, PackedMask), on cu_seq_lens_q or the model's PackedMask. Written and read by the
-# adapter of transformers' packed batches
+# documents of packed batches. transformers' adapter: (address of cu_seq_lens_q, PackedMask), on cu_seq_lens_q
+# or the model's PackedMask; by length (borders,), on position_ids; by number of documents longer borders, on
+# borders. Megatron's: Packed, with the number of tokens on cu_seqlens_q, or on the mask
 BORDERS = "borders"
 
 

@@ -1,14 +1,21 @@
-"""Causal attention on `torch.nn.functional.scaled_dot_product_attention` for Megatron's core-attention slot.
+"""Causal attention on torch's scaled_dot_product_attention and its variable-length attention, for Megatron's
+core-attention slot.
 
 Megatron's own `DotProductAttention` saves the whole matrix of scores for backward. This module saves q, k, v,
 the output and one FP32 number per row. The COAT spec can save them in 8 bits (`attention_format`).
 """
 
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.utils import is_layer_window_attention
+from megatron.core.transformer.utils import (
+    is_layer_window_attention,
+    make_sharded_tensors_for_checkpoint,
+)
 from torch.nn.attention import SDPBackend
 
 from coat_ds.config import ActivationsConfig
@@ -16,9 +23,11 @@ from coat_ds.layers.conversion import attended, grouped
 from coat_ds.layers.inventory import Part
 from coat_ds.layers.modules.hooks import before_hooks
 from coat_ds.log import say_once
-from coat_kernels.attention import BACKENDS, causal_attention
+from coat_kernels.attention import BACKENDS, Packed, causal_attention, packed_attention, takes_packed
+from coat_kernels.autograd.origin import ATTENDED, note, origin_of
 from coat_kernels.groups import DEFAULT_FORMAT
 from megatron_ext import options
+from megatron_ext.layers.packed import is_thd, masked_documents, packed_sequences
 from megatron_ext.layers.settings import TakesActivations, activations_of
 
 # --attention-backend
@@ -73,18 +82,23 @@ def _own_storage(x: torch.Tensor) -> torch.Tensor:
 
 
 class SDPACoreAttention(torch.nn.Module):
-    """Causal core attention with grouped queries, windows, dropout and `softmax_scale`, of whole sequences.
+    """Causal core attention with grouped queries, windows, dropout and `softmax_scale`, of whole sequences,
+    of packed sequences (THD) and of documents (`--reset-attention-mask`); sinks by `--softmax-type`.
 
+    Documents, windows and sinks use torch's variable-length attention, without a mask. Windows with dropout,
+    or with heads that it does not take, use a mask of sequence x sequence.
     The output carries an `Origin`, the tensor that attention itself saves, so that the projection after it
     saves no second copy.
     Raises ValueError at construction for a mask that is not causal, a window of later tokens, a
-    context-parallel size above 1, and for windows, or value heads of another width than key heads
-    (`v_channels`, `k_channels`), with a backend that does not support them.
+    context-parallel size above 1, and for windows, documents, sinks, or value heads of another width than key
+    heads (`v_channels`, `k_channels`), with a backend or dropout that does not support them.
     """
 
     # q, k, v and the output are saved in groups of this size, or uncompressed if None
     group_size: int | None = None
     saved_format = DEFAULT_FORMAT
+    # a score of each head on this rank that every softmax counts, and that has no value
+    softmax_offset: torch.Tensor | None
 
     def __init__(
         self,
@@ -108,37 +122,78 @@ class SDPACoreAttention(torch.nn.Module):
             )
         if attention_type != "self":
             raise ValueError(f"SDPACoreAttention: attention_type must be 'self', found {attention_type!r}")
-        for option in ("softmax_type", "qk_clip", "log_max_attention_logit"):
-            value = getattr(config, option, None)
-            if value not in (None, False, "vanilla"):
+        for option in ("qk_clip", "log_max_attention_logit"):
+            if getattr(config, option, None):
                 raise ValueError(
-                    f"SDPACoreAttention: {option} is {value!r}, which is not supported; leave it unset"
+                    f"SDPACoreAttention: {option} is True, which is not supported; leave it unset"
                 )
-        host = options.megatron_lm()
-        if host is not None and getattr(host.get_args(), "reset_attention_mask", False):
-            raise ValueError(
-                "SDPACoreAttention: --reset-attention-mask is not supported, tokens attend to earlier "
-                "documents of their sequence; remove it"
-            )
         _require_causal(attn_mask_type)
         self.window = _window_of(config, layer_number)
         backend = getattr(config, "attention_backend", AttnBackend.auto)
+        self.backends = _BACKENDS[backend]
         if backend == AttnBackend.flash and k_channels != v_channels:
             raise ValueError(
                 f"SDPACoreAttention: --attention-backend flash takes heads of one width, found {k_channels} "
                 f"channels of keys and {v_channels} of values. Take --attention-backend auto or fused."
             )
-        if backend == AttnBackend.flash and self.window is not None:
-            raise ValueError(
-                "SDPACoreAttention: --attention-backend flash takes no --window-size. Take "
-                "--attention-backend auto or fused."
-            )
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        if backend == AttnBackend.flash and self.window is not None and self.dropout:
+            raise ValueError(
+                "SDPACoreAttention: --attention-backend flash takes no --window-size with "
+                f"--attention-dropout {self.dropout}. Set it to 0, or take --attention-backend auto or fused."
+            )
+        host = options.megatron_lm()
+        # a mask that the model gets has documents, which attention reads from it
+        self.resets = host is not None and getattr(host.get_args(), "reset_attention_mask", False)
+        if self.resets:
+            self._require_flash("--reset-attention-mask")
+        self._add_sinks(config, pg_collection)
         # each tensor-parallel rank drops other scores; under sequence parallelism Megatron's block handles it
         self._draws_by_rank = self.dropout > 0 and not config.sequence_parallel
         # apply_query_key_layer_scaling needs nothing: softmax multiplies back what it divides scores by
         self.softmax_scale = softmax_scale
-        self.backends = _BACKENDS[backend]
+
+    def _add_sinks(self, config, pg_collection) -> None:
+        """Megatron's parameter of `--softmax-type`, by its name in Megatron's own attention."""
+        kind = getattr(config, "softmax_type", "vanilla")
+        if kind == "vanilla":
+            self.softmax_offset = None
+            return
+        self._require_flash(f"--softmax-type {kind}")
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        if pg_collection is None:
+            pg_collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp"])
+        self.tp_group = pg_collection.tp
+        sinks = torch.zeros(config.num_attention_heads, dtype=config.params_dtype, device=device)
+        if kind == "learnable" and config.perform_initialization:
+            # all ranks draw the numbers of all heads
+            config.init_method(sinks)
+        sinks = sinks.chunk(self.tp_group.size())[self.tp_group.rank()].clone()
+        if kind == "off-by-one":
+            self.register_buffer("softmax_offset", sinks, persistent=False)
+        else:
+            self.softmax_offset = torch.nn.Parameter(sinks)
+            set_tensor_model_parallel_attributes(self.softmax_offset, is_parallel=True, dim=0, stride=1)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets=(), metadata=None) -> dict:
+        """As of Megatron's own attention: each tensor-parallel rank holds the sinks of its heads."""
+        state = self.state_dict(prefix="", keep_vars=True)
+        if not state:
+            return {}
+        groups = {"tp_group": self.tp_group, "dp_cp_group": metadata["dp_cp_group"]}
+        return make_sharded_tensors_for_checkpoint(
+            state, prefix, {"softmax_offset": 0}, sharded_offsets, **groups
+        )
+
+    def _require_flash(self, option: str) -> None:
+        """Raises ValueError if variable-length attention, which `option` needs, cannot run."""
+        found = None
+        if self.dropout:
+            found = f"--attention-dropout {self.dropout}. Set it to 0"
+        elif SDPBackend.FLASH_ATTENTION not in self.backends:
+            found = "an --attention-backend without FlashAttention. Take --attention-backend auto or flash"
+        if found is not None:
+            raise ValueError(f"SDPACoreAttention: {option} runs on FlashAttention, which excludes {found}.")
 
     def forward(
         self,
@@ -148,19 +203,16 @@ class SDPACoreAttention(torch.nn.Module):
         attention_mask: torch.Tensor | None = None,
         attn_mask_type: AttnMaskType | None = None,
         attention_bias: torch.Tensor | None = None,
-        packed_seq_params=None,
+        packed_seq_params: PackedSeqParams | None = None,
         **_,
     ) -> torch.Tensor:
         """query [s, b, n, d], key [s, b, groups, d], value [s, b, groups, e] -> [s, b, n * e], of one dtype.
+        Packed sequences may have no dimension b.
 
-        `attention_mask` is not read: causality is the mask.
-        Raises ValueError for packed sequences, an attention bias, a non-causal mask type, or keys of another
-        length than the queries (decoding).
+        `attention_mask` is read only with --reset-attention-mask: causality is the mask.
+        Raises ValueError for an attention bias, a non-causal mask type, keys of another length than the
+        queries (decoding), and for documents that cannot be attended to.
         """
-        if packed_seq_params is not None:
-            raise ValueError(
-                "SDPACoreAttention: packed_seq_params is not supported; pad sequences to one length"
-            )
         if attention_bias is not None:
             raise ValueError("SDPACoreAttention: attention_bias is not supported; use rotary positions")
         # before the mask check: Megatron drops the mask when it decodes
@@ -171,32 +223,73 @@ class SDPACoreAttention(torch.nn.Module):
                 "token is computed from the whole sequence, or load the weights into Megatron's own layers."
             )
         if attn_mask_type is not None:
-            _require_causal(attn_mask_type)
+            # Megatron's name for causal attention inside of documents
+            in_documents = is_thd(packed_seq_params) and attn_mask_type == AttnMaskType.padding_causal
+            _require_causal(AttnMaskType.causal if in_documents else attn_mask_type)
+        squeezed = query.dim() == 3
+        if squeezed:
+            query, key, value = (x.unsqueeze(1) for x in (query, key, value))
+        packed = self.documents(*query.shape[:2], attention_mask, packed_seq_params)
         # compressed copies have their own storages
         qkv = (query, key, value) if self.group_size else map(_own_storage, (query, key, value))
         if self.training and self._draws_by_rank:
             with get_cuda_rng_tracker().fork():
-                y = self.attend(*qkv, group_size=self.group_size)
+                y = self.attend(*qkv, packed, self.softmax_offset, group_size=self.group_size)
         else:
-            y = self.attend(*qkv, group_size=self.group_size)
+            y = self.attend(*qkv, packed, self.softmax_offset, group_size=self.group_size)
+        if squeezed and (origin := origin_of(y)) is not None:
+            # Megatron's projection reads y through a view, which is another tensor object
+            note(y if y._base is None else y._base, ATTENDED, origin)
         before_hooks(self, y)
         return y
 
+    def documents(
+        self,
+        s: int,
+        b: int,
+        attention_mask: torch.Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Packed | None:
+        """The documents of `b` sequences of `s` tokens; None for whole sequences."""
+        if packed_seq_params is not None:
+            self._require_flash("packed_seq_params")
+            return packed_sequences(packed_seq_params, s * b)
+        return masked_documents(attention_mask, s, b) if self.resets else None
+
     def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group_size: int | None = None
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        packed: Packed | None = None,
+        sinks: torch.Tensor | None = None,
+        group_size: int | None = None,
     ) -> torch.Tensor:
         """Attention itself, which saves its tensors in groups of `group_size`, or uncompressed if None."""
-        return causal_attention(
-            q,
-            k,
-            v,
-            scale=self.softmax_scale,
-            dropout=self.dropout if self.training else 0.0,
-            window=self.window,
-            group_size=group_size,
-            saved_format=self.saved_format,
-            backends=self.backends,
-        )
+        how = {"scale": self.softmax_scale, "group_size": group_size, "saved_format": self.saved_format}
+        dropout = self.dropout if self.training else 0.0
+        if packed is None:
+            by_flash = self.window is not None and q.shape[0] > self.window + 1 and not dropout
+            by_flash = by_flash and SDPBackend.FLASH_ATTENTION in self.backends and _takes_packed(q, v)
+            if sinks is None and not by_flash:
+                return causal_attention(
+                    q, k, v, **how, dropout=dropout, window=self.window, backends=self.backends
+                )
+            packed = Packed.whole(q.shape[1], q.shape[0], q.device)
+        if not _takes_packed(q, v):
+            raise ValueError(
+                "SDPACoreAttention: documents and sinks run on FlashAttention, which takes BF16 and heads of "
+                "one width, at most 256 channels and a multiple of 8; found "
+                f"{q.dtype}, {q.shape[-1]} channels of keys and {v.shape[-1]} of values. Train on whole "
+                "sequences, and with --softmax-type vanilla."
+            )
+        if self.window is not None and packed.longest > self.window + 1:
+            packed = packed._replace(window=self.window)
+        return packed_attention(q, k, v, packed, sinks=sinks, **how)
+
+
+def _takes_packed(q: torch.Tensor, v: torch.Tensor) -> bool:
+    return takes_packed(q.dtype, q.device, q.shape[-1], v.shape[-1])
 
 
 class CoatCoreAttention(TakesActivations, SDPACoreAttention):

@@ -17,6 +17,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from coat_ds.layers import fused_layer
 from coat_ds.layers.fused_layer import LayerOptions
+from coat_kernels.attention import Packed
 from coat_kernels.parallel import agreed
 from megatron_ext.layers.attention import CoatCoreAttention, NoCrossAttention
 from megatron_ext.layers.linear import CoatColumnParallelLinear, CoatRowParallelLinear
@@ -38,7 +39,7 @@ _HOOKS = ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
 # under --overlap-param-gather a hook on each module waits for the module's own parameters
 _WAITS = f"{DistributedDataParallel._make_forward_pre_hook.__qualname__}.<locals>."
 # arguments of the layer that may be given; callers give at most the first two by position
-_ARGUMENTS = ("hidden_states", "attention_mask", "rotary_pos_emb")
+_ARGUMENTS = ("hidden_states", "attention_mask", "rotary_pos_emb", "packed_seq_params")
 
 
 class Parts(NamedTuple):
@@ -180,9 +181,10 @@ def fused_forward(layer: torch.nn.Module, args: tuple, kwargs: dict) -> torch.Te
     if len(args) > 2:
         return None
     arguments, parts = {**kwargs, **dict(zip(_ARGUMENTS, args, strict=False))}, dense_parts(layer)
-    why, tables = why_not_fused(layer, parts, arguments), None
+    why, tables, params = why_not_fused(layer, parts, arguments), None, arguments.get("packed_seq_params")
     if why is None:
-        tables = parts.attention.tables_of(arguments.get("rotary_pos_emb"))
+        angles, x = arguments.get("rotary_pos_emb"), arguments["hidden_states"]
+        tables = parts.attention.tables_of(angles, packed_seq_params=params, x=x)
     if tables is None:
         if layer.training and torch.is_grad_enabled():
             fused_layer.say_why_not_fused(why or "their attention or its rotary positions are not plain")
@@ -192,17 +194,22 @@ def fused_forward(layer: torch.nn.Module, args: tuple, kwargs: dict) -> torch.Te
             wait_for_parameters(module)
     x, core, config = arguments["hidden_states"], parts.attention.core_attention, layer.config
     weights, options = _gathered(parts)
+    mask = arguments.get("attention_mask")
     if options.recomputed is None:
         own = {"attn_mask_type": parts.attention.attn_mask_type}
-        own |= {"attention_bias": None, "packed_seq_params": None}
-        attend, constants = functools.partial(core, **own), (arguments.get("attention_mask"),)
+        own |= {"attention_bias": None, "packed_seq_params": params}
+        attend, constants = functools.partial(core, **own), (mask,)
     else:
-        attend, constants = core.attend, ()
+        wait_for_parameters(core)
+        tokens = x.shape[0] * ranks_of(parts)[1]
+        starts, *packed = core.documents(tokens, x.shape[1], mask, params) or (None,)
+        attend = functools.partial(_attend, core, packed)
+        constants = tuple(t for t in (starts, core.softmax_offset) if t is not None)
     compute, tensors = (
         functools.partial(fused_layer.fused_layer, options, attend, constants),
         (*tables, *weights),
     )
-    if not uses_graphs(parts, x):
+    if not uses_graphs(parts, x, packed=params is not None):
         return compute(x, *tensors)
     own_weights = [linear.weight for linear in parts.linears]
     return layer.graphs.call(
@@ -217,14 +224,22 @@ def fused_forward(layer: torch.nn.Module, args: tuple, kwargs: dict) -> torch.Te
     )
 
 
-def uses_graphs(parts: Parts, x: torch.Tensor) -> bool:
-    """Whether a fused layer runs as CUDA graphs, by the block's `cuda_graphs`. It does not with dropout,
-    windows or hooks on attention, or with an attention other than COAT's."""
+def _attend(core: CoatCoreAttention, packed: list, q, k, v, *tensors: torch.Tensor) -> torch.Tensor:
+    """Recomputed attention. `packed`: the fields of `Packed` after the first one, if there are documents.
+    `tensors`: borders of the documents, and the sinks, if there are any."""
+    given = iter(tensors)
+    return core.attend(q, k, v, Packed(next(given), *packed) if packed else None, next(given, None))
+
+
+def uses_graphs(parts: Parts, x: torch.Tensor, packed: bool = False) -> bool:
+    """Whether a fused layer runs as CUDA graphs, by the block's `cuda_graphs`. It does not with documents,
+    dropout, windows, sinks or hooks on attention, or with an attention other than COAT's."""
     wanted = parts.attention.activations.cuda_graphs
     if wanted is False:
         return False
     weights = [linear.weight for linear in parts.linears]
-    return fused_layer.uses_graphs(wanted, x, weights, *ranks_of(parts), _no_graph(parts))
+    why_not = "for packed sequences" if packed else _no_graph(parts)
+    return fused_layer.uses_graphs(wanted, x, weights, *ranks_of(parts), why_not)
 
 
 def ranks_of(parts: Parts) -> tuple[int, int]:
@@ -237,9 +252,11 @@ def ranks_of(parts: Parts) -> tuple[int, int]:
 def _no_graph(parts: Parts) -> str | None:
     """Why a layer with this attention cannot be recorded, or None."""
     core = parts.attention.core_attention
-    # a graph would not hold the mask of a window
-    if type(core) is not CoatCoreAttention or core.window is not None:
-        return "with windows, or with attention that is not COAT's"
+    # graphs hold no borders of documents
+    if type(core) is not CoatCoreAttention or core.window is not None or core.resets:
+        return "with windows or --reset-attention-mask, or with attention that is not COAT's"
+    if core.softmax_offset is not None:
+        return "with --softmax-type"
     if (core.training and core.dropout) or not _is_stock(core):
         return "with dropout of attention, or hooks on it"
     return None

@@ -13,12 +13,13 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from coat_ds.config import ActivationsConfig
 from coat_ds.layers.conversion import multiplied
 from coat_ds.layers.inventory import Part
+from coat_ds.layers.modules.attention import attended_origin
 from coat_ds.layers.modules.formats import formats
 from coat_ds.layers.modules.hooks import after_pre_hooks
 from coat_ds.layers.modules.replaced import is_evaluated
 from coat_ds.log import say_once
 from coat_kernels.autograd.derivatives import once_differentiable
-from coat_kernels.autograd.origin import maxima_of, origin_of, with_maxima
+from coat_kernels.autograd.origin import Origin, maxima_of, origin_of, with_maxima
 from coat_kernels.linear import LinearOptions, fp8_linear
 from coat_kernels.parallel import TensorParallel
 from coat_kernels.tensorwise import PredictedScale
@@ -228,7 +229,7 @@ class _CoatLinear(TakesActivations):
     def forward(self, input_: torch.Tensor, *args, **kwargs):
         after_pre_hooks(self, input_)
         # Megatron may wrap the input in another tensor object before `_forward_impl` runs
-        self._attached.update(origin=origin_of(input_), maxima=maxima_of(input_))
+        self._attached.update(origin=_origin(input_), maxima=maxima_of(input_))
         try:
             return super().forward(input_, *args, **kwargs)
         finally:
@@ -304,10 +305,15 @@ class CoatRowParallelLinear(_CoatLinear, RowParallelLinear):
         after_pre_hooks(self, input_)
         # the reduce-scatter belongs to the GEMM: its backward all-gathers what it quantized
         parallel = TensorParallel(self.tp_group, by_output=False, sequence=True) if scatters else None
-        output = self._product(input_, self.weight, bias, parallel, origin_of(input_))
+        output = self._product(input_, self.weight, bias, parallel, _origin(input_))
         if bias is not None or self.bias is None:
             return output, None
         return (output, self.bias) if self.skip_bias_add else (output + self.bias, None)
+
+
+def _origin(x: torch.Tensor) -> Origin | None:
+    """The origin of `x`, which may be a view of attention's output."""
+    return origin_of(x) or attended_origin(x)
 
 
 def keep_bias(linear: torch.nn.Module) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
 
@@ -14,6 +15,7 @@ from coat_kernels.rope import rotate_qkv
 from megatron_ext.layers.attention import check_context_parallel
 from megatron_ext.layers.linear import keep_bias
 from megatron_ext.layers.norm import CoatHeadNorm
+from megatron_ext.layers.packed import Tables, by_token, packed_sequences
 from megatron_ext.layers.settings import TakesActivations
 
 _NORMS = (type(None), IdentityOp, CoatHeadNorm)
@@ -23,8 +25,8 @@ _NO_ARGUMENTS: Mapping[str, object] = MappingProxyType({})
 class CoatSelfAttention(TakesActivations, SelfAttention):
     """Megatron's SelfAttention, which applies plain rotary positions to the fused projection's output in one
     pass, or in one pass after the norms of queries and keys. Megatron's own path runs in all other cases:
-    inference, packed sequences, gated queries, other norms of queries and keys, interleaved, scaled, partial
-    or multimodal rotary positions, a model under torch.compile.
+    inference, gated queries, other norms of queries and keys, interleaved, scaled, partial or multimodal
+    rotary positions, a model under torch.compile.
     """
 
     _tables = None
@@ -38,12 +40,21 @@ class CoatSelfAttention(TakesActivations, SelfAttention):
         super().take_activations(activations)
         check_context_parallel(self.config, activations)
 
-    def forward(self, hidden_states, attention_mask, *args, rotary_pos_emb=None, **kwargs):
+    def forward(
+        self,
+        hidden_states,
+        attention_mask,
+        *args,
+        rotary_pos_emb=None,
+        packed_seq_params: PackedSeqParams | None = None,
+        **kwargs,
+    ):
         after_pre_hooks(self, hidden_states)
-        self._tables = self.tables_of(rotary_pos_emb, args, kwargs)
+        self._tables = self.tables_of(rotary_pos_emb, args, kwargs, packed_seq_params, hidden_states)
         try:
             if self._tables is not None:
                 rotary_pos_emb = None
+            kwargs["packed_seq_params"] = packed_seq_params
             return super().forward(
                 hidden_states, attention_mask, *args, rotary_pos_emb=rotary_pos_emb, **kwargs
             )
@@ -67,12 +78,21 @@ class CoatSelfAttention(TakesActivations, SelfAttention):
             q, k = self.q_layernorm(q, cos, sin), self.k_layernorm(k, cos, sin)
         return q, k, v
 
-    def tables_of(self, angles, args=(), kwargs=_NO_ARGUMENTS) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Cosines and sines [s, d] of rotary angles [s, 1, 1, d], empty tensors without angles. None for a
-        layer, angles or other arguments of forward that the fused path does not support."""
+    def tables_of(
+        self,
+        angles,
+        args=(),
+        kwargs=_NO_ARGUMENTS,
+        packed_seq_params: PackedSeqParams | None = None,
+        x: torch.Tensor | None = None,
+    ) -> Tables | None:
+        """Cosines and sines [s, d] of rotary angles [s, 1, 1, d], empty tensors without angles; of packed
+        sequences, [tokens, d] for the layer's input `x`. None for a layer, angles or other arguments of
+        forward that the fused path does not support."""
         config = self.config
         unusual = (
             args
+            or (packed_seq_params is not None and config.context_parallel_size > 1)
             or (kwargs and any(kwargs[name] is not None for name in kwargs if name != "attention_bias"))
             or torch.compiler.is_compiling()
             or config.rotary_interleaved
@@ -105,4 +125,7 @@ class CoatSelfAttention(TakesActivations, SelfAttention):
                 flat = angles.detach().flatten(1).float()
                 tables = flat.cos(), flat.sin()
             note(angles, TABLES, tables)
-        return tables
+        if packed_seq_params is None:
+            return tables
+        tokens = x.shape[0] * (self.world_size if config.sequence_parallel else 1)
+        return by_token(tables, packed_sequences(packed_seq_params, tokens), tokens)

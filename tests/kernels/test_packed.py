@@ -1,17 +1,21 @@
 """Variable-length attention: results and gradients of documents one by one, and what it saves."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from coat_kernels.agreement import E4M3_RMS, ROUNDING
-from coat_kernels.attention import Packed, packed_attention, takes_packed
+from coat_kernels.attention import Packed, takes_packed
+from coat_kernels.attention import packed_attention as attention
 from coat_kernels.autograd.origin import origin_of
 from coat_kernels.fp8 import E4M3
 from coat_kernels.tensorwise.quantize import quantize_tensor
 from tests.util import rel_rms
 
 N, D = 4, 32
+packed_attention = partial(attention, batch_first=True)
 LENGTHS = {
     "one document": [37],
     "ends inside of groups": [5, 33, 1, 17, 40],
@@ -31,16 +35,35 @@ def qkv(tokens, device, groups=N, dtype=torch.bfloat16):
     return [torch.randn(s).to(device, dtype).requires_grad_() for s in shapes]
 
 
-def one_by_one(inputs, lengths, window=None, scale=None) -> torch.Tensor:
-    """Each document by torch's attention in FP64."""
+def one_by_one(inputs, lengths, window=None, scale=None, sinks=None) -> torch.Tensor:
+    """Each document by torch's attention in FP64. A sink is the score of a key of zeros, whose value is
+    zero."""
     found = []
     for q, k, v in zip(*(x[0].double().split(lengths) for x in inputs), strict=True):
         seen = torch.ones(len(q), len(q), dtype=torch.bool, device=q.device).tril()
         mask = seen if window is None else seen.triu(-window)
-        heads = (x.transpose(0, 1)[None] for x in (q, k, v))
+        heads = [x.transpose(0, 1)[None] for x in (q, k, v)]
+        if sinks is not None:
+            heads[1:] = (F.pad(x, (0, 0, 0, 1)) for x in heads[1:])
+            scores = torch.zeros_like(mask, dtype=torch.float64).masked_fill(~mask, -torch.inf)
+            mask = torch.cat(
+                [scores.expand(N, -1, -1), sinks.double().view(N, 1, 1).expand(-1, len(q), 1)], 2
+            )
         y = F.scaled_dot_product_attention(*heads, attn_mask=mask, scale=scale, enable_gqa=True)
         found.append(y[0].transpose(0, 1).flatten(1))
     return torch.cat(found)[None]
+
+
+def check_origin(y, group_size):
+    """The rows of the output [.., .., channels] are recomputed from what attention has saved."""
+    largest = y.detach().abs().amax().float()
+    origin = origin_of(y)
+    found = origin.columns(*origin.tensors, largest, E4M3)
+    expected = quantize_tensor(y.detach().flatten(0, 1), largest, E4M3, rows=False, columns=True)
+    assert found.scale.equal(expected.scale)
+    found, expected = found.columns.float(), expected.columns.float()
+    # saved in groups, values are rounded once more, and some fall on the neighbouring code of E4M3
+    assert rel_rms(found, expected) <= (0 if group_size is None else E4M3_RMS)
 
 
 @LAYOUTS
@@ -72,6 +95,52 @@ def test_the_reference_is_exact(rows):
     # sums of at most 40 x 32 terms in FP64
     for a, e in pairs:
         assert rel_rms(a, e) < 40 * 32 * 2**-53
+
+
+@LAYOUTS
+@pytest.mark.parametrize("window", [None, 8])
+def test_sinks_are_scores_without_values(window, lengths, device):
+    inputs, sinks = qkv(sum(lengths), device, 2), torch.tensor([-9.0, 0.0, 1.0, 4.0], device=device)
+    inputs.append(sinks.bfloat16().requires_grad_())
+    grad = torch.randn(1, sum(lengths), N * D, dtype=torch.bfloat16, device=device)
+    expected = one_by_one(inputs[:3], lengths, window, sinks=inputs[3])
+    y = packed_attention(*inputs[:3], packed(lengths, device, window), sinks=inputs[3])
+    # the roundings of the test above, and one more of the output to BF16
+    assert rel_rms(y, expected) < 2**-8 * 2**0.5
+    found = torch.autograd.grad(y, inputs, grad)
+    for a, e in zip(found, torch.autograd.grad(expected, inputs, grad.double()), strict=True):
+        assert rel_rms(a, e) < 2**-6
+
+
+def test_the_reference_of_sinks_is_exact():
+    lengths = [7, 13, 20]
+    inputs = [x.detach().requires_grad_() for x in qkv(40, "cpu", 2, torch.float64)]
+    inputs.append(torch.tensor([-9.0, 0.0, 1.0, 4.0], dtype=torch.float64).requires_grad_())
+    y = packed_attention(*inputs[:3], packed(lengths, "cpu", 5), sinks=inputs[3])
+    expected = one_by_one(inputs[:3], lengths, 5, sinks=inputs[3])
+    grad = torch.randn_like(y)
+    pairs = [(y, expected), *zip(*(torch.autograd.grad(t, inputs, grad) for t in (y, expected)), strict=True)]
+    for a, e in pairs:
+        # sums of at most 40 x 32 terms in FP64
+        assert rel_rms(a, e) < 40 * 32 * 2**-53
+
+
+@pytest.mark.parametrize("group_size", [None, 16])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_the_order_of_megatron(sinks, group_size, device):
+    """Two sequences, whose tokens alternate in memory, give the bits of one after the other."""
+    inputs, documents = qkv(2 * 37, device, 2), packed([30, 7, 20, 17], device, 8)
+    how = {"sinks": torch.arange(N, device=device).bfloat16() if sinks else None, "group_size": group_size}
+    grad = torch.randn(2, 37, N * D, dtype=torch.bfloat16, device=device)
+    rows = [x.view(2, 37, *x.shape[2:]) for x in inputs]
+    columns = [x.transpose(0, 1).contiguous() for x in rows]
+    expected, y = packed_attention(*rows, documents, **how), attention(*columns, documents, **how)
+    assert y.is_contiguous() and y.transpose(0, 1).equal(expected)
+    wanted = torch.autograd.grad(expected, inputs, grad)
+    found = torch.autograd.grad(y, inputs, grad.transpose(0, 1), retain_graph=True)
+    # FlashAttention adds up gradients in any order, in FP32, and rounds them to BF16
+    assert all(rel_rms(a, e) <= (2**-8 if a.is_cuda else 0) for a, e in zip(found, wanted, strict=True))
+    check_origin(y, group_size)
 
 
 @LAYOUTS
@@ -113,14 +182,7 @@ def test_what_is_saved(group_size, device):
 def test_the_output_has_its_origin(group_size, device):
     """The output projection recomputes its input from what attention has saved."""
     y = packed_attention(*qkv(37, device), packed([30, 7], device), group_size=group_size)
-    largest = y.detach().abs().amax().float()
-    origin = origin_of(y)
-    found = origin.columns(*origin.tensors, largest, E4M3)
-    expected = quantize_tensor(y.detach()[0], largest, E4M3, rows=False, columns=True)
-    assert found.scale.equal(expected.scale)
-    found, expected = found.columns.float(), expected.columns.float()
-    # saved in groups, values are rounded once more, and some fall on the neighbouring code of E4M3
-    assert rel_rms(found, expected) <= (0 if group_size is None else E4M3_RMS)
+    check_origin(y, group_size)
 
 
 def test_heads_that_flash_attention_does_not_take():

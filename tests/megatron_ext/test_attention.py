@@ -4,7 +4,6 @@ import itertools
 
 import pytest
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
@@ -157,7 +156,6 @@ def test_says_what_it_does_not_support(device):
     _, q, k, v = qkv(device)
     module = attention()
     for kwargs, text in (
-        ({"packed_seq_params": PackedSeqParams(qkv_format="thd")}, "packed_seq_params"),
         ({"attention_bias": q}, "attention_bias"),
         ({"attn_mask_type": AttnMaskType.no_mask}, "attn_mask_type must be causal, found no_mask"),
     ):
@@ -171,13 +169,13 @@ def test_says_what_it_does_not_support(device):
         attention(context_parallel_size=2)
     with pytest.raises(ValueError, match="attention_type must be 'self', found 'cross'"):
         attention(given={"attention_type": "cross"})
-    with pytest.raises(ValueError, match="softmax_type is 'learnable'"):
-        attention(softmax_type="learnable")
     for window in ((8, 1), (-1, 0)):
         with pytest.raises(ValueError, match=f"--window-size: .* found {window[0]},{window[1]}"):
             attention(window_size=window)
-    with pytest.raises(ValueError, match="--attention-backend flash takes no --window-size"):
-        attention(window_size=(8, 0), attention_backend=AttnBackend.flash)
+    flash = {"window_size": (8, 0), "attention_backend": AttnBackend.flash}
+    with pytest.raises(ValueError, match="flash takes no --window-size with --attention-dropout 0.1"):
+        attention(attention_dropout=0.1, **flash)
+    attention(**flash)
     widths = {"k_channels": 24, "v_channels": 16}
     attention(given=widths)
     with pytest.raises(ValueError, match="flash takes heads of one width, found 24 channels of keys and 16"):

@@ -242,6 +242,11 @@ def test_errors_name_the_file_and_the_key(tmp_path):
     assert f"COAT_CONFIG={path}: coat.optimizer.group_sise: unknown key" in output
 
 
-def test_masks_that_attention_would_not_read_are_refused():
-    _, output = pretrain("gpt", check=False, reset_attention_mask="")
-    assert "--reset-attention-mask is not supported" in output
+RESETS = dict.fromkeys(("reset_attention_mask", "reset_position_ids"), "")
+
+
+def test_documents_of_masks_are_read():
+    logged, _ = pretrain("gpt", train_iters=SAVED, **RESETS)
+    assert all(loss < 5.2 for loss, _ in logged.values()) and len(logged) == SAVED
+    _, output = pretrain("gpt", check=False, no_create_attention_mask_in_dataloader="", **RESETS)
+    assert "--reset-attention-mask: expected a mask" in output

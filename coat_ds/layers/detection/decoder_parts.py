@@ -51,7 +51,8 @@ def parts_of(layer: nn.Module) -> Parts | None:
     attentions = [child for child in children.values() if STATE in child.__dict__]
     if layer._parameters or [len(children), len(norms), len(mlps), len(attentions)] != [4, 2, 1, 1]:
         return None
-    if set(attentions[0]._modules) - set(HEAD_NORMS) != set(PROJECTIONS):
+    # the blocks have no sinks
+    if attentions[0]._parameters or set(attentions[0]._modules) - set(HEAD_NORMS) != set(PROJECTIONS):
         return None
     head_norms = head_norms_of(attentions[0])
     if len(head_norms) not in (0, 2) or not all(map(_is_rms_norm, head_norms)):

@@ -1,10 +1,11 @@
 """Attention of transformers' models through AttentionInterface, saved in the format of the coat block.
 
-"coat" replaces "sdpa" and FlashAttention. Causal attention over whole sequences uses the fastest backend of
-torch's scaled_dot_product_attention, packed documents and sliding windows use torch's variable-length
-attention. All other attention (masks, decoding with a cache, attention in both directions) calls
-transformers' own function for "sdpa". All are saved in the same way, and the output projection reads what
-attention has saved, instead of saving its input a second time.
+"coat" replaces "sdpa" and FlashAttention, and "eager" in models with sinks. Causal attention over whole
+sequences uses the fastest backend of torch's scaled_dot_product_attention; packed documents, sliding windows
+and sinks use torch's variable-length attention. All other attention (masks, decoding with a cache, attention
+in both directions) calls transformers' own function for "sdpa". All are saved in the same way, and the output
+projection reads what attention has saved, instead of saving its input a second time. With sinks, other
+attention saves what torch saves.
 """
 
 import contextlib
@@ -23,6 +24,7 @@ from coat_ds.layers.modules.packed import PackedMask, coat_mask, packed_mask, tr
 from coat_ds.layers.modules.replaced import DTYPES, autocast_dtype, is_evaluated
 from coat_ds.log import say_once
 from coat_kernels.attention import (
+    Packed,
     additive_mask,
     causal_attention,
     kept_attention,
@@ -84,9 +86,13 @@ def why_flash_stays(module: torch.nn.Module) -> str | None:
     same."""
     if any("softcap" in name and value is not None for name, value in vars(module).items()):
         return "FlashAttention stays, since its scores are soft-capped"
-    if "sinks" in module._parameters:
-        return "FlashAttention stays, since it has sinks"
     return None if getattr(module, "is_causal", True) else "FlashAttention stays, since it is not causal"
+
+
+def has_sinks(module: torch.nn.Module) -> bool:
+    """Whether causal attention has sinks, as GPT-OSS': a score of each head that the softmax of each row
+    counts. transformers has no "sdpa" for them."""
+    return "sinks" in module._parameters and getattr(module, "is_causal", True)
 
 
 def asks_for_stock(module: torch.nn.Module) -> bool:
@@ -187,28 +193,35 @@ def coat_attention(
         )
     causal = _is_plain_causal(module, query, key, is_causal, rest)
     b, s = query.shape[0], query.shape[2]
+    attend, sinks = sdpa_attention_forward, rest.get("s_aux")
+    if sinks is not None:
+        attend = _sdpa_with_sinks
     # torch.compile does not see notes, and tensors on "meta" have no values
     if compiling or query.is_meta:
         mask = traced_mask(attention_mask, rest, b, s) if causal else attention_mask
-        return sdpa_attention_forward(module, query, key, value, mask, **arguments)
-    found = packed_mask(attention_mask, rest, b, s) if causal else None
-    packed = None if found is None or dropout else found.packed
+        return attend(module, query, key, value, mask, **arguments)
+    flash = kept is not None and is_flash(kept.loaded)
+    found = packed_mask(attention_mask, rest, b, s, flash) if causal else None
+    packed = None if found is None else found.packed
+    if packed is None and sinks is not None and causal and attention_mask is None:
+        packed = Packed.whole(b, s, query.device)
     stock = kept is None or (kept.evaluates_stock and is_evaluated(module))
     dtype = autocast_dtype(query)
     if dtype is not None and query.dtype in DTYPES:
         # autocast would cast inside torch's function, and the saved casts could not be recognised as heads
         query, key, value = (x.to(dtype) for x in (query, key, value))
-    if packed is None or not takes_packed(query.dtype, query.device, query.shape[-1], value.shape[-1]):
+    takes = takes_packed(query.dtype, query.device, query.shape[-1], value.shape[-1])
+    if packed is None or dropout or not takes:
         packed, mask = None, attention_mask if found is None else found
         attention_mask = mask.whole() if isinstance(mask, PackedMask) else mask
-        if stock:
-            return sdpa_attention_forward(module, query, key, value, attention_mask, **arguments)
+        if stock or sinks is not None:
+            return attend(module, query, key, value, attention_mask, **arguments)
     how = {} if stock else {"group_size": kept.group_size, "saved_format": kept.saved_format}
     if how.get("group_size") is None:
         query, key, value = _own_storages(query, key, value)
     heads = [x.transpose(1, 2) for x in (query, key, value)]
     if packed is not None:
-        y = packed_attention(*heads, packed, scale=scaling, **how)
+        y = packed_attention(*heads, packed, scale=scaling, sinks=sinks, batch_first=True, **how)
     elif causal and attention_mask is None:
         y = causal_attention(*heads, scale=scaling, dropout=dropout, batch_first=True, **how)
     else:
@@ -217,6 +230,31 @@ def coat_attention(
         # the module reads y through views, which are other tensor objects
         note(y if y._base is None else y._base, ATTENDED, origin)
     return y.view(*y.shape[:2], -1, value.shape[-1]), None
+
+
+def _sdpa_with_sinks(
+    module, query, key, value, attention_mask, *, dropout=0.0, scaling=None, is_causal=None, s_aux, **rest
+) -> tuple[torch.Tensor, None]:
+    """`sdpa_attention_forward` with sinks: scores of a key and a value of zeros, which the mask adds."""
+    b, n, s, _ = query.shape
+    t = key.shape[2]
+    if attention_mask is None:
+        attention_mask = torch.ones(s, t, dtype=torch.bool, device=query.device)
+        causal = is_causal is not False and getattr(module, "is_causal", True) and s > 1
+        attention_mask = attention_mask.tril() if causal else attention_mask
+    if attention_mask.dtype == torch.bool:
+        attention_mask = torch.zeros_like(attention_mask, dtype=query.dtype).masked_fill(
+            ~attention_mask, -torch.inf
+        )
+    scores = (
+        attention_mask[..., :t].expand(b, n, s, t),
+        s_aux.to(query.dtype).view(n, 1, 1).expand(b, n, s, 1),
+    )
+    key, value = (F.pad(x, (0, 0, 0, 1)).repeat_interleave(n // x.shape[1], 1) for x in (key, value))
+    y = F.scaled_dot_product_attention(
+        query, key, value, attn_mask=torch.cat(scores, -1), dropout_p=dropout, scale=scaling
+    )
+    return y.transpose(1, 2).contiguous(), None
 
 
 def any_attention(
@@ -289,5 +327,5 @@ def attended_origin(x: torch.Tensor) -> Origin | None:
     ):
         return None
     kept = origin.tensors[0]
-    width = kept.shape[1] * kept.shape[3] if kept.ndim == 4 else kept.shape[1]
+    width = kept.shape[1] if kept.ndim == 2 else kept.shape[1] * kept.shape[-1]
     return origin if x.shape[-1] == width else None

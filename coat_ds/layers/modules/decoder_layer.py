@@ -18,12 +18,12 @@ from coat_ds.config import ActivationsConfig
 from coat_ds.layers import fused_layer
 from coat_ds.layers.detection.decoder_parts import PROJECTIONS, Parts, dropout_names, head_norms_of
 from coat_ds.layers.fused_layer import LayerOptions
-from coat_ds.layers.modules.attention import STATE, any_attention, is_transformers_own
+from coat_ds.layers.modules.attention import STATE, any_attention, is_flash, is_transformers_own
 from coat_ds.layers.modules.feed_forward import Fp8GatedFeedForward
 from coat_ds.layers.modules.linear import is_fused
 from coat_ds.layers.modules.merged_linear import MergedLinear, is_hooked, joined, parameters_of
 from coat_ds.layers.modules.norm import Fp8Norm
-from coat_ds.layers.modules.packed import PackedMask, packed_mask
+from coat_ds.layers.modules.packed import SLOTS, PackedMask, Slots, packed_mask
 from coat_ds.layers.modules.replaced import (
     Replaced,
     autocast_dtype,
@@ -86,7 +86,7 @@ class Fp8DecoderLayer(Replaced):
         self.qkv = MergedLinear(activations, cancels=True)
         self.cuda_graphs = activations.cuda_graphs
         # batches may change their shape at any time: hold graphs of one shape at a time
-        self.graphs = Graphs(one_shape=True)
+        self.graphs, self.slots = Graphs(one_shape=True), Slots()
 
     def compute(self, hidden_states: torch.Tensor, *args, **kwargs):
         if (why := why_not_fused(self, hidden_states, args, kwargs)) is not None:
@@ -106,7 +106,8 @@ class Fp8DecoderLayer(Replaced):
                     )
             return self.stock(hidden_states, *args, **kwargs)
         # bound here and not passed as arguments: reentrant checkpoints copy tensor arguments, without notes
-        mask = packed_mask(kwargs.get("attention_mask"), kwargs, *hidden_states.shape[:2])
+        flash = is_flash(self.parts.attention.__dict__[STATE].loaded)
+        mask = packed_mask(kwargs.get("attention_mask"), kwargs, *hidden_states.shape[:2], flash)
         if mask is None:
             mask = kwargs.get("attention_mask")
         blocks = partial(self.by_blocks, *kwargs["position_embeddings"], mask)
@@ -146,12 +147,15 @@ class Fp8DecoderLayer(Replaced):
         parameters += (norm.weight for norm in head_norms)
         # the blocks take [tokens, 1, h], so that each token needs its own row of angles
         constants = [_by_token(t, x.shape[0]) for t in (cos, sin)]
-        d, packed, why_eager = attention.head_dim, None, None
+        d, packed, graphed = attention.head_dim, None, None
         if isinstance(mask, PackedMask) and takes_packed(x.dtype, x.device, d, d):
-            starts, *packed = mask.packed
+            documents = mask.packed
+            if (count := len(documents.starts) - 1) > len(x):
+                why_not = f"for packed batches of more than {SLOTS[-1]} documents"
+                graphed = self.uses_graphs(x, why_not if count > SLOTS[-1] else None)
+                documents = self.slots.fit(documents, x.shape[0] * x.shape[1]) if graphed else documents
+            starts, *packed = documents
             constants.append(starts)
-            if len(starts) > len(x) + 1:
-                why_eager = "for packed batches, whose documents differ"
         elif mask is not None:
             mask = mask.whole() if isinstance(mask, PackedMask) else mask
             constants.append(additive_mask(mask, x.dtype))
@@ -173,7 +177,7 @@ class Fp8DecoderLayer(Replaced):
         )
         attend = partial(_attend, attention, packed, {} if self.recomputes else saved)
         compute = partial(_compute, options, attend, (len(qkv), len(first)), mask is not None)
-        if not self.uses_graphs(x, why_eager):
+        if not (self.uses_graphs(x) if graphed is None else graphed):
             return compute(x, *constants, *parameters)
         weights = [linears[0].weight for linears in products]
         uses = partial(options.uses, weights, kept, attention.scaling, packed and tuple(packed))
@@ -194,7 +198,9 @@ def _attend(
     """Attention of heads [b, s, n, d] by the scaling of `attention`: [b, s, n * d]. packed: the fields of
     `Packed` after the first one, which is in place of the mask."""
     if packed is not None:
-        return packed_attention(q, k, v, Packed(*mask, *packed), scale=attention.scaling, **saved)
+        return packed_attention(
+            q, k, v, Packed(*mask, *packed), scale=attention.scaling, batch_first=True, **saved
+        )
     if not mask:
         return causal_attention(q, k, v, scale=attention.scaling, batch_first=True, **saved)
     heads = (t.transpose(1, 2) for t in (q, k, v))

@@ -5,11 +5,19 @@ window: borders of documents, which `packed_attention` reads. Any other reader o
 boolean mask, which is then computed once.
 """
 
+import logging
+
 import torch
+import torch.nn.functional as F
 from torch.utils._pytree import tree_map_only
 
+from coat_ds.log import say_once
 from coat_kernels.attention import Packed
 from coat_kernels.autograd.origin import BORDERS, note, noted
+
+# numbers of documents that a CUDA graph has room for, and parts of the batch that a document may have
+SLOTS = (64, 256)
+_PARTS = (4, 1)
 
 
 class PackedMask(torch.Tensor):
@@ -97,23 +105,20 @@ def _read(mask_function, b: int, s: int, device: torch.device) -> Packed | None:
     head = torch.zeros_like(rows)
     joined = mask_function(rows, head, later, later - 1).expand(b, s - 1)
     ahead = mask_function(rows, head, later - 1, later).any()
-    first = torch.cat([torch.ones_like(joined[:, :1]), ~joined], 1).flatten()
-    return None if ahead else _from_first(first.nonzero().flatten(), b * s)
+    return None if ahead else Packed.of(torch.cat([torch.ones_like(joined[:, :1]), ~joined], 1))
 
 
-def _from_first(first: torch.Tensor, tokens: int) -> Packed:
-    # training may use documents that an evaluation found
-    with torch.inference_mode(False):
-        starts = torch.cat([first, first.new_tensor([tokens])]).to(torch.int32)
-        return Packed(starts, int(starts.diff().max()))
-
-
-def packed_mask(mask: torch.Tensor | None, arguments: dict, b: int, s: int) -> PackedMask | None:
+def packed_mask(
+    mask: torch.Tensor | None, arguments: dict, b: int, s: int, flash: bool = False
+) -> PackedMask | None:
     """The documents of a batch [b, s], from `cu_seq_lens_q` in the `arguments` of a layer, else from the
-    mask; None if the mask is a plain tensor or nothing is packed."""
+    mask; None if the mask is a plain tensor or nothing is packed. flash: as transformers' FlashAttention
+    does, also from `position_ids` of one row, which not all models give to their masks."""
     if mask is not None and type(mask) is not PackedMask:
         return None
     given = arguments.get("cu_seq_lens_q")
+    if given is None and flash:
+        given = _borders(arguments.get("position_ids"), s)
     if given is None:
         return mask
     # each mask of a model, such as that of windows, has its own
@@ -133,6 +138,51 @@ def packed_mask(mask: torch.Tensor | None, arguments: dict, b: int, s: int) -> P
     found = PackedMask(Packed(starts, longest, None if mask is None else mask.packed.window), b, s)
     note(holder, BORDERS, (given.data_ptr(), found))
     return found
+
+
+def _borders(positions: torch.Tensor | None, s: int) -> torch.Tensor | None:
+    """Borders of the documents of one row, whose positions count from one token to the next; None if it has
+    one document."""
+    if positions is None or positions.shape != (1, s):
+        return None
+    name = BORDERS, s
+    found = noted(positions, name)
+    if found is None:
+        starts = Packed.of(positions.diff(prepend=positions[:, :1]) != 1).starts
+        found = (starts if len(starts) > 2 else None,)
+        note(positions, name, found)
+    return found[0]
+
+
+class Slots:
+    """Makes packed batches of one number of tokens alike, so that one CUDA graph serves them: borders for a
+    fixed number of documents, and a bound of their length. Unused documents have no tokens. A batch that
+    does not fit takes the next of `SLOTS` or `_PARTS`, and so do later ones: graphs are recorded again at
+    most twice."""
+
+    def __init__(self):
+        self.tokens = self.slots = self.longest = 0
+
+    def fit(self, packed: Packed, tokens: int) -> Packed:
+        """`packed`, of at most the last of `SLOTS` documents. All layers get the same borders."""
+        if self.tokens != tokens:
+            self.tokens, self.slots, self.longest = tokens, 0, 0
+        documents = len(packed.starts) - 1
+        if documents > self.slots or packed.longest > self.longest:
+            self.slots = next(n for n in SLOTS if n >= max(documents, self.slots))
+            parts = (-(-tokens // part) for part in _PARTS)
+            self.longest = next(n for n in parts if n >= max(packed.longest, self.longest))
+            say_once(
+                f"packed batches of {tokens} tokens run as CUDA graphs, which have room for {self.slots} "
+                f"documents of up to {self.longest} tokens.",
+                logging.INFO,
+            )
+        name = BORDERS, self.slots
+        starts = noted(packed.starts, name)
+        if starts is None:
+            starts = F.pad(packed.starts, (0, self.slots - documents), value=tokens)
+            note(packed.starts, name, starts)
+        return packed._replace(starts=starts, longest=self.longest)
 
 
 def traced_mask(mask: torch.Tensor | None, arguments: dict, b: int, s: int) -> torch.Tensor | None:

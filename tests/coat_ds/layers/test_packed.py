@@ -16,7 +16,11 @@ from transformers.masking_utils import blockwise_overlay, causal_mask_function, 
 
 import coat_ds
 from coat_ds.layers.modules import attention
-from coat_ds.layers.modules.packed import PackedMask, coat_mask
+from coat_ds.layers.modules.decoder_layer import Fp8DecoderLayer
+from coat_ds.layers.modules.packed import SLOTS, PackedMask, Slots, coat_mask
+from coat_ds.layers.modules.replaced import replaced
+from coat_kernels.attention import Packed
+from coat_kernels.graphs import WARM_UP, Graphs
 from tests.coat_ds.layers.measures import blocks_taken, fp8_bound, relative, run, same, saved_bytes
 from tests.families import FAMILIES, VOCABULARY
 
@@ -145,21 +149,78 @@ def test_models_with_flash_attention_convert_and_get_it_back(monkeypatch):
     assert coat_ds.unconvert(model).config._attn_implementation == "flash_attention_2"
 
 
-def gpt_oss() -> torch.nn.Module:
-    sizes = {"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 2}
-    return GptOssForCausalLM(GptOssConfig(**sizes, **heads, pad_token_id=0)).bfloat16()
-
-
-@pytest.mark.parametrize(
-    ("build", "why"), [(FAMILIES["gemma2"].build, "soft-capped"), (gpt_oss, "sinks")], ids=["caps", "sinks"]
-)
-def test_what_ours_does_not_compute_keeps_flash_attention(build, why, caplog):
-    model = loaded_with_flash(build())
+@pytest.mark.parametrize("name", ["gemma2"])
+def test_what_ours_does_not_compute_keeps_flash_attention(name, caplog):
+    model = loaded_with_flash(FAMILIES[name].build())
     with caplog.at_level(logging.INFO):
         coat_ds.convert(model)
     assert model.config._attn_implementation == "flash_attention_2"
-    assert "FlashAttention stays" in caplog.text and why in caplog.text
+    assert "FlashAttention stays" in caplog.text and "soft-capped" in caplog.text
+
+
+def gpt_oss(dtype=torch.float64, **more) -> torch.nn.Module:
+    """A window of 8 in the first layer, and sinks in both."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 2}
+    more = {"sliding_window": 8, "num_experts_per_tok": 2, "pad_token_id": 0} | more
+    model = GptOssForCausalLM(GptOssConfig(**sizes, **heads, **more)).to(dtype)
+    # grouped GEMMs take no FP64
+    model.set_experts_implementation("eager")
+    for name, p in model.named_parameters():
+        if name.endswith("sinks"):
+            p.data.copy_(torch.linspace(-2, 3, 4))
+    return model
+
+
+def only_attention(name, _) -> bool:
+    return name.endswith("self_attn")
+
+
+# as of `test_attention_alone_is_exact`
+LOSS, GRADIENTS = 2**-18, 2**-17
+
+
+@pytest.mark.parametrize("loaded", ["eager", "flash_attention_3"])
+def test_sinks_are_exact(loaded, monkeypatch):
+    made, model, lengths = masks_made(monkeypatch), gpt_oss(), LENGTHS["several"]
+    assert model.config._attn_implementation == "eager"
+    expected = one_by_one(model, lengths)
+    model.config._attn_implementation_internal = loaded
+    coat_ds.convert(model, filter=only_attention)
+    assert model.config._attn_implementation == attention.NAME
+    # only FlashAttention of transformers reads positions: this model makes its masks without them
+    loss, gradients = run(model, flat(lengths, return_flash_attn_kwargs=loaded == "eager"))
+    assert abs(loss / expected[0] - 1) < LOSS
+    assert gradients.keys() == expected[1].keys() and relative(gradients, expected[1]) < GRADIENTS
+    assert not made
+    assert coat_ds.unconvert(model).config._attn_implementation == loaded
+
+
+@pytest.mark.parametrize("case", ["whole", "padded left", "padded right", "dropout", "compiled"])
+def test_sinks_of_other_batches_are_exact(case):
+    ids = torch.randint(3, VOCABULARY, (2, 21), generator=torch.Generator().manual_seed(0))
+    batch, real = {"input_ids": ids, "labels": ids.clone()}, torch.ones_like(ids)
+    if case.startswith("padded"):
+        real[0, :9] = 0
+        real = real.flip(1) if case == "padded right" else real
+        batch |= {"attention_mask": real}
+        batch["labels"][real == 0] = -100
+    model = gpt_oss(attention_dropout=1e-12 if case == "dropout" else 0.0)
+    expected = run(model, batch)
+    coat_ds.convert(model, filter=only_attention)
+    if case == "compiled":
+        model.compile(backend="eager")
+    loss, gradients = run(model, batch)
+    assert abs(loss / expected[0] - 1) < LOSS and relative(gradients, expected[1]) < GRADIENTS
+
+
+def test_tokens_are_generated_with_sinks():
+    model, prompt = gpt_oss().eval(), torch.arange(3, 22)[None]
+    how = {"max_new_tokens": 12, "do_sample": False}
+    expected = model.generate(prompt, **how)
+    coat_ds.convert(model, filter=only_attention)
+    assert model.generate(prompt, **how).equal(expected)
 
 
 def test_dropout_and_evaluation_in_bf16_are_packed_too():
@@ -217,3 +278,70 @@ def test_compiled_models_attend_inside_of_documents():
     batch = flat([5, 33, 4], return_flash_attn_kwargs=True, return_position_ids=False)
     expected = run(model, batch)[0]
     assert abs(run(torch.compile(model, backend="eager"), batch)[0] / expected - 1) < 2**-7
+
+
+def batches_of(lengths) -> tuple[dict, ...]:
+    """Batches of as many tokens in other documents."""
+    return flat(lengths), flat(lengths[::-1]), flat([3, *[2] * 20, sum(lengths) - 43])
+
+
+@pytest.mark.parametrize("attention_format", ["sqrt8", "recompute"])
+def test_batches_of_one_size_are_alike_to_a_graph(attention_format, monkeypatch):
+    """They call the same function with constants of the same shapes, and get the results of eager calls."""
+    lengths, calls = [5, 13, 2, 17, 27], []
+
+    def call(graphs, function, x, tensors, uses=tuple, constants=(), **_):
+        calls.append((x.shape, uses(), [(t.shape, t.dtype) for t in constants], constants[-1]))
+        return function(x, *constants, *tensors)
+
+    model = coat_ds.convert(FAMILIES["llama"].build(), {"attention_format": attention_format})
+    layers = len(model.model.layers)
+    expected = [run(model, one) for one in batches_of(lengths)]
+    monkeypatch.setattr(Graphs, "call", call)
+    monkeypatch.setattr(Fp8DecoderLayer, "uses_graphs", lambda layer, x, why_not=None: why_not is None)
+    for one, wanted in zip(batches_of(lengths), expected, strict=True):
+        same(run(model, one), wanted)
+    assert len(calls) == 3 * layers
+    for first, *later in zip(calls[:layers], calls[layers : 2 * layers], calls[2 * layers :], strict=True):
+        assert all(first[:3] == one[:3] for one in later)
+    # the borders of a forward are one tensor, which graphs copy once
+    assert len({id(borders) for *_, borders in calls}) == 3
+
+
+def test_slots_grow_twice_at_most():
+    def fitted(*lengths):
+        starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
+        found = slots.fit(Packed(starts, max(lengths), 7), sum(lengths))
+        assert found.starts[: len(starts)].equal(starts) and (found.starts[len(starts) :] == starts[-1]).all()
+        assert found.window == 7
+        return len(found.starts) - 1, found.longest
+
+    slots = Slots()
+    assert fitted(100, 50, *[10] * 25) == (64, 100)
+    assert fitted(*[50] * 8) == (64, 100)
+    assert fitted(101, *[2] * 149, 1) == (SLOTS[-1], 400)
+    assert fitted(*[50] * 8) == (SLOTS[-1], 400)
+    # another number of tokens begins again
+    assert fitted(*[50] * 16) == (64, 200)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("attention_format", ["bf16", "sqrt8", "recompute"])
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_replays_of_packed_batches_are_eager_calls(name, attention_format):
+    models = []
+    for graphs in (True, False):
+        options = {"attention_format": attention_format, "cuda_graphs": graphs}
+        models.append(coat_ds.convert(FAMILIES[name].build().cuda(), options))
+    generator = torch.Generator().manual_seed(0)
+    for number in range(WARM_UP + 5):
+        cuts = torch.randperm(126, generator=generator)[: 2 + number].sort().values + 1
+        lengths = torch.diff(cuts, prepend=torch.tensor([0]), append=torch.tensor([128])).tolist()
+        one = {k: v.cuda() for k, v in flat(lengths).items() if isinstance(v, torch.Tensor)}
+        (loss, found), (eager, expected) = (run(model, one) for model in models)
+        # the forward has one order of sums
+        assert loss == eager, number
+        # FlashAttention adds up gradients in any order, which changes some codes of E5M2 by 2^-2
+        assert relative(found, expected) < 2**-5, number
+    counts = [replaced(layer).graphs.count for layer in models[0].model.layers]
+    assert counts == [1] * len(counts)
