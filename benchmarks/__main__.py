@@ -21,6 +21,7 @@ from benchmarks import (  # noqa: F401  (they register themselves)
     memorize,
     models,
     numerics,
+    packed,
     report,
     reproduce,
     state_loop,
