@@ -185,20 +185,6 @@ class Slots:
         return packed._replace(starts=starts, longest=self.longest)
 
 
-def _borders(positions: torch.Tensor | None, s: int) -> torch.Tensor | None:
-    """Borders of the documents of one row, whose positions count from one token to the next; None if it has
-    one document."""
-    if positions is None or positions.shape != (1, s):
-        return None
-    name = BORDERS, s
-    found = noted(positions, name)
-    if found is None:
-        starts = Packed.of(positions.diff(prepend=positions[:, :1]) != 1).starts
-        found = (starts if len(starts) > 2 else None,)
-        note(positions, name, found)
-    return found[0]
-
-
 def traced_mask(mask: torch.Tensor | None, arguments: dict, b: int, s: int) -> torch.Tensor | None:
     """`mask`, without keys of other documents than `cu_seq_lens_q` gives, by operations that torch.compile
     traces."""
