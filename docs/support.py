@@ -198,7 +198,7 @@ SECTIONS: dict[str, list[Row]] = {
                       "`--reset-attention-mask`: at most two pipeline stages"),
         Row("Attention sinks (`--softmax-type`)", cpu=2,
             condition="no attention dropout, latent attention on a GPU or CUDA graphs",
-            megatron=({"softmax_type": "learnable"}, {"softmax_type": "off-by-one"})),
+            megatron=({"softmax_type": "learnable", "attention_dropout": 0.0},)),
         Row("`--qk-clip`", *REFUSED, megatron=({"qk_clip": True},)),
         Row("Decoding with a cache", *REFUSED,
             condition="a mask given to the model is read with `--reset-attention-mask` only"),
