@@ -52,6 +52,9 @@ def gathers_of(sizes: Sizes, layout: Layout, system: System) -> Gathers:
     """What ZeRO-3 gathers in forward and backward, one after the other."""
     layers = [[[n / layout.tensor for n in module] for module in layer] for layer in sizes.stack()]
     if system.has_units:
+        if sizes.maker == "megatron":
+            # in the order of a layer's parameters, the projection is the first of attention
+            layers = [[norm, proj, qkv, *rest] for norm, qkv, proj, *rest in layers]
         # a layer is gathered as one module
         layers = [[[n for module in layer for n in module]] for layer in layers]
     limits = layout.limits

@@ -3,8 +3,8 @@
 import pytest
 
 from coat_ds.plan import Layout, Sizes, rungs
-from coat_ds.plan.gathers import Limits
-from coat_ds.plan.memory import _Stage
+from coat_ds.plan.gathers import gathers_of
+from coat_ds.plan.layout import Limits
 from tests.megatron_ext.test_zero3_units import VOCAB, Case, _engine, _gpt, _start, _step
 from tests.util import run_distributed
 
@@ -59,10 +59,8 @@ def ranks():
 
 @pytest.mark.parametrize("ahead", AHEAD)
 def test_weights_are_those_that_deepspeed_has(ranks, ahead):
-    layout = Layout(gpus=2, stage=3, sequence=32, prefetch=ahead, limits=LIMITS)
-    modules = _Stage(SIZES, layout, rungs()["COAT"], 0)._gathered()
-    # four modules come before the layers
-    forward, backward = modules[4 : 4 + LAYERS], modules[-4 - LAYERS : -4]
-    planned = [module.runs.weights for module in (*forward, *backward)]
+    layout = Layout(gpus=2, stage=3, sequence=32, limits=LIMITS._replace(prefetch=ahead))
+    gathers = gathers_of(SIZES, layout, rungs()["COAT"])
+    planned = [module.runs.weights for _, module in (*gathers.forward, *gathers.backward)]
     assert all(rank[AHEAD.index(ahead)] == planned for rank in ranks)
     assert max(planned) > 2 * 36_864
