@@ -264,7 +264,8 @@ def held(stage: int, keys: str = "{}") -> list[list[int]]:
 
 def at_the_loss(keys: str, **spread) -> Memory:
     config = {"zero_optimization": {"reduce_bucket_size": 5000, "stage": spread["stage"]}, **json.loads(keys)}
-    found = plan.predict(SHAPES["finetune.csv"], from_deepspeed(config, gpus=2, **spread), rungs()["COAT"])
+    sizes = SHAPES["finetune.csv"]
+    found = plan.predict(sizes, from_deepspeed(config, sizes, gpus=2, **spread), rungs()["COAT"])
     return next(memory for memory in found.moments if memory.moment == "loss")
 
 

@@ -87,7 +87,7 @@ def _import_specs(folder):
 
     lines, handler = [], logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
-    logging.getLogger(log.__name__).addHandler(handler)
+    log.logger.addHandler(handler)
     path, found = Path(folder, "coat.json"), {}
     for case, (block, _) in FEATURES.items():
         os.environ.pop("COAT_CONFIG", None)
