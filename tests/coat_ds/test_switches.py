@@ -75,7 +75,7 @@ def _train():
             config = {
                 "train_micro_batch_size_per_gpu": 2,
                 "zero_optimization": {"stage": 1},
-                "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+                "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
             }
             engine, *_ = deepspeed.initialize(model=model, config=config | precision | coat)
             kind = next(model.parameters()).dtype
