@@ -184,7 +184,7 @@ def faster(results: Results) -> str:
             "[leave the mask out](huggingface.md#packed-batches-and-windows)",
             f"{bare['ms']:.1f} ms a layer; BF16 with a mask {masked['ms']:.1f} "
             f"({data('packed_h200.csv', '7B, seven documents')})",
-            "no CUDA graphs",
+            "",
         ],
         [
             "memory is left, ZeRO-0 to 2",
