@@ -121,7 +121,8 @@ SECTIONS: dict[str, list[Row]] = {
         Row("DeepCompile, random-LTD, generation of `hybrid_engine`", *NOT_RUN),
     ],
     "MoE with ZeRO-3": [
-        Row("MoE + ZeRO-3, transformers (Mixtral, Qwen3-MoE)", cpu=2, condition="experts: grouped FP8 GEMMs"),
+        Row("MoE + ZeRO-3, transformers (Mixtral, Qwen3-MoE)", cpu=2,
+            condition="experts multiply in FP8; under ZeRO-3 it ran on CPUs only"),
         Row("MoE + ZeRO-3, Megatron, sequential experts", cpu=2, h100=2,
             condition="every rank holds all experts", proof=(UNITS,)),
         Row("MoE + ZeRO-3, `deepspeed.moe`", *REFUSED, condition="by DeepSpeed itself, with stock AdamW too"),
