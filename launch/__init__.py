@@ -1,4 +1,8 @@
-"""Pretraining and its launchers, imported as `coat_launch`."""
+"""Pretraining and its launchers, imported as `coat_launch`.
+
+It may import every other package. Start at
+pretrain_gpt.py, which trains, or at cluster.py, which starts it on several nodes.
+"""
 
 import importlib.resources
 

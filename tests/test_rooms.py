@@ -1,6 +1,7 @@
 """The structure of the packages: no import circle, one direction between packages, a page in each room."""
 
 import ast
+import re
 from collections import defaultdict
 from pathlib import Path
 
@@ -69,3 +70,14 @@ def test_each_room_has_a_page():
     for name, path in modules().items():
         if path.name == "__init__.py" and name != "coat_ds":
             assert ast.get_docstring(ast.parse(path.read_text())), name
+
+
+def test_files_that_a_page_of_a_room_names_exist():
+    """The docstring of an `__init__.py` lists files of its own folder."""
+    wrong = []
+    for path in modules().values():
+        if path.name == "__init__.py":
+            text = ast.get_docstring(ast.parse(path.read_text())) or ""
+            named = re.findall(r"(?<![\w/.])\w+\.py\b", text)
+            wrong += [f"{path}: {name}" for name in named if not list(path.parent.rglob(name))]
+    assert not wrong

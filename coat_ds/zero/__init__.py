@@ -20,7 +20,8 @@ and `finish`, which run before and after `DeepSpeedEngine.__init__`.
     layer_units.py       whole layers as units of ZeRO-3
     module_hooks.py      ZeRO-3's hooks of all other modules
     status.py            `engine.coat`
-    log.py               lines on rank 0
+    uncalled.py          converted base layers of adapters that no forward calls
+    watch.py             readings of an engine's steps
 
 Before an engine with a block is built, only switch.py and block.py are imported.
 """

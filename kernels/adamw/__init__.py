@@ -1,7 +1,7 @@
 """AdamW over stored moments, in one pass.
 
-reference.py specifies the step. On a GPU, kernel.py updates tensors in the chunks that chunks.py computes; on
-the CPU, cpu.py compiles the step. step.py is what optimizers call. storing.py measures the error that storing
+reference.py specifies the step, and computes it on a CPU. On a GPU, kernel.py updates tensors in the chunks
+that chunks.py computes. step.py is what optimizers call. storing.py measures the error that storing
 adds to a step.
 """
 
