@@ -1,8 +1,5 @@
 """Checks GPUs, one FP8 GEMM, and that Triton compiles."""
 
-import shutil
-from pathlib import Path
-
 import torch
 
 from coat_ds.doctor.finding import OK, PROBLEM, UNKNOWN, Finding, reason
@@ -12,9 +9,6 @@ from coat_kernels.linear import scaled_matmul, scaled_matmul_reference
 
 FP8_CAPABILITY = (8, 9)
 NO_GPU = "cannot be checked: there is no GPU here"
-# bytes of a parameter in a checkpoint: BF16 weight, FP32 master, moments; two checkpoints, since a new one is
-# complete before the old one is deleted
-CHECKPOINT_BYTES, CHECKPOINTS = 2 + 4 + 8, 2
 # error of an FP8 GEMM: rounding of its result to BF16, and Hopper's accumulation with about 14 bits
 TOLERANCE = 2**-7
 
@@ -33,21 +27,6 @@ def without_fp8(name: str, *capability: int) -> str | None:
         f"{name} has compute capability {capability[0]}.{capability[1]}, FP8 needs 8.9. Set "
         "coat.activations.enabled to false in the DeepSpeed JSON"
     )
-
-
-def free_bytes(folder: str | Path) -> int:
-    """Free bytes on the disk of a folder, which need not exist."""
-    path = Path(folder).absolute()
-    standing = next(p for p in (path, *path.parents) if p.exists())
-    return shutil.disk_usage(standing).free
-
-
-def too_little_room(folder: str | Path, free: int, parameters: int) -> str | None:
-    """Why a folder with `free` bytes cannot hold the checkpoints of a model; None if it can."""
-    needed = CHECKPOINTS * CHECKPOINT_BYTES * parameters
-    if free >= needed:
-        return None
-    return f"{free / 2**30:.1f} GiB are free in {folder}, two checkpoints take {needed / 2**30:.1f}"
 
 
 def check() -> list[Finding]:
