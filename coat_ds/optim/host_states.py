@@ -372,6 +372,11 @@ class Passages(dict[torch.device, Passage]):
         """Whether the state of `p` is in host memory."""
         return self._host.streams[p]
 
+    def end(self) -> None:
+        """Ends all passages (`Passage.end`)."""
+        for passage in self.values():
+            passage.end()
+
     def __missing__(self, device: torch.device) -> Passage:
         return self.setdefault(device, Passage(self._host, device))
 

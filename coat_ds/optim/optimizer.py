@@ -292,8 +292,8 @@ class CoatAdamW(torch.optim.Optimizer):
             self._say_if_frozen()
         passages = self._passages()
         self._update(work, Scaling(grad_scale, found_inf), passages)
-        for passage in (passages or {}).values():
-            passage.end()
+        if passages is not None:
+            passages.end()
         if scaler_scale is not None:
             # torch's optimizers leave unscaled gradients too; training loops log them after the step
             unscale_([p for _, params in work for p in params], inverse)
@@ -318,8 +318,8 @@ class CoatAdamW(torch.optim.Optimizer):
                 check_tensors(p, self.state.get(p, {}), self.state_device(p, group))
         for group, listed in work:
             for turn, params in enumerate(in_turns(listed)):
-                for passage in (passages or {}).values() if turn else ():
-                    passage.end()
+                if turn and passages is not None:
+                    passages.end()
                 counted = scaling.found_inf is not None
                 states = [self._ready_state(p, group, count_on_device=counted) for p in params]
                 update_group(group, params, states, self._copies, scaling, seed=self._seed, passages=passages)
@@ -505,7 +505,7 @@ class CoatAdamW(torch.optim.Optimizer):
 
     def keep(self, p: torch.Tensor, whether: bool = True) -> None:
         """Has `p` keep FP32 moments from now on, or compressed ones, and converts existing moments. `p` is a
-        parameter of this optimizer, or one of which its flat partitions hold parts."""
+        parameter of this optimizer, or one whose parts its flat partitions hold."""
         self._layouts.kept[p] = whether
         self.set_fragments(
             (flat, [f._replace(kept=whether) if f.param is p else f for f in fragments], index)

@@ -120,8 +120,8 @@ class Release:
             )
         for device in list(self._final):
             self._apply(optimizer, device)
-        for passage in (self._passages or {}).values():
-            passage.end()
+        if self._passages is not None:
+            self._passages.end()
         for device, stream in self._streams.items():
             torch.cuda.current_stream(device).wait_stream(stream)
         self._read.clear()

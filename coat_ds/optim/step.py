@@ -68,10 +68,9 @@ def update_group(
     for key, bucket in _buckets(params, contiguous, grads, kinds, states, steps, copies).items():
         (streamed, kind), group_size, *_ = key
         scaled = scaling._replace(grad_scale=_product(scaling.grad_scale, scales[kind]))
-        device = stepping_device(bucket[0].param.device)
         parts: Iterable[list[Operands]] = [bucket]
         if passages is not None and streamed:
-            parts = passages[device].through(bucket, group_size)
+            parts = passages[stepping_device(bucket[0].param.device)].through(bucket, group_size)
         for part in parts:
             _launch(group, part, scaled, group_size, seed)
     for shard, updated in zip(held, contiguous, strict=True):

@@ -147,14 +147,16 @@ class Fp8DecoderLayer(Replaced):
         parameters += (norm.weight for norm in head_norms)
         # the blocks take [tokens, 1, h], so that each token needs its own row of angles
         constants = [_by_token(t, x.shape[0]) for t in (cos, sin)]
-        d, packed, graphed = attention.head_dim, None, None
-        if isinstance(mask, PackedMask) and takes_packed(x.dtype, x.device, d, d):
-            documents = mask.packed
-            if (count := len(documents.starts) - 1) > len(x):
-                why_not = f"for packed batches of more than {SLOTS[-1]} documents"
-                graphed = self.uses_graphs(x, why_not if count > SLOTS[-1] else None)
-                documents = self.slots.fit(documents, x.shape[0] * x.shape[1]) if graphed else documents
-            starts, *packed = documents
+        d, packed = attention.head_dim, None
+        packs = isinstance(mask, PackedMask) and takes_packed(x.dtype, x.device, d, d)
+        count = len(mask.packed.starts) - 1 if packs else 0
+        # else each row is one document, in every batch
+        differ = count > len(x)
+        too_many = f"for packed batches of more than {SLOTS[-1]} documents"
+        graphed = self.uses_graphs(x, too_many if differ and count > SLOTS[-1] else None)
+        if packs:
+            tokens = x.shape[0] * x.shape[1]
+            starts, *packed = self.slots.fit(mask.packed, tokens) if differ and graphed else mask.packed
             constants.append(starts)
         elif mask is not None:
             mask = mask.whole() if isinstance(mask, PackedMask) else mask
@@ -177,7 +179,7 @@ class Fp8DecoderLayer(Replaced):
         )
         attend = partial(_attend, attention, packed, {} if self.recomputes else saved)
         compute = partial(_compute, options, attend, (len(qkv), len(first)), mask is not None)
-        if not (self.uses_graphs(x) if graphed is None else graphed):
+        if not graphed:
             return compute(x, *constants, *parameters)
         weights = [linears[0].weight for linears in products]
         uses = partial(options.uses, weights, kept, attention.scaling, packed and tuple(packed))
