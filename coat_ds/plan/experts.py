@@ -52,7 +52,7 @@ class Experts:
         return self._channels(self.used, h)
 
     def _channels(self, experts: int, h: int) -> int:
-        """Elements of so many experts, and of the shared one."""
+        """Elements of `experts` experts and the shared one."""
         return h * (2 + self.gated) * (experts * self.ffn + self.shared)
 
     def saved(self, h: int, code: float | None) -> float:

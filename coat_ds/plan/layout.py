@@ -104,7 +104,7 @@ class Layout:
         return self.micro_batch * self.sequence / self.tensor
 
     def of_global_batch(self, total: int) -> "Layout":
-        """The same with as many micro-batches as `total` sequences a step take."""
+        """The same with the number of micro-batches that `total` sequences a step take."""
         at_once = self.micro_batch * self.data
         if not total or total % at_once:
             raise PlanError(

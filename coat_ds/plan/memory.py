@@ -102,7 +102,7 @@ def _predict(sizes: Sizes, layout: Layout, system: System, first: bool, last: bo
     sizes = dataclasses.replace(sizes, layers=sizes.layers // layout.pipeline)
     states = ModelStates(sizes, layout, system, first, last)
     leave = not states.in_deepspeed or (layout.stage == 2 and (states.flat or states.on_cpu))
-    # 1F1B: the first stage has as many micro-batches in flight as there are stages
+    # 1F1B: the number of micro-batches in flight in the first stage is that of the stages
     in_flight = min(layout.accumulation, layout.pipeline) if first else 1
     passes = Passes(sizes, layout, system, in_flight, leave)
     held = _sum(states.held(), buffers=WORKSPACES, graphs=passes.graphs)

@@ -129,7 +129,7 @@ class ModelStates:
         if not self.in_deepspeed or self.on_cpu:
             streamed = self.offloaded if self.on_cpu and system.optimizer == "coat" else 0
             return {"gradients": self.reduced if self.flat else 0, "temporaries": chunks * streamed}
-        # ZeRO-3 steps so many elements at once
+        # ZeRO-3 steps a sub-group at once
         part = min(self.part, layout.sub_group) if layout.stage == 3 else self.part
         gradients = self.gradient * part if layout.stage < 3 else 0
         temporaries = 0 if self.flat else self.gradient * part

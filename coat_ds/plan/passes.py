@@ -63,7 +63,7 @@ class Passes:
         """Bytes of logits, and of what else the head saves and takes."""
         logits = self.layout.tokens * self.sizes.vocabulary
         if self.sizes.maker == "transformers":
-            # logarithms of FP32 logits, and both kinds of logits, of which backward has two gradients
+            # logarithms of FP32 logits, and both kinds of logits; backward has two gradients of the logits
             return 4 * self.hidden + 12 * logits
         fused = self.hidden if self.system.layers == "coat" else 0
         return 2 * self.hidden + 6 * logits + fused

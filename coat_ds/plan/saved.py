@@ -58,7 +58,7 @@ def _by_others(sizes: Sizes, system: System) -> float:
 
 
 def _feed_forward(sizes: Sizes, dense: float, code: float | None) -> float:
-    """The mean of layers of which each saves `dense` bytes, and of those with experts."""
+    """The mean of dense layers, each of which saves `dense` bytes, and layers with experts."""
     return sizes.mean(dense, sizes.experts.saved(sizes.hidden, code) if sizes.experts else 0)
 
 

@@ -36,7 +36,7 @@ class _Pending(NamedTuple):
 
     step: int
     sums: torch.Tensor
-    """Of tensors, then of layers, in one vector."""
+    """The sums of tensors, then the sums of layers, in one vector."""
     arrived: torch.cuda.Event | None
 
 

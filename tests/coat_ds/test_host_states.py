@@ -31,7 +31,7 @@ KINDS = {
     "groups of 64": (torch.bfloat16, {"group_size": 64, "exp_avg_format": "fp32"}),
 }
 STEPS = 20
-# GB of states that stay on the device: some of those of each kind
+# GB of states that stay on the device: some states of each kind
 BUDGET = 4e-5
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")

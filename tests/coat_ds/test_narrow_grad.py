@@ -164,7 +164,7 @@ IN_FP32 = (2, "bf16", {"gradient_accumulation_steps": 1, "data_types": {"grad_ac
 
 
 def work():
-    """Of each case the steps with gradients handed over narrow, and wide; and where a large one is."""
+    """The steps of each case with narrow and with wide gradients, and with a large one."""
     deepspeed.init_distributed("gloo")
     steps = {str(case): [zero_steps(*case, narrow) for narrow in (True, False)] for case in [*CASES, IN_FP32]}
     return steps, [large_gradient(bucket) for bucket in (64 * 256 - 1, 64 * 256 + 64 * 64)]

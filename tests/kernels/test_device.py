@@ -29,11 +29,11 @@ def test_a_gpu_without_fp8_is_refused(found, monkeypatch):
 
 def test_emulation_is_logged_once_and_not_of_the_meta_device():
     code = "import sys, torch; from coat_kernels import device as devices; x = torch.ones(16, 64); "
-    code += "devices.uses_kernels(x.to('meta')); print('behind meta', file=sys.stderr); "
+    code += "devices.uses_kernels(x.to('meta')); print('after meta', file=sys.stderr); "
     code += "devices.uses_kernels(x); devices.uses_kernels(x)"
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "RANK": "0"}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
-    before, after = done.stderr.split("behind meta")
+    before, after = done.stderr.split("after meta")
     assert done.returncode == 0 and (before.count("no GPU"), after.count("no GPU")) == (0, 1), done.stderr
 
 

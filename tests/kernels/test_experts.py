@@ -198,7 +198,7 @@ def test_kernels_of_rows_agree_with_the_references(n, m, device):
 @pytest.mark.parametrize("group_size, f", [(16, 48), (64, 192)])
 @pytest.mark.parametrize("fmt", ROUNDING)
 def test_kernels_of_gates_agree_with_the_references(fmt, group_size, f, gated, device):
-    """Of codes at most the rare value next to a tie differs."""
+    """Codes differ at most at the rare value next to a tie."""
     n, options = sum(OF_EACH), ("gelu_tanh", gated, group_size)
     q = quantize_groups_reference(torch.randn(n, (1 + gated) * f).bfloat16().to(device), group_size, fmt)
     grad, weights = hard_rows(n, f).to(device), torch.rand(n, device=device)

@@ -1,4 +1,4 @@
-"""COAT layers that call their modules: what somebody changed in them or looks at, and what blocks do not
+"""COAT layers that call their modules: what a user changed in them or hooks, and what blocks do not
 compute."""
 
 import pytest

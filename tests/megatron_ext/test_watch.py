@@ -24,7 +24,7 @@ NOTHING = {"layers": [], "states": []}
 
 
 def watches(watch, readings=2):
-    """Later optimizers are built with this block of the watch; so many readings above a limit count."""
+    """Later optimizers are built with this block of the watch; `readings` readings above a limit count."""
     from megatron_ext.optimizer import seam as optimizer
 
     of_fallback.READINGS = readings

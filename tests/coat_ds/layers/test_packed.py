@@ -281,7 +281,7 @@ def test_compiled_models_attend_inside_of_documents():
 
 
 def batches_of(lengths) -> tuple[dict, ...]:
-    """Batches of as many tokens in other documents."""
+    """Batches of one number of tokens in other documents."""
     return flat(lengths), flat(lengths[::-1]), flat([3, *[2] * 20, sum(lengths) - 43])
 
 
