@@ -18,6 +18,8 @@ from coat_kernels.attention import Packed, packed_attention
 LAYERS = 2
 # batches that differ in their documents, and have equally many tokens
 BATCHES = 4
+# calls that warm up, and calls that are timed. CUDA graphs may be recorded three times; masks take long.
+CALLS, GRAPHED_CALLS, MASKED_CALLS = (3, 2 * BATCHES), (16, 2 * BATCHES), (1, BATCHES)
 
 
 def _log_normal(tokens: int, number: int) -> list[int]:
@@ -47,6 +49,8 @@ def _varlen(module, query, key, value, attention_mask, scaling=None, cu_seq_lens
 
 
 def _stock(implementation: str) -> Callable[[torch.nn.Module], torch.nn.Module]:
+    """BF16 layers with this attention."""
+
     def chosen(model: torch.nn.Module) -> torch.nn.Module:
         AttentionInterface.register("varlen", _varlen)
         AttentionMaskInterface.register("varlen", lambda *_, **__: None)
@@ -60,15 +64,20 @@ def _coat(**activations) -> Callable[[torch.nn.Module], torch.nn.Module]:
     return lambda model: coat_ds.convert(model, activations)
 
 
-FLASH = "BF16 flash_attention_2" if is_flash_attn_2_available() else "BF16 varlen"
 SYSTEMS = {
     "BF16 sdpa": _stock("sdpa"),
-    FLASH: _stock(FLASH.removeprefix("BF16 ")),
+    "BF16 flash_attention_2": _stock("flash_attention_2"),
+    "BF16 varlen": _stock("varlen"),
     "COAT": _coat(),
+    "COAT with a mask": _coat(),
     "COAT, CUDA graphs": _coat(cuda_graphs=True),
     "COAT, 8-bit attention": _coat(attention_format="sqrt8"),
     "COAT, recomputed attention": _coat(attention_format="recompute"),
 }
+# systems that read a mask of tokens x tokens
+MASKED = ("BF16 sdpa", "COAT with a mask")
+# systems for whole rows, which packed documents are compared with
+OF_ROWS = ("BF16 sdpa", "COAT", "COAT, CUDA graphs")
 
 
 def batch(documents: str, system: str, number: int, quick: bool) -> dict:
@@ -77,24 +86,24 @@ def batch(documents: str, system: str, number: int, quick: bool) -> dict:
     tokens = 512 if quick else tokens
     lengths = lengths_of(tokens, number)
     ids = torch.randint(0, 1000, (1, tokens), generator=torch.Generator().manual_seed(number))
-    rows = "rows" in documents
-    if rows:
-        ids = ids.view(len(lengths), -1)
     found = {"input_ids": ids.to(device()), "use_cache": False}
-    if rows and "varlen" not in system:
-        return found
-    starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device())
-    if not rows:
-        positions = torch.cat([torch.arange(n) for n in lengths])[None]
-        found["position_ids"] = positions.to(device())
+    if "rows" in documents:
+        return found | {"input_ids": found["input_ids"].view(len(lengths), -1)}
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    found["position_ids"] = positions.to(device())
     if system == "BF16 sdpa":
         return found
+    starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device())
+    if system == "COAT with a mask":
+        return found | {"attention_mask": Packed(starts, max(lengths)).mask(1, tokens)}
     found |= {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts}
     return found | {"max_length_q": max(lengths), "max_length_k": max(lengths)}
 
 
 def packed_row(shape: str, documents: str, system: str, quick: bool) -> dict:
     """Milliseconds and bytes of a layer, forward and backward."""
+    if "flash_attention" in system and not is_flash_attn_2_available():
+        return {"note": "the package flash-attn is not installed"}
     model = SYSTEMS[system](build(SHAPES[shape], LAYERS, device(), quick))
     batches = itertools.cycle([batch(documents, system, number, quick) for number in range(BATCHES)])
 
@@ -103,13 +112,12 @@ def packed_row(shape: str, documents: str, system: str, quick: bool) -> dict:
         hidden.backward(torch.ones_like(hidden))
         model.zero_grad(set_to_none=True)
 
-    # graphs are recorded after some steps
-    timing = measure(step, *((1, 1) if quick else (12, 20)))
-    if system == "COAT, CUDA graphs":
-        # tensors of replays pass through no hooks
-        saved = float("nan")
-    else:
-        saved = saved_bytes(model, next(batches)) / LAYERS / 2**20
+    graphed = "graphs" in system
+    masked = system in MASKED and "rows" not in documents
+    warm_up, timed = GRAPHED_CALLS if graphed else MASKED_CALLS if masked else CALLS
+    timing = measure(step, *((1, 1) if quick else (warm_up, timed)))
+    # tensors of replays pass through no hooks
+    saved = float("nan") if graphed else saved_bytes(model, next(batches)) / LAYERS / 2**20
     return {"ms": timing.median / LAYERS, "saved_mib": saved, "peak_mib": timing.peak / LAYERS / 2**20}
 
 
@@ -126,11 +134,14 @@ def packed(arguments, table: Table) -> None:
 
     Documents lie in the rows of a batch, or one after another in one row. A log-normal mix of 32,768 tokens
     has other documents in each of four batches. saved_mib: what autograd keeps of a forward; peak_mib: the
-    peak over weights, gradients included, of two layers without embedding and head, halved. BF16 with
-    FlashAttention uses the package flash-attn if it is installed, else torch's variable-length attention.
+    peak over weights, gradients included, of two layers without embedding and head, halved. BF16
+    flash_attention_2 is the package flash-attn, and BF16 varlen torch's variable-length attention. BF16 sdpa
+    and COAT with a mask read a mask of tokens x tokens.
     """
     for shape, documents, system in itertools.product(
         arguments.shape, arguments.documents, arguments.systems
     ):
+        if "rows" in documents and system not in OF_ROWS:
+            continue
         row = row_or_note(lambda of=(shape, documents, system): packed_row(*of, arguments.quick))
         table.add(layer=shape, documents=documents, system=system, **row)
