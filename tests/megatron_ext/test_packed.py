@@ -11,7 +11,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 
 from coat_ds.config import ActivationsConfig
-from coat_kernels import attention as kernels
+from coat_kernels.attention import whole as kernels
 from megatron_ext import cpu, options
 from megatron_ext.layer_specs import coat_layer_spec, sdpa_layer_spec
 from megatron_ext.layers.attention import SDPACoreAttention

@@ -1,0 +1,219 @@
+"""Attention inside of the documents of a batch, and in sliding windows, by torch's FlashAttention. It makes
+no mask."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from coat_kernels.attention.saved import attended, packed_order
+from coat_kernels.autograd.derivatives import once_differentiable
+from coat_kernels.autograd.origin import with_origin
+from coat_kernels.groups.reference import DEFAULT_FORMAT
+
+
+class Packed(NamedTuple):
+    """Documents that follow one another in the tokens of a batch. A token attends to itself and to earlier
+    tokens of its document."""
+
+    starts: torch.Tensor
+    """The first token of each document, and the number of tokens: int32 [documents + 1], on the device."""
+    longest: int
+    """Number of tokens of the longest document, or more."""
+    window: int | None = None
+    """Number of tokens before itself that a token attends to; None means all of its document."""
+
+    @classmethod
+    def of(cls, first: torch.Tensor) -> "Packed":
+        """The documents of a batch. first: bool [b, s], whether a document begins at a token. The CPU waits
+        for the device."""
+        # training may use documents that an evaluation found
+        with torch.inference_mode(False):
+            starts = first.flatten().nonzero().flatten()
+            starts = torch.cat([starts, starts.new_tensor([first.numel()])]).to(torch.int32)
+            return cls(starts, int(starts.diff().max()))
+
+    @staticmethod
+    @functools.lru_cache(maxsize=4)
+    def whole(b: int, s: int, device: torch.device) -> "Packed":
+        """`b` sequences of `s` tokens as documents."""
+        with torch.inference_mode(False):
+            return Packed(torch.arange(0, b * s + 1, s, dtype=torch.int32, device=device), s)
+
+    def positions(self, tokens: int) -> torch.Tensor:
+        """The position of each token in its document: int32 [tokens]."""
+        numbers = torch.arange(tokens, dtype=self.starts.dtype, device=self.starts.device)
+        return numbers - self.starts[torch.searchsorted(self.starts, numbers, right=True) - 1]
+
+    def mask(self, b: int, s: int) -> torch.Tensor:
+        """Which keys each token of the batch attends to: bool [b, 1, s, s]."""
+        starts = self.starts
+        tokens = torch.arange(b * s, dtype=starts.dtype, device=starts.device)
+        document = torch.searchsorted(starts, tokens, right=True).view(b, 1, s)
+        seen = (document[..., :, None] == document[..., None, :]).tril()
+        return seen if self.window is None else seen.triu(-self.window)
+
+
+@functools.cache
+def _varlen() -> Callable | None:
+    """torch's variable-length attention; None in a torch without windows for it, before 2.11."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    parameters = inspect.signature(varlen_attn).parameters
+    if "window_size" not in parameters:
+        return None
+    # before torch 2.12 grouped queries need no argument
+    return functools.partial(varlen_attn, enable_gqa=True) if "enable_gqa" in parameters else varlen_attn
+
+
+def takes_packed(dtype: torch.dtype, device: torch.device, d: int, e: int) -> bool:
+    """Whether `packed_attention` takes queries and keys of `d` channels and values of `e` channels. On GPUs
+    it is FlashAttention, which torch has since 2.11 with windows."""
+    if device.type == "cpu":
+        return True
+    half = dtype in (torch.bfloat16, torch.float16)
+    return device.type == "cuda" and half and d == e <= 256 and d % 8 == 0 and _varlen() is not None
+
+
+class _Packed(torch.autograd.Function):
+    """Packed attention from a forward that returns the output and the logarithm of the sum of each row's
+    exponentials, `lse`, and from its backward. It saves what FlashAttention saves.
+
+    A sink is one more score of each row, without a value. It makes the sum of a row larger, lse' =
+    log(e^lse + e^sink), and the output smaller, o' = o e^(lse - lse'). Backward computes the probabilities
+    p = e^(score - lse') and the gradients of scores, p (grad v - grad o'). Given o' and lse', it therefore
+    returns the gradients of attention with the sink. With v = 0, the gradient of the sink is the sum of
+    -e^(sink - lse') (grad o') over the rows.
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, v, sinks, starts, packed: Packed, scale: float):
+        output, lse = (_flash if q.is_cuda else _reference)(q, k, v, packed, scale)
+        if sinks is not None:
+            whole = torch.logaddexp(lse, sinks[:, None].to(lse.dtype))
+            output = (output * (lse - whole).exp().t()[..., None]).to(q.dtype)
+            lse = whole
+        ctx.save_for_backward(q, k, v, sinks, starts, output, lse)
+        ctx.how = packed.longest, packed.window, scale
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        q, k, v, sinks, starts, output, lse = ctx.saved_tensors
+        longest, window, scale = ctx.how
+        packed, backward = (
+            Packed(starts, longest, window),
+            _flash_backward if q.is_cuda else _reference_backward,
+        )
+        grads = backward(grad, q, k, v, output, lse, packed, scale)
+        of_sinks = None
+        if sinks is not None:
+            along = (grad.to(lse.dtype) * output).sum(-1).t()
+            of_sinks = -((sinks[:, None] - lse).exp() * along).sum(1).to(sinks.dtype)
+        return *grads, of_sinks, None, None, None
+
+
+def _flash(q, k, v, packed: Packed, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The output, and lse [heads, tokens], by torch's variable-length attention."""
+    from torch.nn.attention.varlen import AuxRequest
+
+    return _varlen()(
+        q, k, v, *_borders(packed), scale=scale, window_size=_sides(packed), return_aux=AuxRequest(lse=True)
+    )
+
+
+def _flash_backward(grad, q, k, v, output, lse, packed: Packed, scale: float) -> tuple[torch.Tensor, ...]:
+    """The gradients of q, k and v. torch's variable-length attention has no other function for it."""
+    # the state of random numbers, which dropout would read
+    state, unused = (torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device))
+    earlier, later = _sides(packed)
+    return torch.ops.aten._flash_attention_backward(
+        grad.contiguous(), q, k, v, output, lse, *_borders(packed), 0.0, earlier < 0, state, unused,
+        scale=scale, window_size_left=earlier, window_size_right=later,
+    )  # fmt: skip
+
+
+def _borders(packed: Packed) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+    return packed.starts, packed.starts, packed.longest, packed.longest
+
+
+def _sides(packed: Packed) -> tuple[int, int]:
+    """The numbers of earlier and of later tokens that a token attends to; -1 means all."""
+    return -1 if packed.window is None else packed.window, 0
+
+
+def _reference(q, k, v, packed: Packed, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """`_flash` in plain PyTorch: the specification, and the path of CPUs. Scores are at least FP32."""
+    scores, values = _scores(q, k, v, packed, scale)
+    lse = scores.logsumexp(-1)
+    output = torch.einsum("htu,uhe->the", (scores - lse[..., None]).exp(), values)
+    return output.to(q.dtype).contiguous(), lse
+
+
+def _reference_backward(grad, q, k, v, output, lse, packed: Packed, scale: float) -> tuple[torch.Tensor, ...]:
+    scores, values = _scores(q, k, v, packed, scale)
+    p, grad, groups = (scores - lse[..., None]).exp(), grad.to(scores.dtype), k.shape[1]
+    dv = torch.einsum("htu,the->uhe", p, grad)
+    dp = torch.einsum("the,uhe->htu", grad, values)
+    ds = p * (dp - (grad * output).sum(-1).t()[..., None]) * scale
+    keys = k.to(scores.dtype).repeat_interleave(q.shape[1] // groups, 1)
+    dq = torch.einsum("htu,uhd->thd", ds, keys)
+    dk = torch.einsum("htu,thd->uhd", ds, q.to(scores.dtype))
+    dk, dv = (t.unflatten(1, (groups, -1)).sum(2) for t in (dk, dv))
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _scores(q, k, v, packed: Packed, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The masked scores [heads, tokens, tokens] and the values of all heads, at least in FP32."""
+    wide, times = torch.promote_types(q.dtype, torch.float32), q.shape[1] // k.shape[1]
+    q, k, v = q.to(wide), *(t.to(wide).repeat_interleave(times, 1) for t in (k, v))
+    hidden = ~packed.mask(1, len(q))[0]
+    return (torch.einsum("thd,uhd->htu", q, k) * scale).masked_fill(hidden, -torch.inf), v
+
+
+def packed_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    packed: Packed,
+    *,
+    scale: float | None = None,
+    sinks: torch.Tensor | None = None,
+    group_size: int | None = None,
+    saved_format: str = DEFAULT_FORMAT,
+    batch_first: bool = False,
+) -> torch.Tensor:
+    """Causal attention with grouped queries inside of each document, without a mask. A sliding window costs
+    what it computes.
+
+    Args:
+        q: [s, b, n, d]; k: [s, b, groups, d]; v: [s, b, groups, e], of one dtype, which `takes_packed`.
+        packed: documents of the b * s tokens, one sequence after another. They cover all tokens.
+        sinks: [n], a score of each head that every row's softmax counts, and that has no value.
+        scale, group_size, saved_format, batch_first: as in `causal_attention`.
+
+    Returns [s, b, n * e] with its origin.
+    """
+    if not batch_first:
+        q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+    b, s, n, d = q.shape
+    scale = d**-0.5 if scale is None else scale
+    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+
+    def attend(q, k, v):
+        if q.is_cuda and sinks is None:
+            return _varlen()(q, k, v, *_borders(packed), scale=scale, window_size=_sides(packed))
+        return _Packed.apply(q, k, v, sinks, packed.starts, packed, scale)
+
+    order = packed_order(b, batch_first)
+    output, origin = attended(attend, q, k, v, order, group_size=group_size, saved_format=saved_format)
+    y = output.view(b, s, -1)
+    if not batch_first:
+        # a view of one sequence, else a copy
+        y = y.transpose(0, 1).contiguous()
+    return with_origin(y, origin) if origin else y
