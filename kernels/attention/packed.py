@@ -1,16 +1,21 @@
 """Attention inside of the documents of a batch, and in sliding windows, by torch's FlashAttention. It makes
-no mask."""
+no mask.
+
+FlashAttention is called by its operators in ATen. `torch.nn.attention.varlen` has no backward that takes an
+output with sinks, and newer releases may choose cuDNN, which builds a plan for each number of documents.
+"""
 
 import functools
-import inspect
-from collections.abc import Callable
+import itertools
 from typing import NamedTuple
 
 import torch
+from torch.nn.attention import SDPBackend
 
 from coat_kernels.attention.saved import attended, packed_order
+from coat_kernels.attention.whole import BACKENDS, causal_attention
 from coat_kernels.autograd.derivatives import once_differentiable
-from coat_kernels.autograd.origin import with_origin
+from coat_kernels.autograd.origin import origin_of, with_origin
 from coat_kernels.groups.reference import DEFAULT_FORMAT
 
 
@@ -26,14 +31,19 @@ class Packed(NamedTuple):
     """Number of tokens before itself that a token attends to; None means all of its document."""
 
     @classmethod
-    def of(cls, first: torch.Tensor) -> "Packed":
-        """The documents of a batch. first: bool [b, s], whether a document begins at a token. The CPU waits
-        for the device."""
+    def of(cls, first: torch.Tensor, device: torch.device) -> "Packed":
+        """The documents of a batch. first: bool [b, s] on any device, whether a document begins at a token.
+        The CPU waits for the device of `first` once."""
+        found = first.cpu().flatten().nonzero().flatten()
+        return cls.between([*found.tolist(), first.numel()], device)
+
+    @classmethod
+    def between(cls, borders: list[int], device: torch.device) -> "Packed":
+        """The documents between these tokens, in ascending order."""
         # training may use documents that an evaluation found
         with torch.inference_mode(False):
-            starts = first.flatten().nonzero().flatten()
-            starts = torch.cat([starts, starts.new_tensor([first.numel()])]).to(torch.int32)
-            return cls(starts, int(starts.diff().max()))
+            starts = torch.tensor(borders, dtype=torch.int32).to(device, non_blocking=True)
+        return cls(starts, max(end - start for start, end in itertools.pairwise(borders)))
 
     @staticmethod
     @functools.lru_cache(maxsize=4)
@@ -56,27 +66,13 @@ class Packed(NamedTuple):
         return seen if self.window is None else seen.triu(-self.window)
 
 
-@functools.cache
-def _varlen() -> Callable | None:
-    """torch's variable-length attention; None in a torch without windows for it, before 2.11."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return None
-    parameters = inspect.signature(varlen_attn).parameters
-    if "window_size" not in parameters:
-        return None
-    # before torch 2.12 grouped queries need no argument
-    return functools.partial(varlen_attn, enable_gqa=True) if "enable_gqa" in parameters else varlen_attn
-
-
 def takes_packed(dtype: torch.dtype, device: torch.device, d: int, e: int) -> bool:
     """Whether `packed_attention` takes queries and keys of `d` channels and values of `e` channels. On GPUs
-    it is FlashAttention, which torch has since 2.11 with windows."""
+    it is FlashAttention."""
     if device.type == "cpu":
         return True
     half = dtype in (torch.bfloat16, torch.float16)
-    return device.type == "cuda" and half and d == e <= 256 and d % 8 == 0 and _varlen() is not None
+    return device.type == "cuda" and half and d == e <= 256 and d % 8 == 0
 
 
 class _Packed(torch.autograd.Function):
@@ -119,21 +115,22 @@ class _Packed(torch.autograd.Function):
 
 
 def _flash(q, k, v, packed: Packed, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """The output, and lse [heads, tokens], by torch's variable-length attention."""
-    from torch.nn.attention.varlen import AuxRequest
-
-    return _varlen()(
-        q, k, v, *_borders(packed), scale=scale, window_size=_sides(packed), return_aux=AuxRequest(lse=True)
-    )
+    """The output, and lse [heads, tokens], by torch's FlashAttention."""
+    earlier, later = _sides(packed)
+    output, lse, *_ = torch.ops.aten._flash_attention_forward(
+        q, k, v, *_borders(packed), 0.0, earlier < 0, False,
+        scale=scale, window_size_left=earlier, window_size_right=later,
+    )  # fmt: skip
+    return output, lse
 
 
 def _flash_backward(grad, q, k, v, output, lse, packed: Packed, scale: float) -> tuple[torch.Tensor, ...]:
-    """The gradients of q, k and v. torch's variable-length attention has no other function for it."""
-    # the state of random numbers, which dropout would read
-    state, unused = (torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device))
+    """The gradients of q, k and v."""
     earlier, later = _sides(packed)
+    # the state of random numbers, which only dropout reads
+    state, unused = (torch.empty(n, dtype=torch.uint64, device=q.device) for n in (2, 0))
     return torch.ops.aten._flash_attention_backward(
-        grad.contiguous(), q, k, v, output, lse, *_borders(packed), 0.0, earlier < 0, state, unused,
+        grad, q, k, v, output, lse, *_borders(packed), 0.0, earlier < 0, state, unused,
         scale=scale, window_size_left=earlier, window_size_right=later,
     )  # fmt: skip
 
@@ -186,32 +183,47 @@ def packed_attention(
     sinks: torch.Tensor | None = None,
     group_size: int | None = None,
     saved_format: str = DEFAULT_FORMAT,
+    backends: tuple[SDPBackend, ...] = BACKENDS,
     batch_first: bool = False,
 ) -> torch.Tensor:
     """Causal attention with grouped queries inside of each document, without a mask. A sliding window costs
-    what it computes.
+    what it computes. Documents of one length, such as one document, are whole sequences to
+    `causal_attention`, which is faster.
 
     Args:
         q: [s, b, n, d]; k: [s, b, groups, d]; v: [s, b, groups, e], of one dtype, which `takes_packed`.
         packed: documents of the b * s tokens, one sequence after another. They cover all tokens.
         sinks: [n], a score of each head that every row's softmax counts, and that has no value.
+        backends: of whole sequences.
         scale, group_size, saved_format, batch_first: as in `causal_attention`.
 
     Returns [s, b, n * e] with its origin.
     """
+    how = {"group_size": group_size, "saved_format": saved_format}
     if not batch_first:
         q, k, v = (x.transpose(0, 1) for x in (q, k, v))
-    b, s, n, d = q.shape
-    scale = d**-0.5 if scale is None else scale
+    b, s, _, d = q.shape
+    documents = len(packed.starts) - 1
+    if (
+        # then no document is shorter than the longest
+        documents * packed.longest == b * s
+        and sinks is None
+        and packed.window is None
+        and (batch_first or b == 1)
+    ):
+        rows = (x.reshape(documents, -1, *x.shape[2:]) for x in (q, k, v))
+        y = causal_attention(*rows, scale=scale, backends=backends, batch_first=True, **how)
+        origin = origin_of(y)
+        y = y.reshape(b, s, -1) if batch_first else y.reshape(s, b, -1)
+        return with_origin(y, origin) if origin else y
     q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+    scale = d**-0.5 if scale is None else scale
 
     def attend(q, k, v):
-        if q.is_cuda and sinks is None:
-            return _varlen()(q, k, v, *_borders(packed), scale=scale, window_size=_sides(packed))
         return _Packed.apply(q, k, v, sinks, packed.starts, packed, scale)
 
     order = packed_order(b, batch_first)
-    output, origin = attended(attend, q, k, v, order, group_size=group_size, saved_format=saved_format)
+    output, origin = attended(attend, q, k, v, order, **how)
     y = output.view(b, s, -1)
     if not batch_first:
         # a view of one sequence, else a copy

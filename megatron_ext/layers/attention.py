@@ -285,7 +285,7 @@ class SDPACoreAttention(torch.nn.Module):
             )
         if self.window is not None and packed.longest > self.window + 1:
             packed = packed._replace(window=self.window)
-        return packed_attention(q, k, v, packed, sinks=sinks, **how)
+        return packed_attention(q, k, v, packed, sinks=sinks, backends=self.backends, **how)
 
 
 def _takes_packed(q: torch.Tensor, v: torch.Tensor) -> bool:

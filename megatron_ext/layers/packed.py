@@ -75,7 +75,7 @@ def masked_documents(mask: torch.Tensor | None, s: int, b: int) -> Packed:
     found = noted(mask, BORDERS)
     if found is None:
         begins = mask[:, 0].diagonal(-1, 1, 2)
-        found = Packed.of(torch.cat([torch.ones_like(begins[:, :1]), begins], 1))
+        found = Packed.of(torch.cat([torch.ones_like(begins[:, :1]), begins], 1), mask.device)
         note(mask, BORDERS, found)
     return found
 

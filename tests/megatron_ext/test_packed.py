@@ -183,7 +183,8 @@ def test_blocks_and_modules_agree_and_save_no_mask(config, attention_format, dev
         return loss_and_grads(model, tokens, given)
 
     found, kept = run(), saved_bytes(model, run).total
-    plain = saved_bytes(model, lambda: run(thd([S], device))).total
+    # equal documents are whole sequences, whose kernel may save other small tensors
+    plain = saved_bytes(model, lambda: run(thd([S - 1, 1], device))).total
     # borders, of 4 bytes
     assert abs(kept - plain) <= 4 * len(LENGTHS)
     for layer in model.decoder.layers:

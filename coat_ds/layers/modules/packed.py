@@ -104,8 +104,12 @@ def _read(mask_function, b: int, s: int, device: torch.device) -> Packed | None:
     rows, later = torch.arange(b, device=device)[:, None], torch.arange(1, s, device=device)[None]
     head = torch.zeros_like(rows)
     joined = mask_function(rows, head, later, later - 1).expand(b, s - 1)
-    ahead = mask_function(rows, head, later - 1, later).any()
-    return None if ahead else Packed.of(torch.cat([torch.ones_like(joined[:, :1]), ~joined], 1))
+    ahead = mask_function(rows, head, later - 1, later).expand(b, s - 1)
+    # one copy, for which the CPU waits
+    joined, ahead = torch.stack([joined, ahead]).cpu()
+    if ahead.any():
+        return None
+    return Packed.of(torch.cat([torch.ones_like(joined[:, :1]), ~joined], 1), device)
 
 
 def packed_mask(
@@ -126,16 +130,16 @@ def packed_mask(
     known, found = noted(holder, BORDERS) or (None, None)
     if known == given.data_ptr():
         return found
-    starts = given.to(torch.int32)
-    if mask is not None:
-        starts = torch.cat([starts, mask.packed.starts]).unique()
-    longest, last = torch.stack([starts.diff().max(), given[-1]]).tolist()
-    if last != b * s:
+    own = given[:0] if mask is None else mask.packed.starts
+    # one copy, for which the CPU waits
+    borders = torch.cat([given, own]).tolist()
+    if (last := borders[len(given) - 1]) != b * s:
         raise ValueError(
             f"cu_seq_lens_q: expected documents of all {b * s} tokens of the batch, found documents of "
             f"{last}. Give the padding at the end a document of its own."
         )
-    found = PackedMask(Packed(starts, longest, None if mask is None else mask.packed.window), b, s)
+    packed = Packed.between(sorted({*borders}), given.device)
+    found = PackedMask(packed._replace(window=None if mask is None else mask.packed.window), b, s)
     note(holder, BORDERS, (given.data_ptr(), found))
     return found
 
@@ -148,7 +152,7 @@ def _borders(positions: torch.Tensor | None, s: int) -> torch.Tensor | None:
     name = BORDERS, s
     found = noted(positions, name)
     if found is None:
-        starts = Packed.of(positions.diff(prepend=positions[:, :1]) != 1).starts
+        starts = Packed.of(positions.diff(prepend=positions[:, :1]) != 1, positions.device).starts
         found = (starts if len(starts) > 2 else None,)
         note(positions, name, found)
     return found[0]
