@@ -15,7 +15,7 @@ from coat_ds.layers.conversion import ATTRIBUTE, Conversion, conversion_of
 from coat_ds.layers.detection import decoder_parts, probe
 from coat_ds.layers.detection.stays import DISPATCHED, what_stays
 from coat_ds.layers.inventory import layers_of
-from coat_ds.layers.modules import attention, decoder_layer, experts
+from coat_ds.layers.modules import attention, decoder_layer, experts, packed
 from coat_ds.layers.modules.feed_forward import Fp8Activation, Fp8GatedFeedForward
 from coat_ds.layers.modules.linear import Fp8Linear
 from coat_ds.layers.modules.norm import Fp8Norm
@@ -121,8 +121,7 @@ def convert_silently(
                 conversion.leave("layer", name, reason)
             else:
                 conversion.take("layer", name)
-    if conversion.converted["layer"]:
-        _drop_caches(model)
+    _add_hooks(model)
     model.__dict__[ATTRIBUTE] = conversion
     say_anew()
     if dispatched := sum(why == DISPATCHED for why in conversion.left.values()):
@@ -164,24 +163,29 @@ def convert_again(model: nn.Module) -> None:
             conversion.give_up("linear", name, "another rank's part is not converted")
 
 
-def _drop_caches(model: nn.Module) -> None:
-    """Adds a hook to the innermost models around fused layers: a training forward makes no KV cache unless
-    its caller requests one."""
+_HOOKS = decoder_layer.drop_unwanted_cache, packed.borders_of_numbers
+
+
+def _add_hooks(model: nn.Module) -> None:
+    """Adds hooks to the innermost models that can fill a KV cache: around fused layers a training forward
+    makes none unless its caller requests one, and attention that was FlashAttention gets borders of documents
+    in the place of their numbers."""
     for module in model.modules():
         inside = list(module.modules())
+        if not decoder_layer.makes_cache(module) or any(map(decoder_layer.makes_cache, inside[1:])):
+            continue
         fused = any(type(replaced(m)) is decoder_layer.Fp8DecoderLayer for m in inside)
-        if (
-            fused
-            and decoder_layer.makes_cache(module)
-            and not any(map(decoder_layer.makes_cache, inside[1:]))
-        ):
-            module.register_forward_pre_hook(decoder_layer.drop_unwanted_cache, with_kwargs=True)
+        kept = [m.__dict__[attention.STATE] for m in inside if attention.STATE in m.__dict__]
+        flash = any(attention.is_flash(how.loaded) for how in kept)
+        for hook, wanted in zip(_HOOKS, (fused, flash), strict=True):
+            if wanted:
+                module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
 def _give_back(model: nn.Module) -> None:
     for module in model.modules():
         hooks = module._forward_pre_hooks
-        for key in [k for k, hook in hooks.items() if hook is decoder_layer.drop_unwanted_cache]:
+        for key in [k for k, hook in hooks.items() if hook in _HOOKS]:
             del hooks[key]
             module._forward_pre_hooks_with_kwargs.pop(key, None)
         module.__dict__.pop(ATTRIBUTE, None)

@@ -158,6 +158,27 @@ def _borders(positions: torch.Tensor | None, s: int) -> torch.Tensor | None:
     return found[0]
 
 
+def borders_of_numbers(model: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+    """A forward pre-hook of text models that were loaded with FlashAttention. If `attention_mask` [b, s]
+    numbers the documents of each row from 1, the layers get the borders of these documents instead. Packed
+    batches of LLaMA-Factory and Axolotl have such masks; transformers only reads which numbers are 0. Padding
+    is a document here. The CPU waits for the device."""
+    mask, tokens = kwargs.get("attention_mask"), kwargs.get("input_ids")
+    tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
+    if torch.compiler.is_compiling() or not isinstance(mask, torch.Tensor) or tokens is None:
+        return None
+    if mask.dtype == torch.bool or mask.is_meta or mask.shape != tokens.shape[:2]:
+        return None
+    numbers = mask.cpu()
+    if numbers.max() <= 1:
+        return None
+    before = numbers.new_full((len(numbers), 1), -1)
+    packed = Packed.of(numbers.diff(prepend=before) != 0, mask.device)
+    borders = {"cu_seq_lens_q": packed.starts, "cu_seq_lens_k": packed.starts}
+    borders |= {"max_length_q": packed.longest, "max_length_k": packed.longest}
+    return args, {**kwargs, "attention_mask": None, **borders}
+
+
 class Slots:
     """Makes packed batches of one number of tokens alike, so that one CUDA graph serves them: borders for a
     fixed number of documents, and a bound of their length. Unused documents have no tokens. A batch that

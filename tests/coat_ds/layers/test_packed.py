@@ -149,6 +149,33 @@ def test_models_with_flash_attention_convert_and_get_it_back(monkeypatch):
     assert coat_ds.unconvert(model).config._attn_implementation == "flash_attention_2"
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_numbers_of_documents_are_read_as_by_flash_attention(name, rows, monkeypatch):
+    """LLaMA-Factory and Axolotl number documents in attention_mask and give them to a function of their own
+    inside of FlashAttention."""
+    lengths, made = [7, 30, 3, 20, 4], masks_made(monkeypatch)
+    numbers = torch.tensor([1, 2, 1, 2, 0] if rows == 2 else [1, 2, 3, 4, 0])
+    numbers = numbers.repeat_interleave(torch.tensor(lengths))
+    batch = flat(lengths, return_flash_attn_kwargs=True, return_position_ids=False)
+    if rows == 2:
+        # rows of 37 and of 27 tokens, the second padded
+        lengths[-1] += 10
+        batch = flat(lengths, return_flash_attn_kwargs=True, return_position_ids=False)
+        numbers = torch.cat([numbers, numbers.new_zeros(10)])
+        for key in ("input_ids", "labels"):
+            batch[key] = batch[key].view(2, 37)
+    del batch["labels"]
+    model = coat_ds.convert(loaded_with_flash(FAMILIES[name].build()))
+    expected = model(**batch).logits
+    found = model(input_ids=batch["input_ids"], attention_mask=numbers.view(rows, -1)).logits
+    assert found.equal(expected) and not made
+    # a mask of a padded batch stays a mask
+    padded = (numbers > 0).long().view(rows, -1)
+    assert not model(input_ids=batch["input_ids"], attention_mask=padded).logits.equal(expected)
+    assert not coat_ds.unconvert(model).model._forward_pre_hooks
+
+
 @pytest.mark.parametrize("name", ["gemma2"])
 def test_what_ours_does_not_compute_keeps_flash_attention(name, caplog):
     model = loaded_with_flash(FAMILIES[name].build())
