@@ -17,6 +17,7 @@ from benchmarks import (  # noqa: F401  (they register themselves)
     first_step,
     host_states,
     layer,
+    log_probs,
     megatron_step,
     memorize,
     models,
