@@ -168,9 +168,9 @@ def build_gpt(
 
     Weights are drawn on the CPU, so that a seed produces the same model on every device and under every spec.
     Under pipeline parallelism it is this rank's stage, or its stage `vp_stage` if it has several.
-    Weights are BF16, or FP32 if not `bf16`. `activations` is for the COAT layers, None means their defaults;
-    `config` are further fields of Megatron's TransformerConfig; with `multi_latent_attention` of its
-    MLATransformerConfig.
+    Weights are BF16, or FP32 if not `bf16`. `activations` is for the COAT layers; None means the file of
+    `COAT_CONFIG`, or the defaults. `config` are further fields of Megatron's TransformerConfig; with
+    `multi_latent_attention` of its MLATransformerConfig.
     Megatron's process groups have to be initialised before (`initialize_model_parallel`).
     Raises ValueError if the vocabulary does not divide by the tensor-parallel size.
     """
@@ -183,7 +183,6 @@ def build_gpt(
     torch.manual_seed(seed)
     kind = MLATransformerConfig if config.get("multi_latent_attention") else TransformerConfig
     transformer_config = kind(**(_settings(shape, bf16) | config))
-    set_activations(transformer_config, activations or ActivationsConfig())
     model = GPTModel(
         transformer_config,
         spec,
@@ -197,5 +196,7 @@ def build_gpt(
         vp_stage=vp_stage,
     )
     device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
+    if activations is not None:
+        set_activations(model, activations)
     # megatron-core leaves norm weights in FP32 and relies on its training loop to cast them
     return model.to(device=device, dtype=dtype)

@@ -28,7 +28,7 @@ from coat_kernels.autograd.origin import ATTENDED, note, origin_of
 from coat_kernels.groups import DEFAULT_FORMAT
 from megatron_ext import options
 from megatron_ext.layers.packed import is_thd, masked_documents, packed_sequences
-from megatron_ext.layers.settings import TakesActivations, activations_of
+from megatron_ext.layers.settings import TakesActivations
 
 # --attention-backend
 _BACKENDS = {
@@ -44,8 +44,7 @@ def core_attention_of(config, own: type[torch.nn.Module]) -> type[torch.nn.Modul
     """The class of the core attention: `own`, or under context parallelism Transformer Engine's, the only one
     for sequences that are split over ranks.
 
-    Under context parallelism raises ValueError if Transformer Engine is missing, or for an `attention_format`
-    that its attention does not support.
+    Under context parallelism raises ValueError if Transformer Engine is missing.
     """
     if config.context_parallel_size == 1:
         return own
@@ -57,8 +56,6 @@ def core_attention_of(config, own: type[torch.nn.Module]) -> type[torch.nn.Modul
             f"{found}, for which attention is Transformer Engine's, and that could not be imported. Remove "
             "--context-parallel-size, or install Transformer Engine: pip install transformer-engine[pytorch]."
         )
-    if own is CoatCoreAttention:
-        check_context_parallel(config, activations_of(config))
     return TEDotProductAttention
 
 
@@ -304,7 +301,7 @@ class CoatCoreAttention(TakesActivations, SDPACoreAttention):
 
     def __init__(self, config, *args, **kwargs):
         super().__init__(config, *args, **kwargs)
-        self.begin_with(config)
+        self.begin()
 
     def take_activations(self, activations: ActivationsConfig) -> None:
         super().take_activations(activations)

@@ -98,7 +98,7 @@ class CoatGroupedMLP(TakesActivations, SequentialMLP):
         self._kind = kernel_kind(self.config)
         self.register_state_dict_post_hook(_to_sequential)
         self.register_load_state_dict_pre_hook(_from_others)
-        self.begin_with(config)
+        self.begin()
 
     def take_activations(self, activations: ActivationsConfig) -> None:
         super().take_activations(activations)

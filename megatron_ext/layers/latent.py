@@ -120,7 +120,7 @@ class CoatMLASelfAttention(TakesActivations, MLASelfAttention):
             # the ranks. The gradients are whole on each rank: their mean is each rank's gradient.
             for parameter in self.q_layernorm.parameters():
                 parameter.average_gradients_across_tp_domain = True
-        self.begin_with(config)
+        self.begin()
 
     def take_activations(self, activations: ActivationsConfig) -> None:
         super().take_activations(activations)

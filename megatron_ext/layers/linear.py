@@ -133,7 +133,7 @@ class _CoatLinear(TakesActivations):
 
     def _complete(self, name: str) -> None:
         self._name, self._quant_config = name, None
-        self.begin_with(self.config)
+        self.begin()
         if not self._fits:
             sizes = _SIZES.get(self._name, "the sizes of the layer")
             say_once(f"{self._sizes_found()} The layer stays Megatron's. Change {sizes}.")

@@ -97,7 +97,7 @@ class CoatMLP(TakesActivations, MLP):
         # Megatron passes fc1's bias to the activation; here the GEMM adds it
         self.linear_fc1.skip_bias_add = False
         keep_bias(self.linear_fc2)
-        self.begin_with(self.config)
+        self.begin()
 
     def coat_part(self) -> Part:
         return Part("feed_forward", grouped(self.activations))

@@ -30,7 +30,7 @@ class CoatNorm(TakesActivations, torch.nn.Module):
                 'Use one of them, or "activations": false for Megatron\'s own layers.'
             )
         self.eps = eps
-        self.begin_with(config)
+        self.begin()
         self.zero_centered = config.layernorm_zero_centered_gamma
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         settings = {"dtype": config.params_dtype, "device": device}

@@ -34,7 +34,7 @@ class CoatSelfAttention(TakesActivations, SelfAttention):
     def __init__(self, config, *args, **kwargs):
         super().__init__(config, *args, **kwargs)
         keep_bias(self.linear_proj)
-        self.begin_with(config)
+        self.begin()
 
     def take_activations(self, activations: ActivationsConfig) -> None:
         super().take_activations(activations)

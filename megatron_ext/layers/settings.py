@@ -1,49 +1,39 @@
-"""Passes the block's `activations` to the layers: as a note on Megatron's config.
+"""The block's `activations` in the modules of Megatron's layers.
 
-The note is stored on the function in the field `init_method`. All copies of a config have its fields, also
-those of `dataclasses.replace`, which drops attributes that are not fields.
+A module begins with those of the file of `COAT_CONFIG`, or with the defaults. `set_activations` changes them
+once the model is built, and so does DeepSpeed's engine (`coat_ds.zero.model_layers`).
 """
 
-import functools
-from typing import Any
+import torch
 
 from coat_ds.config import ActivationsConfig
 from coat_ds.layers.inventory import Part
 from megatron_ext import options
 
 
-def set_activations(config, activations: ActivationsConfig, by: str | None = "set_activations()") -> None:
-    """Notes `activations` on Megatron's TransformerConfig, before the model is built from it.
+def set_activations(model: torch.nn.Module, activations: ActivationsConfig) -> None:
+    """Applies `activations` to the COAT layers of `model` from now on.
 
-    Copies of the config keep the note, by `copy`, `dataclasses.replace` or otherwise, unless they get another
-    `init_method`: call this function for such a copy.
-    by: the origin of the settings, for messages; None if they are the defaults.
+    Raises ValueError for values that a layer does not support.
     """
-    # for this config alone: other configs may share the function. As Megatron's own it is a partial, which
-    # pickles
-    init: Any = functools.partial(config.init_method)
-    init.coat_activations, init.coat_activations_by = activations, by
-    config.init_method = init
-
-
-def activations_of(config) -> ActivationsConfig:
-    """The note on Megatron's config; without one, as with `--spec` alone, the settings of `COAT_CONFIG`."""
-    if not hasattr(config.init_method, "coat_activations"):
-        set_activations(config, options.activations(), options.named_file())
-    return config.init_method.coat_activations
+    for module in model.modules():
+        if isinstance(module, TakesActivations):
+            module.take_activations(activations)
+            module.told_by = "set_activations()"
 
 
 class TakesActivations:
-    """A module that `coat_ds.zero.model_layers` finds, queries and configures. Mixed in before Megatron's
-    class."""
+    """A module that `set_activations` and `coat_ds.zero.model_layers` configure. Mixed in before Megatron's
+    class, whose constructor runs before `begin`."""
 
     activations: ActivationsConfig
+    # what messages name as the source of the settings; None for the defaults
     told_by: str | None
 
-    def begin_with(self, config) -> None:
-        """Applies the note on Megatron's config."""
-        self.take_activations(activations_of(config))
-        self.told_by = config.init_method.coat_activations_by
+    def begin(self) -> None:
+        """Applies the settings of the file of `COAT_CONFIG`, or the defaults."""
+        self.take_activations(options.activations())
+        self.told_by = options.named_file()
 
     def take_activations(self, activations: ActivationsConfig) -> None:
         """Applies `activations` from now on. Drops predicted scales."""

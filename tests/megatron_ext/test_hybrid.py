@@ -11,6 +11,7 @@ from megatron.core.extensions.transformer_engine import HAVE_TE
 from coat_ds.config import ActivationsConfig
 from megatron_ext.hybrid_specs import coat_hybrid_stack_spec, hybrid_block, sdpa_hybrid_stack_spec
 from megatron_ext.layer_specs import coat_layer_spec, sdpa_layer_spec
+from megatron_ext.layers.settings import set_activations
 from megatron_ext.layers.torch_norm import LocalNorm, replace_final_norm, restore_final_norm
 from megatron_ext.model import ModelShape, build_gpt, initialize_model_parallel
 from tests.megatron_ext.test_parallel import whole, without_rounding
@@ -115,8 +116,10 @@ def test_two_ranks_train_as_one(runs, pattern):
     ids=["coat", "sdpa"],
 )
 def test_equals_gpt_model(megatron, layers, stack, pattern, config):
-    gpt = _gpt(layers, activations=ActivationsConfig(attention_format="sqrt8"), **config)
+    gpt = _gpt(layers, **config)
     hybrid = _hybrid(pattern, gpt, stack)
+    for model in (gpt, hybrid):
+        set_activations(model, ActivationsConfig(attention_format="sqrt8"))
 
     def name_in_gpt(name):
         name = name.replace("final_norm.", "final_layernorm.")

@@ -1,10 +1,8 @@
 """Model shapes, GPT models with both specs, Megatron's own lookup of a spec, and checkpoints."""
 
-import copy
 import dataclasses
 import importlib
 import json
-import pickle
 import sys
 from pathlib import Path
 
@@ -12,9 +10,7 @@ import pytest
 import torch
 from megatron.core.transformer.spec_utils import import_module
 
-from coat_ds.config import ActivationsConfig
 from megatron_ext.layer_specs import coat_layer_spec
-from megatron_ext.layers.settings import activations_of, set_activations
 from megatron_ext.model import ModelShape, build_gpt, initialize_model_parallel, load_shape
 
 pytestmark = pytest.mark.usefixtures("megatron")
@@ -134,25 +130,6 @@ def test_groups_of_another_size_are_named(kind):
     name = f"{kind}_parallel_size"
     with pytest.raises(ValueError, match=f"{name}: expected 2, .* initialised with 1"):
         initialize_model_parallel(**{name: 2})
-
-
-def replaced(config):
-    return dataclasses.replace(config, num_layers=2)
-
-
-def pickled(config):
-    return pickle.loads(pickle.dumps(config))
-
-
-@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, replaced, pickled])
-def test_copies_of_a_config_have_what_it_was_told(copied):
-    """Megatron copies the config for shared experts, and when there are fewer groups of keys than ranks."""
-    told, config = ActivationsConfig(group_size=32), build(coat_layer_spec).config
-    set_activations(config, told)
-    other = copied(config)
-    assert activations_of(other) == told
-    set_activations(other, ActivationsConfig())
-    assert activations_of(config) == told
 
 
 @pytest.mark.parametrize("name", ["coat_layer_spec", "sdpa_layer_spec"])

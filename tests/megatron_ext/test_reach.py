@@ -52,10 +52,11 @@ def gpt(told=None, **sizes):
         params_dtype=torch.bfloat16,
         masked_softmax_fusion=False,
     )
-    if told is not None:
-        set_activations(config, ActivationsConfig(**told))
     options = {"vocab_size": VOCAB, "max_sequence_length": S, "position_embedding_type": "rope"}
-    return GPTModel(config, coat_layer_spec, **options).bfloat16()
+    model = GPTModel(config, coat_layer_spec, **options).bfloat16()
+    if told is not None:
+        set_activations(model, ActivationsConfig(**told))
+    return model
 
 
 def gradients(model):
