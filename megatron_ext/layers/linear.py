@@ -20,6 +20,7 @@ from coat_ds.layers.modules.replaced import is_evaluated
 from coat_ds.log import say_once
 from coat_kernels.autograd.derivatives import once_differentiable
 from coat_kernels.autograd.origin import Origin, maxima_of, origin_of, with_maxima
+from coat_kernels.fp8 import ALIGNMENT
 from coat_kernels.linear import LinearOptions, fp8_linear
 from coat_kernels.parallel import TensorParallel
 from coat_kernels.tensorwise import PredictedScale
@@ -27,8 +28,6 @@ from coat_kernels.weights import WeightCache
 from megatron_ext.layers.settings import TakesActivations
 from megatron_ext.options import layer_activations
 
-# cuBLASLt's FP8 GEMMs need rows of whole 16-byte words
-_ALIGNMENT = 16
 _Q_HEADS = "--num-attention-heads, --qk-head-dim or --qk-pos-emb-head-dim"
 # Megatron's arguments that determine the sizes of each layer
 _SIZES = {
@@ -133,10 +132,21 @@ class _CoatLinear(TakesActivations):
 
     def _complete(self, name: str) -> None:
         self._name, self._quant_config = name, None
-        self.begin()
+        if self._by_output:
+            sizes = self.input_size, self.output_size_per_partition
+        else:
+            sizes = self.input_size_per_partition, self.output_size
+        # the reference takes any size
+        self._fits = not torch.cuda.is_available() or not any(size % ALIGNMENT for size in sizes)
         if not self._fits:
-            sizes = _SIZES.get(self._name, "the sizes of the layer")
-            say_once(f"{self._sizes_found()} The layer stays Megatron's. Change {sizes}.")
+            ranks = self.tp_group.size()
+            each = f" on each of {ranks} tensor-parallel ranks" if ranks > 1 else ""
+            say_once(
+                f"{name}: FP8 GEMMs need sizes that are multiples of {ALIGNMENT}, found {sizes[0]} -> "
+                f"{sizes[1]}{each}. The layer stays Megatron's. Change "
+                f"{_SIZES.get(name, 'the sizes of the layer')}."
+            )
+        self.begin()
         # the input's notes, for `_forward_impl`
         self._attached: dict = {}
 
@@ -152,7 +162,6 @@ class _CoatLinear(TakesActivations):
     def take_activations(self, activations: ActivationsConfig) -> None:
         super().take_activations(activations)
         activations = layer_activations(self._quant_config, activations)
-        self._fits = self._is_aligned()
         self._in_fp8 = self._fits and activations.enabled and not self._paused
         self._evaluates_stock = activations.evaluation == "stock"
         self._formats = formats(activations, self._name in _CANCELS)
@@ -175,29 +184,33 @@ class _CoatLinear(TakesActivations):
         self._paused = whether
         self.take_activations(self.activations)
 
-    def options(self) -> tuple[torch.Tensor, LinearOptions]:
-        """The weight and how it multiplies, for a fused block: with this layer's ranks, and with the tensor
-        that Megatron collects the weight's gradient in."""
-        weight, into = self.weight, None
+    def options(
+        self, weight: torch.Tensor | None = None, sequence: bool | None = None
+    ) -> tuple[torch.Tensor, LinearOptions]:
+        """The weight and how it multiplies, with this layer's ranks, and with the tensor that Megatron
+        collects the weight's gradient in.
+
+        weight: the layer's own by default. sequence: whether the product gathers or scatters tokens; by
+            default as under sequence parallelism.
+        """
+        weight, into, parallel = self.weight if weight is None else weight, None, None
         if _owned_by_megatron(weight):
             # looked up in backward: Megatron may have replaced it by then
             into = functools.partial(getattr, weight, "main_grad")
             weight = _IntoMainGrad.apply(weight)
-        parallel = None
-        if self.tp_group.size() > 1:
-            parallel = TensorParallel(
-                self.tp_group,
-                self._by_output,
-                self.sequence_parallel,
-                self._by_output and self.allreduce_dgrad,
-            )
-        cache = self._cache if self._cache.keep == "none" else self._cache.of(weight)
+        if self.tp_group.size() > 1 and not self.explicit_expert_comm:
+            sequence = self.sequence_parallel if sequence is None else sequence
+            reduces = self._by_output and self.allreduce_dgrad
+            parallel = TensorParallel(self.tp_group, self._by_output, sequence, reduces)
+        cache = self._cache
+        if cache.keep != "none" and not torch.compiler.is_compiling():
+            cache = cache.of(weight)
         return weight, LinearOptions(self._formats, cache, parallel, into, self._x_scale, self._grad_scale)
 
     def coat_part(self) -> Part:
         if self._in_fp8:
             return Part("linear", multiplied(self._formats, self.activations))
-        why = "--te-precision-config-file" if self._fits else f"sizes that {_ALIGNMENT} does not divide"
+        why = "--te-precision-config-file" if self._fits else f"sizes that {ALIGNMENT} does not divide"
         if self._paused:
             why = "fallen back, by coat.watch"
         return Part("linear", None, why)
@@ -206,25 +219,6 @@ class _CoatLinear(TakesActivations):
     def cached_bytes(self) -> int:
         """Bytes of the copies of the weight that are held now."""
         return self._cache.nbytes
-
-    def _sizes(self) -> tuple[int, int]:
-        """Input and output size of this rank's part of the weight."""
-        if self._by_output:
-            return self.input_size, self.output_size_per_partition
-        return self.input_size_per_partition, self.output_size
-
-    def _is_aligned(self) -> bool:
-        """Whether FP8 GEMMs support the sizes of this rank's part of the weight; the reference supports any
-        size."""
-        return not torch.cuda.is_available() or all(size % _ALIGNMENT == 0 for size in self._sizes())
-
-    def _sizes_found(self) -> str:
-        ranks = self.tp_group.size()
-        return (
-            f"{self._name}: FP8 GEMMs need sizes that are multiples of {_ALIGNMENT}, found "
-            + " -> ".join(map(str, self._sizes()))
-            + (f" on each of {ranks} tensor-parallel ranks." if ranks > 1 else ".")
-        )
 
     def forward(self, input_: torch.Tensor, *args, **kwargs):
         after_pre_hooks(self, input_)
@@ -243,38 +237,25 @@ class _CoatLinear(TakesActivations):
             return super()._forward_impl(input=input, weight=weight, bias=bias, **rest)
         if output_dtype not in (None, input.dtype):
             raise ValueError(f"output_dtype: expected {input.dtype}, that of the input, found {output_dtype}")
-        parallel = None
-        if self.tp_group.size() > 1 and not self.explicit_expert_comm:
-            # Megatron sums the output of a row-parallel layer itself
-            parallel = TensorParallel(
-                self.tp_group,
-                self._by_output,
-                self._by_output and self.sequence_parallel,
-                rest.get("allreduce_dgrad", False),
-            )
-        return self._product(input, weight, bias, parallel, **self._attached)
+        # Megatron sums the output of a row-parallel layer itself
+        sequence = self._by_output and self.sequence_parallel
+        return self._product(input, weight, bias, sequence, **self._attached)
 
-    def _product(
-        self, input, weight, bias, parallel: TensorParallel | None, origin=None, maxima=None
-    ) -> torch.Tensor:
-        into = None
-        if torch.is_grad_enabled() and _owned_by_megatron(weight):
-            # looked up in backward: Megatron may have replaced it by then
-            into = functools.partial(getattr, weight, "main_grad")
-            weight = _IntoMainGrad.apply(weight)
+    def _product(self, input, weight, bias, sequence: bool, origin=None, maxima=None) -> torch.Tensor:
+        weight, how = self.options(weight, sequence)
         if maxima is not None:
             with_maxima(input, maxima)
         return fp8_linear(
             input,
             weight,
             bias,
-            formats=self._formats,
+            formats=how.formats,
             origin=origin,
-            cache=self._cache,
-            parallel=parallel,
-            weight_grad_into=into,
-            x_scale=self._x_scale,
-            grad_scale=self._grad_scale,
+            cache=how.cache,
+            parallel=how.parallel,
+            weight_grad_into=how.weight_grad_into,
+            x_scale=how.x_scale,
+            grad_scale=how.grad_scale,
         )
 
 
@@ -304,8 +285,7 @@ class CoatRowParallelLinear(_CoatLinear, RowParallelLinear):
             return super().forward(input_)
         after_pre_hooks(self, input_)
         # the reduce-scatter belongs to the GEMM: its backward all-gathers what it quantized
-        parallel = TensorParallel(self.tp_group, by_output=False, sequence=True) if scatters else None
-        output = self._product(input_, self.weight, bias, parallel, _origin(input_))
+        output = self._product(input_, self.weight, bias, scatters, _origin(input_))
         if bias is not None or self.bias is None:
             return output, None
         return (output, self.bias) if self.skip_bias_add else (output + self.bias, None)
