@@ -51,7 +51,6 @@ DECLARED_IN = (
     "megatron_ext.layers.process_groups",
     "megatron_ext.layers.recompute",
     "megatron_ext.layers.torch_norm",
-    "megatron_ext.optimizer.chain",
     "megatron_ext.optimizer.watch",
     "megatron_ext.cpu",
 )

@@ -51,7 +51,7 @@ try:
     from megatron_ext.layers.process_groups import end_graphs_first
     from megatron_ext.layers.self_attention import CoatSelfAttention
     from megatron_ext.layers.torch_norm import local_norm, replace_final_norm
-    from megatron_ext.optimizer.chain import install as watch_optimizers
+    from megatron_ext.optimizer import seam
 except ImportError as error:
     # Megatron 0.16 logs an ImportError of a spec's module and continues without the spec
     raise RuntimeError(
@@ -259,6 +259,6 @@ def _head_norms(config) -> dict[str, type]:
 
 
 replace_final_norm()
-watch_optimizers()
+seam.watch()
 coat_layer_spec = ModuleSpec(module=CoatTransformerLayer, submodules=TransformerLayerSubmodules())
 sdpa_layer_spec = ModuleSpec(module=SDPATransformerLayer, submodules=TransformerLayerSubmodules())

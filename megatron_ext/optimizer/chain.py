@@ -1,8 +1,7 @@
-"""What COAT does once Megatron has built all optimizers of a model: log lines, and the watch.
+"""What COAT does once Megatron has built the optimizers of a model: log lines, and the watch.
 
-All code that trains with megatron-core builds its optimizer by `get_megatron_optimizer`. `install()` patches
-the function that builds the optimizer's parts, which receives the model, and the constructor of the chain
-that holds them. From then on a chain has `coat_watch`, a `Watch` or None.
+`seam.watch` puts both functions here into Megatron. From then on a chain of optimizers has `coat_watch`, a
+`Watch` or None.
 """
 
 import functools
@@ -13,35 +12,22 @@ from collections.abc import Callable, Iterable
 import torch
 from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
 
-from coat_ds.config import CoatConfigError, WatchConfig
+from coat_ds.config import CoatConfigError
 from coat_ds.layers.inventory import layers_of
 from coat_ds.log import say
-from coat_ds.patches import Patch
 from megatron_ext import options
 from megatron_ext.layers.grouped_experts import GroupedLinear
 from megatron_ext.optimizer.chunks import CHUNKS, chunks_of_chain, whole_model
 from megatron_ext.optimizer.watch import watch_optimizer
 
-_patch = functools.partial(Patch, "watch of Megatron", "megatron-core")
-_OPTIMIZER = "megatron.core.optimizer"
-BUILD = _patch(
-    f"{_OPTIMIZER}:_get_megatron_optimizer_based_on_param_groups",
-    "it receives the model",
-    parameters=("config", "model_chunks", "..."),
-)
-CHAIN = _patch(
-    f"{_OPTIMIZER}.optimizer:ChainedOptimizer.__init__",
-    "it holds all optimizers",
-    parameters=("chained_optimizers",),
-)
-INSTALLED = (BUILD, CHAIN)
 # an attribute of a model whose layers the log has counted
 SAID = "coat_layers_said"
 
 
-def check_host(model_chunks: Iterable[torch.nn.Module], config: WatchConfig) -> bool:
-    """Whether a model of these chunks is watched. Raises CoatConfigError if it cannot be watched and `config`
-    differs from the defaults."""
+def _can_be_watched(model_chunks: Iterable[torch.nn.Module]) -> bool:
+    """Whether a model of these chunks can be watched. Raises CoatConfigError if it cannot, and `COAT_CONFIG`
+    configures the watch."""
+    config = options.coat_config().watch
     sharded = [chunk for chunk in model_chunks if getattr(chunk.ddp_config, "use_megatron_fsdp", False)]
     if sharded and config.every and (config.folder or config.act != "off"):
         key = "folder" if config.folder else "act"
@@ -52,18 +38,22 @@ def check_host(model_chunks: Iterable[torch.nn.Module], config: WatchConfig) -> 
     return not sharded
 
 
-def _building(build: Callable) -> Callable:
+def noting_chunks(build: Callable) -> Callable:
+    """Notes the model on the optimizers that Megatron's function builds for it."""
+
     @functools.wraps(build)
     def coat_build(config, model_chunks, *args, **kwargs):
         built = build(config, model_chunks, *args, **kwargs)
-        if isinstance(built, MegatronOptimizer) and check_host(model_chunks, options.coat_config().watch):
+        if isinstance(built, MegatronOptimizer) and _can_be_watched(model_chunks):
             setattr(built, CHUNKS, list(model_chunks))
         return built
 
     return coat_build
 
 
-def _chaining(init: Callable) -> Callable:
+def watching(init: Callable) -> Callable:
+    """Watches the model of a chain that Megatron constructs."""
+
     @functools.wraps(init)
     def coat_init(self, chained_optimizers):
         init(self, chained_optimizers)
@@ -103,28 +93,3 @@ def _say_left_to_adam(chain: ChainedOptimizer) -> None:
             f"one after another, which {of_matrices[0]} trains.",
             logging.WARNING,
         )
-
-
-def installed() -> bool:
-    """Whether Megatron's chains of optimizers are watched."""
-    return CHAIN.is_applied()
-
-
-def install() -> None:
-    """From now on watches the models that Megatron's optimizers train, by the block of `seam.install`,
-    or else of `COAT_CONFIG`. A second call does nothing.
-
-    Raises RuntimeError, before anything is changed, if this Megatron is not as expected.
-    """
-    if installed():
-        return
-    for patch in INSTALLED:
-        patch.check()
-    BUILD.apply(_building)
-    CHAIN.apply(_chaining)
-
-
-def uninstall() -> None:
-    """Undoes `install`, after `seam.uninstall`. What is watched stays so."""
-    for patch in reversed(INSTALLED):
-        patch.remove()

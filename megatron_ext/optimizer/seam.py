@@ -1,14 +1,15 @@
 """Puts `MegatronAdamW` into Megatron's own optimizers, and its states into Megatron's checkpoints.
 
-Megatron builds its Adam from globals of `megatron.core.optimizer` and has no other extension point.
-`install()` patches the function that reads those globals: while it runs, they name `MegatronAdamW`. It also
-patches the two methods through which every format of distributed checkpoints reads and writes an optimizer's
-state. They exchange FP32 tensors of the shard's shape, on the CPU, one at a time. So checkpoints are those of
-stock AdamW, in both directions and at any size. Moments are recovered to the bit from their values
-(`coat_ds/optim/recover.py`), so a resumed run equals an uninterrupted one. Loading states into other
-parameters is refused (`places.py`).
+All code that trains with megatron-core gets its optimizer from the function that `BUILD` patches. That
+function receives the model, and takes Adam from globals of `megatron.core.optimizer`. There is no other
+extension point. `watch()` notes the model on the optimizer, which `chain.py` watches. After `install()` the
+globals name `MegatronAdamW` while the function runs.
 
-The optimizer is watched, too (`chain.py`).
+`install()` also patches the two methods through which every format of distributed checkpoints reads and
+writes an optimizer's state. They exchange FP32 tensors of the shard's shape, on the CPU, one at a time. So
+checkpoints are those of stock AdamW, in both directions and at any size. Moments are recovered to the bit
+from their values (`coat_ds/optim/recover.py`), so a resumed run equals an uninterrupted one. Loading states
+into other parameters is refused (`places.py`).
 """
 
 import contextlib
@@ -87,15 +88,20 @@ def _check_host(host: Any, model_chunks: Iterable[torch.nn.Module]) -> None:
 
 
 _MODULE = "megatron.core.optimizer"
-_WAY_OUT = 'or write "optimizer": {"enabled": false} in the file of COAT_CONFIG'
-_patch = functools.partial(Patch, "Megatron's optimizer", "megatron-core", way_out=_WAY_OUT)
-
-_DISTRIBUTED = f"{_MODULE}.distrib_optimizer:DistributedOptimizer"
+_patch = functools.partial(Patch, "Megatron's optimizer", "megatron-core")
 BUILD = _patch(
     f"{_MODULE}:_get_megatron_optimizer_based_on_param_groups",
-    "CoatAdamW in Megatron's optimizers",
+    "CoatAdamW in Megatron's optimizers; the watch of their model",
     parameters=("config", "model_chunks", "..."),
 )
+CHAIN = _patch(
+    f"{_MODULE}.optimizer:ChainedOptimizer.__init__",
+    "all optimizers of a model are watched",
+    parameters=("chained_optimizers",),
+)
+_WAY_OUT = 'or write "optimizer": {"enabled": false} in the file of COAT_CONFIG'
+_patch = functools.partial(_patch, way_out=_WAY_OUT)
+_DISTRIBUTED = f"{_MODULE}.distrib_optimizer:DistributedOptimizer"
 GET = _patch(
     f"{_DISTRIBUTED}._get_main_param_and_optimizer_states",
     "checkpoints are written as stock AdamW's",
@@ -130,7 +136,7 @@ VERSION, VERSION_OF_CONFIG = (
     _patch(f"{module}:is_te_min_version", "an absent Transformer Engine has no version")
     for module in (_MODULE, f"{_MODULE}.optimizer_config")
 )
-INSTALLED = (BUILD, GET, SET, SAVE, LOAD, POST_INIT)
+OF_STATES = (GET, SET, SAVE, LOAD, POST_INIT)
 
 
 def _without_te(patch: Patch) -> contextlib.AbstractContextManager:
@@ -142,20 +148,31 @@ def _without_te(patch: Patch) -> contextlib.AbstractContextManager:
 
 def installed() -> bool:
     """Whether Megatron builds MegatronAdamW."""
-    return BUILD.is_applied()
+    return GET.is_applied()
+
+
+def watch() -> None:
+    """From now on watches the models of Megatron's optimizers, by the file of `COAT_CONFIG`, or by the
+    defaults. A second call does nothing.
+
+    Raises RuntimeError, before anything is changed, if this Megatron is not as expected.
+    """
+    for patch in (BUILD, CHAIN):
+        patch.check()
+    BUILD.apply(chain.noting_chunks)
+    CHAIN.apply(chain.watching)
 
 
 def install(coat: CoatConfig | None = None) -> None:
-    """From now on Megatron's `adam` is `MegatronAdamW`, configured by `coat`. A second call does nothing.
+    """From now on Megatron's `adam` is `MegatronAdamW`, configured by `coat`, and watched. A second call does
+    nothing.
 
     Raises RuntimeError, before anything is changed, if this Megatron is not as expected.
     """
     if installed():
         return
     coat = coat or CoatConfig(enabled=True)
-    # below this optimizer's patches, so that each can be undone without the other
-    chain.install()
-    for patch in (*INSTALLED, ADAM, IS_TORCH):
+    for patch in (*OF_STATES, ADAM, IS_TORCH):
         patch.check()
     require("megatron-core", f"{_DISTRIBUTED}._get_model_param_range_map", ("param",), _WAY_OUT)
     # `link` sets which tensors keep FP32 moments: Megatron passes no names
@@ -163,7 +180,10 @@ def install(coat: CoatConfig | None = None) -> None:
     options |= {"keep_fp32": (), "in_framework": True}
     adam = functools.partial(MegatronAdamW, counts_in_groups=not IS_TORCH.original(), **options)
 
-    BUILD.apply(functools.partial(_building, coat, adam))
+    watch()
+    # in place of the patch of `watch`
+    BUILD.remove()
+    BUILD.apply(lambda build: chain.noting_chunks(_building(coat, adam, build)))
     GET.apply(_getting)
     SET.apply(_setting)
     POST_INIT.apply(_checking)
@@ -226,6 +246,6 @@ def _checking(post_init: Callable) -> Callable:
 
 
 def uninstall() -> None:
-    """Undoes `install`. Optimizers that were built stay what they are."""
-    for patch in reversed(INSTALLED):
+    """Undoes `install` and `watch`. Optimizers that were built stay what they are, and watched."""
+    for patch in (*OF_STATES, CHAIN, BUILD):
         patch.remove()

@@ -41,8 +41,8 @@ LOAD = _patch(
 
 
 def watch_optimizer(chain: ChainedOptimizer, config: WatchConfig) -> Watch | None:
-    """Watches the model of a chain of optimizers, by `config`. None if `chain.install` has not patched its
-    construction, or if "every" is 0.
+    """Watches the model of a chain of optimizers, by `config`. None if `seam.watch` did not run
+    before its optimizers were built, or if "every" is 0.
 
     Call it on every rank. If the chain's optimizers are watched already, that watch ends.
     """

@@ -8,7 +8,7 @@ import inspect
 import pytest
 import torch
 
-from megatron_ext.optimizer.chain import BUILD
+from megatron_ext.optimizer.seam import BUILD
 
 
 def parameters(function) -> list[str]:

@@ -21,23 +21,29 @@ def test_seam_comes_and_goes(megatron):
     from megatron.core import optimizer as host
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-    from megatron_ext.optimizer import chain
     from megatron_ext.optimizer import seam as optimizer
 
-    # installed below the optimizer's patch, and not removed
-    chain.install()
+    optimizer.uninstall()
 
     def places():
-        owners = [vars(o) for o in (host, host.OptimizerConfig, DistributedOptimizer)]
-        return {(i, k): v for i, owner in enumerate(owners) for k, v in owner.items()}
+        owners = [host, host.OptimizerConfig, DistributedOptimizer, host.ChainedOptimizer]
+        return {(i, k): v for i, owner in enumerate(owners) for k, v in vars(owner).items()}
 
-    before = places()
+    def changed():
+        return {key for key, value in places().items() if value is not before[key]}
+
+    before, build = places(), (0, "_get_megatron_optimizer_based_on_param_groups")
+    for _ in range(2):
+        optimizer.watch()
+        assert changed() == {build, (3, "__init__")} and not optimizer.installed()
     optimizer.install()
     during = places()
     optimizer.install()
+    optimizer.watch()
     assert places() == during and optimizer.installed()
-    assert {key for key in before if during[key] is not before[key]} == {
-        (0, "_get_megatron_optimizer_based_on_param_groups"),
+    assert changed() == {
+        build,
+        (3, "__init__"),
         (1, "__post_init__"),
         (2, "_get_main_param_and_optimizer_states"),
         (2, "_set_main_param_and_optimizer_states"),
@@ -68,21 +74,6 @@ def test_unknown_megatron_is_refused_before_anything_changes(megatron, monkeypat
     with pytest.raises(RuntimeError, match="_get_model_param_range_map: expected .*param"):
         optimizer.install()
     assert not optimizer.installed()
-
-
-def test_the_optimizer_is_watched_beside_layers_of_megatron(megatron):
-    """Megatron's layers do not install the watch."""
-    from megatron_ext.optimizer import chain
-    from megatron_ext.optimizer import seam as optimizer
-
-    chain.uninstall()
-    try:
-        optimizer.install()
-        assert chain.installed()
-    finally:
-        optimizer.uninstall()
-    # the watch is still installed, since our layers are imported by now
-    assert chain.installed()
 
 
 @pytest.mark.parametrize(
