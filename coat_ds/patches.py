@@ -293,16 +293,6 @@ def require(framework: str, target: str, parameters: tuple[str, ...], way_out: s
     _Requirement("", framework, target, "", parameters=parameters, way_out=way_out).check()
 
 
-def declared(name: str, target: str) -> Patch | None:
-    """The patch with this name and target; None if there is none."""
-    return _declared.get((name, target))
-
-
-def all_declared(name: str) -> list[Patch]:
-    """The patches that share a name."""
-    return [patch for patch in _declared.values() if patch.name == name]
-
-
 def remove(on: Any) -> None:
     """Removes all patches of one object, the last one first."""
     for patch in reversed(list(vars(on).get(RECORDS, {}))):

@@ -17,14 +17,12 @@ try:
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
-    from megatron_ext.layers.torch_norm import HAVE_TE, replace_final_norm
+    from megatron_ext.layers.torch_norm import HAVE_TE, OF_STACKS, replace_final_norm
 
     try:
-        from megatron.core.models.hybrid import hybrid_block
         from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
     except ImportError:
         from megatron.core.models.mamba.mamba_layer_specs import mamba_stack_spec as hybrid_stack_spec
-        from megatron.core.ssm import mamba_block as hybrid_block
 except ImportError as error:
     raise RuntimeError(f"megatron_ext.hybrid_specs could not be imported: {error}") from error
 
@@ -102,6 +100,6 @@ def _stack(parts: Callable) -> ModuleSpec:
     return replace(hybrid_stack_spec, submodules=replace(hybrid_stack_spec.submodules, **(_others | ours)))
 
 
-replace_final_norm(hybrid_block, "TENorm")
+replace_final_norm(OF_STACKS)
 coat_hybrid_stack_spec = _stack(coat_parts)
 sdpa_hybrid_stack_spec = _stack(sdpa_parts)

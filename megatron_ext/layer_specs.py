@@ -50,7 +50,7 @@ try:
     from megatron_ext.layers.norm import CoatHeadNorm, CoatNorm, coat_bias_dropout_add
     from megatron_ext.layers.process_groups import end_graphs_first
     from megatron_ext.layers.self_attention import CoatSelfAttention
-    from megatron_ext.layers.torch_norm import local_norm, replace_final_norm
+    from megatron_ext.layers.torch_norm import OF_BLOCKS, local_norm, replace_final_norm
     from megatron_ext.optimizer import seam
 except ImportError as error:
     # Megatron 0.16 logs an ImportError of a spec's module and continues without the spec
@@ -258,7 +258,7 @@ def _head_norms(config) -> dict[str, type]:
     return {"q_layernorm": CoatHeadNorm, "k_layernorm": CoatHeadNorm}
 
 
-replace_final_norm()
+replace_final_norm(OF_BLOCKS)
 seam.watch()
 coat_layer_spec = ModuleSpec(module=CoatTransformerLayer, submodules=TransformerLayerSubmodules())
 sdpa_layer_spec = ModuleSpec(module=SDPATransformerLayer, submodules=TransformerLayerSubmodules())

@@ -1,4 +1,4 @@
-"""Norms for a Megatron without Transformer Engine: apex's where it can run, else torch's.
+"""torch's norms, for a Megatron without Transformer Engine.
 
 Megatron's own choices fail in places. `WrappedTorchNorm`, torch's norms, refuses sequence parallelism,
 because it does not mark its parameters: each rank processes its own part of the sequence, so their gradients
@@ -8,34 +8,22 @@ package is not NVIDIA's or has no kernels, or if the model uses RMSNorm.
 """
 
 import importlib.util
-from types import ModuleType
 
 import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE, TENorm
-from megatron.core.fusions.fused_layer_norm import HAVE_FUSED_LAYER_NORM, FusedLayerNorm
-from megatron.core.transformer import transformer_block
+from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-from coat_ds.patches import Patch, all_declared, declared
-
-
-def apex_has_layer_norm() -> bool:
-    """Whether NVIDIA's apex is installed with the kernel of its LayerNorm.
-
-    Another project on the package index is called apex, and apex can be built without kernels.
-    """
-    return HAVE_FUSED_LAYER_NORM and importlib.util.find_spec("fused_layer_norm_cuda") is not None
+from coat_ds.patches import Patch
 
 
 class LocalNorm:
-    """apex's LayerNorm where it can run, else torch's RMSNorm or LayerNorm, marked for Megatron.
+    """torch's RMSNorm or LayerNorm, marked for Megatron.
 
-    Raises ValueError for another normalization, and for zero-centered gamma without apex.
+    Raises ValueError for another normalization, and for zero-centered gamma.
     """
 
     def __new__(cls, config, hidden_size: int, eps: float = 1e-5) -> torch.nn.Module:
-        if config.normalization == "LayerNorm" and apex_has_layer_norm():
-            return FusedLayerNorm(config, hidden_size, eps)
         kinds = {"RMSNorm": torch.nn.RMSNorm, "LayerNorm": torch.nn.LayerNorm}
         if config.normalization not in kinds:
             raise ValueError(
@@ -58,37 +46,28 @@ def local_norm(found: type) -> type:
     return LocalNorm if found in without_te else found
 
 
-def _final_norm(module: ModuleType, name: str) -> Patch:
-    """The patch of the global in `module` that holds the class of its blocks' final norm."""
-    what, target = "Megatron's final norm", f"{module.__name__}:{name}"
-    return declared(what, target) or Patch(
-        what,
+# there is no other extension point: a block of layers reads the class of its final norm from a global
+_IN_OLD = importlib.util.find_spec("megatron.core.models.hybrid") is None
+_STACKS = "megatron.core.ssm.mamba_block" if _IN_OLD else "megatron.core.models.hybrid.hybrid_block"
+OF_BLOCKS, OF_STACKS = (
+    Patch(
+        "Megatron's final norm",
         "megatron-core",
         target,
         "norms that run without Transformer Engine, also under sequence parallelism",
         expected="the class of the final norm",
         used_by="",
     )
+    for target in ("megatron.core.transformer.transformer_block:LayerNormImpl", f"{_STACKS}:TENorm")
+)
 
 
-FINAL_NORM = _final_norm(transformer_block, "LayerNormImpl")
+def replace_final_norm(patch: Patch) -> None:
+    """Applies `OF_BLOCKS` or `OF_STACKS` where there is no Transformer Engine. A norm of Transformer Engine,
+    or one that other code has set, stays. May be called repeatedly.
 
-
-def replace_final_norm(module: ModuleType = transformer_block, name: str = "LayerNormImpl") -> None:
-    """Patches the final norm of Megatron's blocks of layers with `LocalNorm` where there is no Transformer
-    Engine.
-
-    There is no other extension point: a block reads the class from a global of its `module`. A norm of
-    Transformer Engine's, or one that other code has set, stays. May be called repeatedly.
     Raises RuntimeError if this Megatron has no such global.
     """
-    patch = _final_norm(module, name)
     patch.check()
     if local_norm(patch.original()) is not patch.original():
         patch.apply(local_norm)
-
-
-def restore_final_norm() -> None:
-    """Undoes every `replace_final_norm`."""
-    for patch in all_declared(FINAL_NORM.name):
-        patch.remove()

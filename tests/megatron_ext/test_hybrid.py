@@ -9,10 +9,9 @@ import torch.distributed as dist
 from megatron.core.extensions.transformer_engine import HAVE_TE
 
 from coat_ds.config import ActivationsConfig
-from megatron_ext.hybrid_specs import coat_hybrid_stack_spec, hybrid_block, sdpa_hybrid_stack_spec
+from megatron_ext.hybrid_specs import coat_hybrid_stack_spec, sdpa_hybrid_stack_spec
 from megatron_ext.layer_specs import coat_layer_spec, sdpa_layer_spec
 from megatron_ext.layers.settings import set_activations
-from megatron_ext.layers.torch_norm import LocalNorm, replace_final_norm, restore_final_norm
 from megatron_ext.model import ModelShape, build_gpt, initialize_model_parallel
 from tests.megatron_ext.test_parallel import whole, without_rounding
 from tests.util import rel_rms, run_distributed
@@ -154,18 +153,6 @@ def test_other_layers_are_megatrons_and_need_transformer_engine(megatron):
     gpt = _gpt()
     with pytest.raises(ValueError, match="need Transformer Engine. Use only"):
         _hybrid("M*", gpt)
-
-
-@without_te
-def test_final_norm_is_put_back():
-    assert hybrid_block.TENorm is LocalNorm
-    restore_final_norm()
-    assert hybrid_block.TENorm is not LocalNorm
-    replace_final_norm()
-    replace_final_norm(hybrid_block, "TENorm")
-    assert hybrid_block.TENorm is LocalNorm
-    with pytest.raises(RuntimeError, match="NoNorm: expected the class of the final norm"):
-        replace_final_norm(hybrid_block, "NoNorm")
 
 
 def test_a_variant_of_attention_is_another_letter(megatron):
