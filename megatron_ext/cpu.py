@@ -17,6 +17,7 @@ among its arguments. The script then finds an idle GPU of 16 GiB in each process
 """
 
 import contextlib
+import functools
 import logging
 import os
 import runpy
@@ -32,10 +33,7 @@ from torch.overrides import TorchFunctionMode
 from coat_ds.log import say
 from coat_ds.patches import Patch
 
-_WHAT = "Megatron on a CPU"
-_WHY = "Megatron calls it without a check for a GPU"
 _RANDOM = "megatron.core.tensor_parallel.random"
-_DISPATCHER = "megatron.core.transformer.moe.token_dispatcher"
 
 
 class _Nothing:
@@ -54,72 +52,56 @@ def _sizes(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> 
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
-def _answers() -> dict[Patch, Any]:
-    """The replacement of each patched function on a CPU."""
-    device = torch.device("cpu")
-    get, set_ = torch.random.get_rng_state, torch.random.set_rng_state
-    return dict(
-        zip(
-            ON_CPU,
-            (
-                lambda: device,
-                lambda device=None: torch.cpu.current_stream(),
-                lambda device=None: None,
-                _Nothing,
-                lambda seed: torch.random.manual_seed(seed),
-                lambda device=None: get(),
-                lambda state, device=None: set_(state),
-                lambda *args, **kwargs: get(),
-                lambda state, *args, **kwargs: set_(state),
-                _sizes,
-                True,
-            ),
-            strict=True,
-        )
+def _on_cpu(target: str, replacement: Any, parameters: tuple | None = None, **options) -> tuple[Patch, Any]:
+    framework = "torch" if target.startswith("torch.") else "megatron-core"
+    options = {"why": "Megatron calls it without a check for a GPU", "parameters": parameters} | options
+    return Patch("Megatron on a CPU", framework, target, **options), replacement
+
+
+# the replacement of each patched function
+ON_CPU: dict[Patch, Any] = dict(
+    (
+        _on_cpu("torch.cuda:current_device", lambda: torch.device("cpu"), ()),
+        _on_cpu("torch.cuda:current_stream", lambda device=None: torch.cpu.current_stream(), ("device",)),
+        _on_cpu("torch.cuda:synchronize", lambda device=None: None, ("device",)),
+        _on_cpu("torch.cuda:Stream", _Nothing),
+        _on_cpu("torch.cuda:manual_seed", lambda seed: torch.random.manual_seed(seed), ("seed",)),
+        _on_cpu("torch.cuda:get_rng_state", lambda device=None: torch.random.get_rng_state(), ("device",)),
+        _on_cpu(
+            "torch.cuda:set_rng_state",
+            lambda new_state, device=None: torch.random.set_rng_state(new_state),
+            ("new_state", "device"),
+        ),
+        _on_cpu(
+            f"{_RANDOM}:_get_cuda_rng_state",
+            lambda *args, **kwargs: torch.random.get_rng_state(),
+            ("device", "..."),
+        ),
+        _on_cpu(
+            f"{_RANDOM}:_set_cuda_rng_state",
+            lambda new_state, *args, **kwargs: torch.random.set_rng_state(new_state),
+            ("new_state", "device", "..."),
+        ),
+        _on_cpu(
+            "megatron.core.transformer.moe.token_dispatcher:maybe_move_tensor_to_cpu",
+            _sizes,
+            ("tensor", "as_numpy", "record_stream"),
+            why="it leaves sizes on the CPU as tensors, which no message accepts",
+            used_by="MoEAlltoAllTokenDispatcher",
+        ),
+        _on_cpu(
+            "torch._dynamo.config:disable",
+            True,
+            why="compiling Megatron's small functions takes longer than a CPU run",
+            expected="a switch",
+        ),
     )
-
-
-ON_CPU = (
-    *(
-        Patch(_WHAT, "torch", f"torch.cuda:{name}", _WHY, parameters=parameters)
-        for name, parameters in (
-            ("current_device", ()),
-            ("current_stream", ("device",)),
-            ("synchronize", ("device",)),
-            ("Stream", None),
-            ("manual_seed", ("seed",)),
-            ("get_rng_state", ("device",)),
-            ("set_rng_state", ("new_state", "device")),
-        )
-    ),
-    *(
-        Patch(_WHAT, "megatron-core", f"{_RANDOM}:{name}", _WHY, parameters=(*parameters, "..."))
-        for name, parameters in (
-            ("_get_cuda_rng_state", ("device",)),
-            ("_set_cuda_rng_state", ("new_state", "device")),
-        )
-    ),
-    Patch(
-        _WHAT,
-        "megatron-core",
-        f"{_DISPATCHER}:maybe_move_tensor_to_cpu",
-        "it leaves sizes on the CPU as tensors, which no message accepts",
-        parameters=("tensor", "as_numpy", "record_stream"),
-        used_by="MoEAlltoAllTokenDispatcher",
-    ),
-    Patch(
-        _WHAT,
-        "torch",
-        "torch._dynamo.config:disable",
-        "compiling Megatron's small functions takes longer than a CPU run",
-        expected="a switch",
-    ),
 )
 
 
 def enabled() -> bool:
     """Whether the patches are in place."""
-    return ON_CPU[0].is_applied()
+    return next(iter(ON_CPU)).is_applied()
 
 
 _announced = False
@@ -130,8 +112,8 @@ def enable() -> bool:
     global _announced
     if enabled() or torch.cuda.is_available():
         return enabled()
-    for patch, answer in _answers().items():
-        patch.apply(lambda _, answer=answer: answer)
+    for patch, replacement in ON_CPU.items():
+        patch.apply(lambda _, replacement=replacement: replacement)
     if not _announced:
         _announced = True
         names = ", ".join(patch.symbol for patch in ON_CPU)
@@ -167,67 +149,56 @@ def no_cuda() -> Iterator[None]:
         yield
 
 
-_SCRIPTS = "Megatron-LM's scripts on a CPU"
-
-
-def _pretended() -> dict[str, Any]:
-    """The return values of `torch.cuda`'s functions for Megatron-LM's scripts, by name of the function."""
-    gib = 2**30
-    properties = SimpleNamespace(name="CPU", major=9, minor=0, total_memory=16 * gib, multi_processor_count=1)
-    answers = {
-        "is_available": True,
-        "is_initialized": True,
-        "is_current_stream_capturing": False,
-        "device_count": int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
-        "get_device_name": properties.name,
-        "get_device_capability": (properties.major, properties.minor),
-        "get_device_properties": properties,
-        "mem_get_info": (properties.total_memory, properties.total_memory),
-        "memory_stats": defaultdict(int),
-        **dict.fromkeys(("set_device", "set_stream", "empty_cache", "reset_peak_memory_stats")),
-        **dict.fromkeys(("memory_allocated", "max_memory_allocated"), 0),
-        **dict.fromkeys(("memory_reserved", "max_memory_reserved", "device_memory_used"), 0),
-        "stream": contextlib.nullcontext(),
-    }
-    functions = {name: _answering(answer) for name, answer in answers.items()}
-    return functions | {"Event": _Nothing, "current_stream": lambda device=None: _Nothing()}
-
-
 def _answering(answer: Any) -> Callable:
     return lambda *args, **kwargs: answer
 
 
-IN_SCRIPTS = (
-    *(
-        Patch(_SCRIPTS, "torch", f"torch.cuda:{name}", "Megatron-LM's scripts refuse to start without a GPU")
-        for name in _pretended()
-    ),
-    Patch(
-        _SCRIPTS,
-        "torch",
-        "torch.accelerator:is_available",
-        "data loaders would pin memory for it",
-        parameters=(),
-    ),
-    Patch(
-        _SCRIPTS,
+_GIB = 2**30
+_DEVICE = SimpleNamespace(name="CPU", major=9, minor=0, total_memory=16 * _GIB, multi_processor_count=1)
+# the functions of `torch.cuda` that Megatron-LM's scripts call
+_ON_CUDA = {
+    "is_available": _answering(True),
+    "is_initialized": _answering(True),
+    "is_current_stream_capturing": _answering(False),
+    "device_count": lambda: int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
+    "get_device_name": _answering(_DEVICE.name),
+    "get_device_capability": _answering((_DEVICE.major, _DEVICE.minor)),
+    "get_device_properties": _answering(_DEVICE),
+    "mem_get_info": _answering((_DEVICE.total_memory, _DEVICE.total_memory)),
+    "memory_stats": _answering(defaultdict(int)),
+    **dict.fromkeys(("set_device", "set_stream", "empty_cache", "reset_peak_memory_stats"), _answering(None)),
+    **dict.fromkeys(("memory_allocated", "max_memory_allocated"), _answering(0)),
+    **dict.fromkeys(("memory_reserved", "max_memory_reserved", "device_memory_used"), _answering(0)),
+    "stream": _answering(contextlib.nullcontext()),
+    "Event": _Nothing,
+    "current_stream": _answering(_Nothing()),
+}
+_script = functools.partial(Patch, "Megatron-LM's scripts on a CPU")
+IN_SCRIPTS: dict[Patch, Any] = {
+    **{
+        _script(
+            "torch", f"torch.cuda:{name}", "Megatron-LM's scripts refuse to start without a GPU"
+        ): function
+        for name, function in _ON_CUDA.items()
+    },
+    _script(
+        "torch", "torch.accelerator:is_available", "data loaders would pin memory for it", parameters=()
+    ): lambda: False,
+    _script(
         "megatron-core",
         "megatron.legacy.fused_kernels:load",
         "queries the CUDA compiler's version; gone since 0.17",
         parameters=("args",),
         optional=True,
-    ),
-)
+    ): lambda args: None,
+}
 
 
 def _pretend() -> None:
     """Patches the GPU queries of Megatron-LM's scripts; `disable()` undoes these patches too."""
-    *on_cuda, accelerator, fused_kernels = IN_SCRIPTS
-    for patch, answer in zip(on_cuda, _pretended().values(), strict=True):
-        patch.apply(lambda _, answer=answer: answer)
-    accelerator.apply(lambda _: lambda: False)
-    with contextlib.suppress(ImportError):
-        fused_kernels.apply(lambda _: lambda args: None)
+    for patch, replacement in IN_SCRIPTS.items():
+        with contextlib.suppress(*((ImportError,) if patch.optional else ())):
+            patch.apply(lambda _, replacement=replacement: replacement)
 
 
 def run_script(path: str, arguments: Sequence[str] = ()) -> None:

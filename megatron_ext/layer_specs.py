@@ -44,7 +44,7 @@ try:
         latent_parts,
         repair_latent_attention,
     )
-    from megatron_ext.layers.linear import CoatColumnParallelLinear, CoatRowParallelLinear
+    from megatron_ext.layers.linear import CoatColumnParallelLinear, CoatRowParallelLinear, check_arguments
     from megatron_ext.layers.mlp import CoatMLP
     from megatron_ext.layers.moe import CoatMoELayer, is_moe_layer, repair_router
     from megatron_ext.layers.norm import CoatHeadNorm, CoatNorm, coat_bias_dropout_add
@@ -52,6 +52,7 @@ try:
     from megatron_ext.layers.self_attention import CoatSelfAttention
     from megatron_ext.layers.torch_norm import OF_BLOCKS, local_norm, replace_final_norm
     from megatron_ext.optimizer import seam
+    from megatron_ext.options import refuse
 except ImportError as error:
     # Megatron 0.16 logs an ImportError of a spec's module and continues without the spec
     raise RuntimeError(
@@ -79,16 +80,16 @@ _TRANSFORMER_ENGINES = (
 
 def _local_parts(config, experts: bool) -> TransformerLayerSubmodules:
     """The parts of Megatron's own layer for `config`, dense or with experts, with attention on SDPA."""
-    unsupported = {
-        "--fp8-format (coat_layer_spec brings its own FP8, without Transformer Engine)": config.fp8,
-        "--fp4-format": getattr(config, "fp4", None),
-        "--kitchen-config-file or --kitchen-recipe-number": config.use_kitchen,
-        "--batch-invariant-mode": config.batch_invariant_mode,
-        **{f"--{name.replace('_', '-')}": getattr(config, name, None) for name in _TRANSFORMER_ENGINES},
-    }
-    for argument, found in unsupported.items():
-        if found:
-            raise ValueError(f"megatron_ext.layer_specs: {argument} is not supported; remove it")
+    refuse(
+        __name__,
+        {
+            "--fp8-format (coat_layer_spec brings its own FP8, without Transformer Engine)": config.fp8,
+            "--fp4-format": getattr(config, "fp4", None),
+            "--kitchen-config-file or --kitchen-recipe-number": config.use_kitchen,
+            "--batch-invariant-mode": config.batch_invariant_mode,
+            **{f"--{name.replace('_', '-')}": getattr(config, name, None) for name in _TRANSFORMER_ENGINES},
+        },
+    )
     if config.multi_latent_attention:
         check_latent_attention(config)
         repair_latent_attention()
@@ -147,12 +148,13 @@ def _check_layers(config) -> None:
     """Raises ValueError for arguments that make Megatron choose other kinds of layers, which `--spec`
     replaces. In the hybrid stack the pattern chooses the layers.
     """
-    for argument, found in {
-        "--experimental-attention-variant": config.experimental_attention_variant,
-        "--heterogeneous-layers-config-path": config.heterogeneous_block_specs,
-    }.items():
-        if found:
-            raise ValueError(f"megatron_ext.layer_specs: {argument} is not supported; remove it")
+    refuse(
+        __name__,
+        {
+            "--experimental-attention-variant": config.experimental_attention_variant,
+            "--heterogeneous-layers-config-path": config.heterogeneous_block_specs,
+        },
+    )
 
 
 class SDPATransformerLayer(TransformerLayer):
@@ -196,42 +198,35 @@ def sdpa_parts(config, experts: bool) -> TransformerLayerSubmodules:
     """
     if experts:
         repair_router()
-        if config.moe_grouped_gemm:
-            raise ValueError(
-                'sdpa_layer_spec ("activations": false): --moe-grouped-gemm is not supported; remove it'
-            )
-    if config.multi_latent_attention and config.tensor_model_parallel_size > 1:
-        raise ValueError(
-            'sdpa_layer_spec ("activations": false): --tensor-model-parallel-size is '
-            f"{config.tensor_model_parallel_size}, over which Megatron's own --multi-latent-attention loses "
-            "a part of the gradients. Remove it, or take FP8 layers."
-        )
+    latent = config.multi_latent_attention and config.tensor_model_parallel_size > 1
+    refuse(
+        'sdpa_layer_spec ("activations": false)',
+        {
+            "--moe-grouped-gemm": experts and config.moe_grouped_gemm,
+            "--tensor-model-parallel-size above 1 (Megatron's own --multi-latent-attention then loses a part "
+            "of the gradients; FP8 layers do not)": latent,
+        },
+    )
     return _local_parts(config, experts)
 
 
 def coat_parts(config, experts: bool) -> TransformerLayerSubmodules:
     """The parts of a COAT layer for `config`, dense or with experts."""
-    if config.recompute_granularity == "selective" and "layernorm" in config.recompute_modules:
-        raise ValueError(
-            "coat_layer_spec: recomputing 'layernorm' saves nothing: outputs of norms are not kept. "
-            "Remove it from --recompute-modules."
-        )
-    if config.first_last_layers_bf16:
-        raise ValueError(
-            "coat_layer_spec: --first-last-layers-bf16 is about Megatron's own FP8. Remove it, and name the "
-            'layers in --te-precision-config-file, with {"coat": {"enabled": false}}.'
-        )
-    # in a user's own script parameters may be FP32 until Megatron's Float16Module wraps the model
-    if config.fp16 or config.params_dtype == torch.float16:
-        raise ValueError(
-            "coat_layer_spec: --fp16 is not supported, layers compute in BF16 or FP32. Use --bf16, or "
-            '"activations": false for Megatron\'s own layers.'
-        )
-    if getattr(config, "mlp_chunks_for_training", 1) > 1:
-        raise ValueError(
-            f"coat_layer_spec: --mlp-chunks-for-training {config.mlp_chunks_for_training} is not supported, "
-            "the blocks that replace dense layers take whole sequences; remove it"
-        )
+    recomputed = config.recompute_modules if config.recompute_granularity == "selective" else ()
+    refuse(
+        "coat_layer_spec",
+        {
+            "'layernorm' of --recompute-modules (outputs of norms are not kept)": "layernorm" in recomputed,
+            "--first-last-layers-bf16 (name the layers in --te-precision-config-file, with "
+            '{"coat": {"enabled": false}})': config.first_last_layers_bf16,
+            # in a user's own script parameters may be FP32 until Megatron's Float16Module wraps the model
+            '--fp16 (take --bf16, or "activations": false for Megatron\'s own layers)': (
+                config.fp16 or config.params_dtype == torch.float16
+            ),
+            "--mlp-chunks-for-training above 1": getattr(config, "mlp_chunks_for_training", 1) > 1,
+        },
+    )
+    check_arguments(config, "coat_layer_spec")
     parts = _local_parts(config, experts)
     if config.multi_latent_attention:
         attention, linears = CoatMLASelfAttention, latent_parts(parts.self_attention.submodules)

@@ -25,8 +25,8 @@ from megatron_ext.layers.settings import set_activations
 class ModelShape:
     """The sizes of a Llama-like GPT.
 
-    Raises ValueError for a size that is not positive, heads that do not divide the hidden size into an even
-    number of channels, or key-value groups that do not divide the heads.
+    Raises ValueError for a size of another type or that is not positive, heads that do not divide the hidden
+    size into an even number of channels, or key-value groups that do not divide the heads.
     """
 
     num_layers: int
@@ -48,8 +48,11 @@ class ModelShape:
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.type is not bool and not value > 0:
+            value, wanted = getattr(self, field.name), field.type
+            # an integer is valid as a float; True is not valid as an integer
+            if type(value) not in ((int, float) if wanted is float else (wanted,)):
+                raise ValueError(f"{field.name}: expected {wanted.__name__}, found {value!r}")
+            if wanted is not bool and not value > 0:
                 raise ValueError(f"{field.name}: expected a number above 0, found {value}")
         if self.hidden_size % (2 * self.num_attention_heads):
             raise ValueError(
@@ -66,33 +69,19 @@ class ModelShape:
 def load_shape(path: str | Path) -> ModelShape:
     """Reads a `ModelShape` from a JSON object whose keys are its fields.
 
-    Raises ValueError, naming file and key, for a file that cannot be read, an unknown or missing key, a value
-    of another type, or sizes that do not go together.
+    Raises ValueError, naming file and key, for a file that cannot be read, an unknown or missing key, and for
+    values that `ModelShape` refuses.
     """
     try:
         values = json.loads(Path(path).read_bytes())
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: not a JSON file: {error}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: expected a JSON file ({error})") from None
     if not isinstance(values, dict):
         raise ValueError(f"{path}: expected a JSON object, found {type(values).__name__}")
-    fields = {field.name: field for field in dataclasses.fields(ModelShape)}
-    if unknown := sorted(values.keys() - fields.keys()):
-        raise ValueError(f"{path}: unknown key {unknown[0]!r}; known are {', '.join(fields)}")
-    for name, field in fields.items():
-        if name not in values:
-            if field.default is dataclasses.MISSING:
-                raise ValueError(f"{path}: key {name!r} is missing")
-            continue
-        # a JSON integer is valid as a float; True is not valid as an integer
-        wanted: Any = field.type
-        accepted = (int, float) if wanted is float else (wanted,)
-        if type(values[name]) not in accepted:
-            raise ValueError(f"{path}: {name} must be {wanted.__name__}, found {values[name]!r}")
     try:
         return ModelShape(**values)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
+        # a TypeError of Python's names the key
         raise ValueError(f"{path}: {error}") from None
 
 

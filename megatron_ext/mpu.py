@@ -8,10 +8,8 @@ exists, DeepSpeed leaves tensor parallelism out of norms and overflow checks.
 
 import torch
 import torch.distributed as dist
-from megatron.core.parallel_state import (
-    get_data_parallel_group as _data_parallel_group,
-)
-from megatron.core.parallel_state import (
+from megatron.core.parallel_state import get_data_parallel_group as _data_parallel_group
+from megatron.core.parallel_state import (  # noqa: F401 (DeepSpeed calls them)
     get_model_parallel_group,
     get_pipeline_model_parallel_group,
     get_pipeline_model_parallel_rank,
@@ -21,23 +19,6 @@ from megatron.core.parallel_state import (
     get_tensor_model_parallel_src_rank,
     get_tensor_model_parallel_world_size,
 )
-
-__all__ = [
-    "get_data_parallel_group",
-    "get_data_parallel_group_ranks",
-    "get_data_parallel_rank",
-    "get_data_parallel_world_size",
-    "get_model_parallel_group",
-    "get_model_parallel_rank",
-    "get_model_parallel_world_size",
-    "get_pipeline_model_parallel_group",
-    "get_pipeline_model_parallel_rank",
-    "get_pipeline_model_parallel_world_size",
-    "get_tensor_model_parallel_group",
-    "get_tensor_model_parallel_rank",
-    "get_tensor_model_parallel_src_rank",
-    "get_tensor_model_parallel_world_size",
-]
 
 # norms of each rank's own heads, in Megatron's names
 _HEAD_NORMS = ("q_layernorm.", "k_layernorm.")

@@ -24,6 +24,7 @@ from megatron_ext.layers.attention import check_context_parallel
 from megatron_ext.layers.linear import CoatColumnParallelLinear, CoatRowParallelLinear, keep_bias
 from megatron_ext.layers.norm import CoatNorm
 from megatron_ext.layers.settings import TakesActivations
+from megatron_ext.options import refuse
 
 # since megatron-core 0.19 also queries that are not compressed
 NORMS_ALL_QUERIES = hasattr(MLASelfAttention, "_resolve_qk_norm_config")
@@ -32,12 +33,11 @@ NORMS_ALL_QUERIES = hasattr(MLASelfAttention, "_resolve_qk_norm_config")
 def check_latent_attention(config) -> None:
     """Raises ValueError, naming the argument, for options of Megatron's latent attention that COAT's layers
     and `sdpa_layer_spec` lack."""
-    for argument, found in {
+    found = {
         "--cache-mla-latents (decoding)": config.cache_mla_latents,
         "--mla-down-proj-fusion": getattr(config, "mla_down_proj_fusion", False),
-    }.items():
-        if found:
-            raise ValueError(f"megatron_ext.layer_specs: {argument} is not supported; remove it")
+    }
+    refuse("megatron_ext.layer_specs", found)
     if NORMS_ALL_QUERIES and config.qk_layernorm and config.q_lora_rank is None:
         raise ValueError(
             "megatron_ext.layer_specs: --qk-layernorm without --q-lora-rank norms queries in a layer of "

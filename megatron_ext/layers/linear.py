@@ -26,7 +26,7 @@ from coat_kernels.parallel import TensorParallel
 from coat_kernels.tensorwise import PredictedScale
 from coat_kernels.weights import WeightCache
 from megatron_ext.layers.settings import TakesActivations
-from megatron_ext.options import layer_activations
+from megatron_ext.options import layer_activations, refuse
 
 _Q_HEADS = "--num-attention-heads, --qk-head-dim or --qk-pos-emb-head-dim"
 # Megatron's arguments that determine the sizes of each layer
@@ -55,18 +55,12 @@ def check_arguments(config, name: str) -> None:
         "--expert-tensor-parallel-num-weight-shards above 1": of_experts > 1,
         "--defer-embedding-wgrad-compute": config.defer_embedding_wgrad_compute,
         "--delay-wgrad-compute": config.delay_wgrad_compute,
-    }
-    for argument, found in unsupported.items():
-        if found:
-            raise ValueError(f"{name}: {argument} is not supported by coat_layer_spec; remove it")
-    if config.cuda_graph_impl != "none":
         # a replay does not mark the gradients that are in main_grad already, which Megatron's data parallel
         # hooks check
-        raise ValueError(
-            f"{name}: --cuda-graph-impl {config.cuda_graph_impl} is not supported by coat_layer_spec. "
-            "Remove it: COAT layers record CUDA graphs of their own "
-            "(coat.activations.cuda_graphs, null by default)."
-        )
+        f"--cuda-graph-impl {config.cuda_graph_impl} (COAT layers record CUDA graphs of their own, by "
+        "coat.activations.cuda_graphs)": config.cuda_graph_impl != "none",
+    }
+    refuse(name, unsupported)
 
 
 def unfused(config):
@@ -110,19 +104,16 @@ def _owned_by_megatron(weight: torch.Tensor) -> bool:
 class _CoatLinear(TakesActivations):
     """The common part of both linears, mixed in before Megatron's class.
 
-    Raises ValueError at construction for unsupported options (sharded weights, deferred embedding gradients,
-    Megatron's CUDA graphs). On a GPU a layer stays Megatron's if its sizes per rank are not multiples of 16.
+    On a GPU a layer stays Megatron's if its sizes per rank are not multiples of 16.
     """
 
     _by_output: bool
     _paused = False
 
     def __init__(self, input_size: int, output_size: int, *, config, **kwargs):
-        name = kwargs.get("tp_comm_buffer_name") or "linear"
-        check_arguments(config, name)
         super().__init__(input_size, output_size, config=unfused(config), **kwargs)
         self.config = config
-        self._complete(name)
+        self._complete(kwargs.get("tp_comm_buffer_name") or "linear")
 
     @classmethod
     def take_over(cls, linear: torch.nn.Module, name: str) -> None:

@@ -12,18 +12,18 @@ from coat_kernels.activation import activation
 from coat_kernels.blocks import ActivationOptions, activation_options
 from megatron_ext.layers.linear import CoatColumnParallelLinear, CoatRowParallelLinear, keep_bias
 from megatron_ext.layers.settings import TakesActivations
+from megatron_ext.options import refuse
 
 
 def check_activation(config, name: str) -> None:
     """Raises ValueError for options that `name` does not support with any activation."""
     unsupported = {
-        "use_te_activation_func is True (remove --use-te-activation-func)": config.use_te_activation_func,
-        "activation_func_fp8_input_store is True (remove --activation-func-fp8-input-store: the activation's "
-        "input is kept in 8 bits anyway)": config.activation_func_fp8_input_store,
+        "--use-te-activation-func": config.use_te_activation_func,
+        "--activation-func-fp8-input-store (the activation's input is saved in 8 bits anyway)": (
+            config.activation_func_fp8_input_store
+        ),
     }
-    for reason, found in unsupported.items():
-        if found:
-            raise ValueError(f"{name}: {reason}.")
+    refuse(name, unsupported)
 
 
 def kernel_kind(config) -> str | None:
@@ -40,18 +40,13 @@ def kernel_kind(config) -> str | None:
 def _kind_of(config) -> str:
     """As `kernel_kind`. Raises ValueError where there is no kernel."""
     check_activation(config, "CoatMLP")
-    unsupported = {
-        "activation_func_clamp_value is set (leave it unset)": config.activation_func_clamp_value is not None,
-        "glu_linear_offset is not 0 (leave it unset)": config.glu_linear_offset != 0,
-    }
-    for reason, found in unsupported.items():
-        if found:
-            raise ValueError(f"CoatMLP: {reason}.")
     kind = kernel_kind(config)
     if kind is None:
         raise ValueError(
-            f"CoatMLP: activation_func is {config.activation_func!r}, expected SiLU, GELU or squared ReLU. "
-            'Use --swiglu, --squared-relu or neither, or "activations": false for Megatron\'s own layers.'
+            "CoatMLP: expected SiLU, GELU or squared ReLU, without activation_func_clamp_value and "
+            f"glu_linear_offset, found {config.activation_func!r}, {config.activation_func_clamp_value} and "
+            f'{config.glu_linear_offset}. Use --swiglu, --squared-relu or neither, or "activations": false '
+            "for Megatron's own layers."
         )
     return kind
 

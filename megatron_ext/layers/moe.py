@@ -13,6 +13,7 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from coat_ds.patches import Patch
 from megatron_ext.layers.grouped_experts import CoatGroupedMLP
 from megatron_ext.layers.mlp import CoatMLP, fp8_linears
+from megatron_ext.options import refuse
 
 
 def is_moe_layer(config, index: int) -> bool:
@@ -65,11 +66,8 @@ class CoatMoELayer(MoELayer):
     """
 
     def __init__(self, config, submodules=None, *args, **kwargs):
-        if config.moe_shared_expert_overlap:
-            raise ValueError(
-                "coat_layer_spec: --moe-shared-expert-overlap runs Megatron's own code of shared experts, "
-                "which keeps their tensors in BF16; remove it"
-            )
+        overlap = "--moe-shared-expert-overlap (it runs Megatron's own shared experts, which save BF16)"
+        refuse("coat_layer_spec", {overlap: config.moe_shared_expert_overlap})
         repair_router()
         experts = CoatGroupedMLP if config.moe_grouped_gemm else CoatSequentialMLP
         submodules = submodules or MoESubmodules(experts=experts, shared_experts=CoatSharedExpertMLP)

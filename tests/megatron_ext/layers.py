@@ -39,7 +39,7 @@ def loss_and_grads(model, device):
     return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
 
 
-def config(**overrides) -> TransformerConfig:
+def config(kind=TransformerConfig, **overrides) -> TransformerConfig:
     settings = dict(
         num_layers=1,
         hidden_size=H,
@@ -52,7 +52,7 @@ def config(**overrides) -> TransformerConfig:
         use_cpu_initialization=True,
         params_dtype=torch.bfloat16,
     )
-    return TransformerConfig(**(settings | overrides))
+    return kind(**(settings | overrides))
 
 
 GPT = {

@@ -126,20 +126,3 @@ def test_two_ranks_give_the_gradients_of_one_with_transformer_engine():
         assert abs(two["loss"] - one["loss"]) < 3e-3 * one["loss"]
         for name, expected in one.items():
             assert rel_rms(two[name], expected) < bound, name
-
-
-@pytest.mark.usefixtures("megatron")
-@pytest.mark.parametrize("name", ["coat_layer_spec", "sdpa_layer_spec"])
-def test_without_transformer_engine_the_way_out_is_said(name):
-    from megatron.core.extensions.transformer_engine import HAVE_TE
-    from megatron.core.transformer import TransformerConfig
-
-    from megatron_ext import layer_specs
-
-    if HAVE_TE:
-        pytest.skip("Transformer Engine is here")
-    config = TransformerConfig(
-        num_layers=1, hidden_size=H, num_attention_heads=HEADS, context_parallel_size=2
-    )
-    with pytest.raises(ValueError, match="--context-parallel-size is 2, for which attention is Transformer"):
-        getattr(layer_specs, name).module(config, layer_number=1)

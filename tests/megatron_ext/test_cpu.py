@@ -6,28 +6,14 @@ import sys
 import pytest
 import torch
 from megatron.core.tensor_parallel import random
-from megatron.core.transformer.moe import token_dispatcher
-from torch._dynamo import config as dynamo
 
 from megatron_ext import cpu
 
-PLACES = [
-    (torch.cuda, "current_device"),
-    (torch.cuda, "current_stream"),
-    (torch.cuda, "synchronize"),
-    (torch.cuda, "Stream"),
-    (torch.cuda, "manual_seed"),
-    (torch.cuda, "get_rng_state"),
-    (torch.cuda, "set_rng_state"),
-    (random, "_get_cuda_rng_state"),
-    (random, "_set_cuda_rng_state"),
-    (token_dispatcher, "maybe_move_tensor_to_cpu"),
-    (dynamo, "disable"),
-]
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
 
 
 def values() -> list[object]:
-    return [getattr(owner, name) for owner, name in PLACES]
+    return [getattr(patch.owner(), patch.attribute) for patch in cpu.ON_CPU]
 
 
 @pytest.fixture
@@ -40,7 +26,7 @@ def disabled():
         cpu.enable()
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+@without_gpu
 def test_enable_and_disable_restore_everything(disabled, caplog, monkeypatch):
     monkeypatch.setattr(cpu, "_announced", False)
     cuda, before = dict(vars(torch.cuda)), values()
@@ -54,7 +40,7 @@ def test_enable_and_disable_restore_everything(disabled, caplog, monkeypatch):
     assert dict(vars(torch.cuda)) == cuda
     # one log line names all places
     (record,) = caplog.records
-    assert all(name in record.getMessage() for _, name in PLACES)
+    assert all(patch.symbol in record.getMessage() for patch in cpu.ON_CPU)
 
 
 def test_no_cuda_is_for_what_is_enabled(disabled):
@@ -62,7 +48,7 @@ def test_no_cuda_is_for_what_is_enabled(disabled):
         assert torch.empty(1).type() == "torch.FloatTensor"
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+@without_gpu
 def test_forked_random_states_are_independent(disabled):
     cpu.enable()
     tracker = random.CudaRNGStatesTracker()
@@ -109,7 +95,7 @@ assert torch.rand(4).equal(first)
 """
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+@without_gpu
 def test_scripts_run_as_if_there_were_a_gpu(tmp_path):
     (tmp_path / "beside.py").write_text("NAME = 'beside'")
     (tmp_path / "script.py").write_text(SCRIPT)
@@ -117,7 +103,7 @@ def test_scripts_run_as_if_there_were_a_gpu(tmp_path):
     subprocess.run(command, check=True, timeout=300)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+@without_gpu
 def test_what_scripts_see_is_taken_back(disabled, monkeypatch):
     # two of four processes are on this machine
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")

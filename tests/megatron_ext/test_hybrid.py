@@ -153,13 +153,3 @@ def test_other_layers_are_megatrons_and_need_transformer_engine(megatron):
     gpt = _gpt()
     with pytest.raises(ValueError, match="need Transformer Engine. Use only"):
         _hybrid("M*", gpt)
-
-
-def test_a_variant_of_attention_is_another_letter(megatron):
-    from megatron_ext.hybrid_specs import coat_parts
-    from tests.megatron_ext.layers import config
-
-    settings = config()
-    settings.experimental_attention_variant = "gdn2"
-    # for 'G': GPTModel's layers would be of this kind, those of '*' are not
-    assert coat_parts(settings, experts=False).self_attention

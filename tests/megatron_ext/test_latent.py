@@ -4,13 +4,11 @@ import pytest
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.dot_product_attention import DotProductAttention
-from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 
 from coat_ds.config import ActivationsConfig
 from coat_ds.layers.modules.formats import formats
 from megatron_ext.hybrid_specs import AttentionLayer
-from megatron_ext.layer_specs import coat_layer_spec, coat_parts, sdpa_layer_spec, sdpa_parts
-from megatron_ext.layers.attention import SDPACoreAttention
+from megatron_ext.layer_specs import coat_layer_spec, coat_parts, sdpa_layer_spec
 from megatron_ext.layers.latent import NORMS_ALL_QUERIES, CoatDownProjection, CoatMLASelfAttention
 from megatron_ext.layers.linear import CoatColumnParallelLinear
 from megatron_ext.ledger import saved_bytes
@@ -237,16 +235,6 @@ def test_parts_and_checkpoints_are_megatrons(device):
     coat.load_state_dict(stock.state_dict())
 
 
-# the second option exists since megatron-core 0.18
-@pytest.mark.parametrize("option", ["cache_mla_latents", "mla_down_proj_fusion"])
-def test_options_that_layers_do_not_have(option):
-    config = build(coat_layer_spec, HEADS, **LATENT).config
-    setattr(config, option, True)
-    for parts in (coat_parts, sdpa_parts):
-        with pytest.raises(ValueError, match=f"--{option.replace('_', '-')}.*remove it"):
-            parts(config, experts=False)
-
-
 @pytest.mark.skipif(
     not NORMS_ALL_QUERIES, reason="before megatron-core 0.19 keys and values are normed alone"
 )
@@ -295,12 +283,5 @@ def test_attention_that_it_does_not_have():
             recompute_modules=["mla_up_proj"],
             **LATENT,
         )
-    config = build(coat_layer_spec, HEADS, **LATENT).config
-    # not through its constructor, which needs Transformer Engine's environment
-    config.attention_backend = AttnBackend.flash
-    arguments = {"layer_number": 1, "attn_mask_type": AttnMaskType.causal, "attention_type": "self"}
-    SDPACoreAttention(config, **arguments, k_channels=32, v_channels=32)
-    with pytest.raises(ValueError, match="--attention-backend flash.*found 48 channels of keys and 32"):
-        SDPACoreAttention(config, **arguments, k_channels=48, v_channels=32)
     with pytest.raises(ValueError, match="'[*]' in --hybrid-layer-pattern"):
-        AttentionLayer(config, parts=coat_parts)
+        AttentionLayer(build(coat_layer_spec, HEADS, **LATENT).config, parts=coat_parts)

@@ -15,11 +15,10 @@ from megatron.core.transformer.mlp import MLPSubmodules
 from coat_ds.config import ActivationsConfig
 from coat_kernels.autograd.origin import origin_of, take_stand_in
 from coat_kernels.fp8 import E4M3, E5M2
-from megatron_ext.layer_specs import coat_layer_spec, sdpa_layer_spec, sdpa_parts
+from megatron_ext.layer_specs import coat_layer_spec, sdpa_layer_spec
 from megatron_ext.layers.attention import SDPACoreAttention
 from megatron_ext.layers.mlp import CoatMLP
 from megatron_ext.layers.norm import CoatNorm
-from megatron_ext.layers.torch_norm import HAVE_TE
 from megatron_ext.ledger import cached_weight_bytes, saved_bytes
 from tests.megatron_ext.conftest import one_megatron_process
 from tests.megatron_ext.layers import (
@@ -248,47 +247,6 @@ def test_norm_is_megatrons_rms_norm(device):
         assert rel_rms(norm(x), expected * weight) < 2**-8 / 3**0.5
         assert norm.weight.sequence_parallel is False
         assert list(norm.state_dict()) == ["weight"]
-
-
-@pytest.mark.parametrize(
-    ("overrides", "text"),
-    [
-        ({"activation_func": F.relu, "bias_activation_fusion": False}, "--squared-relu"),
-        ({"activation_func_fp8_input_store": True}, "--activation-func-fp8-input-store"),
-        ({"activation_func_clamp_value": 2.0}, "activation_func_clamp_value is set"),
-        ({"glu_linear_offset": 1.0, "bias_activation_fusion": False}, "glu_linear_offset is not 0"),
-        # FP32 parameters until Megatron's Float16Module wraps the model
-        ({"bf16": False, "fp16": True}, "--fp16"),
-        pytest.param(
-            {"context_parallel_size": 2},
-            "--context-parallel-size",
-            marks=pytest.mark.skipif(HAVE_TE, reason="Transformer Engine's attention supports it"),
-        ),
-    ],
-    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
-)
-def test_unsupported_options_are_named(overrides, text):
-    with pytest.raises(ValueError, match=text):
-        build(coat_layer_spec, **overrides)
-
-
-@pytest.mark.parametrize(
-    ("field", "found", "text"),
-    [
-        ("fp4", "e2m1", "--fp4-format is not supported"),
-        ("moe_grouped_gemm", True, "sdpa_layer_spec .*: --moe-grouped-gemm is not supported"),
-        # Megatron's own latent attention, whose gradients are wrong there
-        ("multi_latent_attention", True, "--tensor-model-parallel-size is 2.*take FP8 layers"),
-    ],
-)
-def test_what_megatrons_own_layers_lack_is_named(field, found, text):
-    settings = config(tensor_model_parallel_size=2, num_moe_experts=2)
-    sdpa_parts(settings, experts=True)
-    for name, value in {"cache_mla_latents": False, field: found}.items():
-        # not through its constructor, which needs Transformer Engine
-        setattr(settings, name, value)
-    with pytest.raises(ValueError, match=text):
-        sdpa_parts(settings, experts=True)
 
 
 VARIANTS = {

@@ -164,31 +164,6 @@ def test_linear_bias(device, cls, skip_bias_add):
     assert rel_rms(y, expected) < bound * (1 + 3 / y.numel() ** 0.5)
 
 
-def test_megatrons_own_graphs_are_refused():
-    settings = config()
-    for implementation in ("local", "transformer_engine"):
-        # Megatron records graphs only with Transformer Engine's random states or on a GPU
-        settings.cuda_graph_impl = implementation
-        with pytest.raises(ValueError, match=f"--cuda-graph-impl {implementation} .*activations.cuda_graphs"):
-            linear(CoatColumnParallelLinear, outputs=32, settings=settings)
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "text"),
-    [
-        ("defer_embedding_wgrad_compute", True, "fc1: --defer-embedding-wgrad-compute"),
-        ("delay_wgrad_compute", True, "fc1: --delay-wgrad-compute"),
-        ("gtp_weight_remat_size", 2, "fc1: --tensor-parallel-num-weight-shards"),
-        ("expert_gtp_weight_remat_size", 2, "fc1: --expert-tensor-parallel-num-weight-shards"),
-    ],
-)
-def test_unsupported_linear_options_are_named(field, value, text):
-    settings = config()
-    setattr(settings, field, value)
-    with pytest.raises(ValueError, match=text):
-        linear(CoatColumnParallelLinear, name="fc1", settings=settings)
-
-
 def test_products_of_another_type_are_refused(device):
     """Newer versions of Megatron can request another dtype; FP8 GEMMs return the dtype of the input."""
     module = linear(CoatColumnParallelLinear, name="fc1").to(device)

@@ -17,16 +17,11 @@ pytestmark = pytest.mark.usefixtures("megatron")
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SHAPE = load_shape(CONFIGS / "model_quickstart.json")
-S, B, VOCAB = 64, 2, 512
+S, VOCAB = 64, 512
 
 
 def build(spec, **kwargs):
     return build_gpt(SHAPE, spec, seq_length=S, vocab_size=VOCAB, **kwargs)
-
-
-def losses(model, device) -> torch.Tensor:
-    tokens = torch.randint(0, VOCAB, (B, S + 1), generator=torch.Generator().manual_seed(5)).to(device)
-    return model(tokens[:, :-1], torch.arange(S, device=device).expand(B, S), None, labels=tokens[:, 1:])
 
 
 def parameters_of_a_layer(shape: ModelShape) -> int:
@@ -53,44 +48,28 @@ def test_shipped_shapes():
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"num_layer": 4}, "unknown key 'num_layer'; known are num_layers, hidden_size"),
-        ({"num_layers": None}, "key 'num_layers' is missing"),
-        ({"num_layers": 4.0}, "num_layers must be int, found 4.0"),
-        ({"num_layers": True}, "num_layers must be int, found True"),
+        ({"num_layer": 4}, "unexpected keyword argument 'num_layer'"),
+        ({"num_layers": None}, "missing 1 required positional argument: 'num_layers'"),
+        ({"num_layers": 4.0}, "num_layers: expected int, found 4.0"),
+        ({"num_layers": True}, "num_layers: expected int, found True"),
         ({"num_layers": 0}, "num_layers: expected a number above 0, found 0"),
-        (
-            {"untie_embeddings_and_output_weights": 1},
-            "untie_embeddings_and_output_weights must be bool, found 1",
-        ),
-        ({"layernorm_epsilon": "1e-5"}, "layernorm_epsilon must be float, found '1e-5'"),
+        ({"layernorm_epsilon": "1e-5"}, "layernorm_epsilon: expected float, found '1e-5'"),
         ({"layernorm_epsilon": float("nan")}, "layernorm_epsilon: expected a number above 0, found nan"),
         ({"hidden_size": 100}, "hidden_size: 100 does not split into 8 heads .num_attention_heads."),
         ({"num_query_groups": 3}, "num_query_groups: 3 does not divide num_attention_heads .8."),
+        ("{", "expected a JSON file"),
+        ("[1]", "expected a JSON object, found list"),
     ],
     ids=str,
 )
 def test_shape_errors_name_file_and_key(tmp_path, change, text):
     path = tmp_path / "shape.json"
-    values = dataclasses.asdict(ModelShape(4, 128, 352, 8, 2)) | change
-    path.write_text(json.dumps({key: value for key, value in values.items() if value is not None}))
-    with pytest.raises(ValueError, match=f"{path}: {text}"):
+    if isinstance(change, dict):
+        values = dataclasses.asdict(ModelShape(4, 128, 352, 8, 2)) | change
+        change = json.dumps({key: value for key, value in values.items() if value is not None})
+    path.write_text(change)
+    with pytest.raises(ValueError, match=f"{path}: .*{text}"):
         load_shape(path)
-
-
-def test_shape_files_must_hold_a_json_object(tmp_path):
-    path = tmp_path / "shape.json"
-    for content, text in (("{", "not a JSON file"), ("[1]", "expected a JSON object, found list")):
-        path.write_text(content)
-        with pytest.raises(ValueError, match=text):
-            load_shape(path)
-    # defaults may be omitted, and an integer is valid as a float
-    path.write_text(
-        json.dumps(
-            {**dict.fromkeys(("num_layers", "hidden_size", "ffn_hidden_size"), 2)}
-            | {"num_attention_heads": 1, "num_query_groups": 1, "layernorm_epsilon": 1}
-        )
-    )
-    assert load_shape(path) == ModelShape(2, 2, 2, 1, 1, layernorm_epsilon=1)
 
 
 def test_build_gpt_makes_the_model_of_the_shape(device):
@@ -107,7 +86,6 @@ def test_build_gpt_makes_the_model_of_the_shape(device):
     )
     assert sum(p.numel() for p in tied.parameters()) == count - VOCAB * 128
     assert all(p.dtype == torch.float32 for p in tied.parameters())
-    losses(tied, device).mean().backward()
     assert model.decoder.layers[0].input_layernorm.eps == model.decoder.final_layernorm.eps == 1e-5
     changed = build_gpt(
         dataclasses.replace(SHAPE, layernorm_epsilon=1e-3, rotary_base=500),

@@ -13,7 +13,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.multi_token_prediction import get_mtp_layer_spec
 from megatron.core.transformer.spec_utils import build_module
 
-from megatron_ext.layer_specs import _has_experts, coat_layer_spec, coat_parts
+from megatron_ext.layer_specs import _has_experts, coat_layer_spec
 from megatron_ext.layers.moe import CoatMoELayer, is_moe_layer
 from megatron_ext.model import ModelShape, build_gpt
 from tests.megatron_ext.layers import rounding_error
@@ -265,39 +265,3 @@ def test_recompute_changes_nothing_else(megatron):
             # saved input
             bound = 3**0.5 * rounding_error(torch.float8_e4m3fn, "cpu") if "shared" in name else 0
             assert rel_rms(recomputed[name], grad) <= bound, name
-
-
-@pytest.mark.parametrize(
-    ("overrides", "text"),
-    [
-        (
-            {"moe_shared_expert_overlap": True, "moe_token_dispatcher_type": "alltoall"},
-            "--moe-shared-expert-overlap",
-        ),
-    ],
-    ids=str,
-)
-def test_unsupported_options_are_named(megatron, overrides, text):
-    with pytest.raises(ValueError, match=text):
-        _build(coat_layer_spec, **overrides)
-
-
-# some releases do not have them
-@pytest.mark.parametrize(
-    "option",
-    [
-        "use_transformer_engine_op_fuser",
-        "use_grouped_gemm_for_dense_mlp",
-        "use_grouped_gemm_for_shared_expert",
-        "moe_mlp_glu_interleave_size",
-        "moe_shared_expert_glu_interleave_size",
-        "overlap_dispatch_backward_with_experts_wgrad",
-        "mlp_chunks_for_training",
-    ],
-)
-def test_what_megatrons_specs_would_choose_otherwise_is_named(megatron, option):
-    config = _build(coat_layer_spec).config
-    setattr(config, option, 2 if "chunks" in option or "size" in option else True)
-    for experts in (False, True):
-        with pytest.raises(ValueError, match=f"--{option.replace('_', '-')}.* is not supported.*remove it"):
-            coat_parts(config, experts)

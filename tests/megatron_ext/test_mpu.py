@@ -47,12 +47,10 @@ def _worker():
     for tp in (1, 2):
         initialize_model_parallel(tp)
         model = build_gpt(shape, sdpa_layer_spec, seq_length=S, vocab_size=VOCAB, bf16=False)
-        found = {name: getattr(mpu, name)() for name in mpu.__all__ if not name.endswith("_group")}
-        groups = {
-            name: dist.get_process_group_ranks(getattr(mpu, name)())
-            for name in mpu.__all__
-            if name.endswith("_group")
-        }
+        found = {name: getattr(mpu, name)() for name in dir(mpu) if name.startswith("get_")}
+        for name, group in found.items():
+            if name.endswith("_group"):
+                found[name] = dist.get_process_group_ranks(group)
         if tp == 1:
             _loss(model).backward()
             # this rank has the whole model
@@ -86,9 +84,7 @@ def _worker():
             losses.append(loss.item())
             found.setdefault("norm", float(engine.get_global_grad_norm()))
         found["shared"] = _shared_gradients()
-        result[tp] = (
-            found | groups | {"losses": losses, "dp": engine.dp_world_size, "mp": engine.mp_world_size}
-        )
+        result[tp] = found | {"losses": losses, "dp": engine.dp_world_size, "mp": engine.mp_world_size}
         parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(context_parallel_size=2)
     result["context"] = (mpu.get_data_parallel_group_ranks(), mpu.get_model_parallel_world_size())

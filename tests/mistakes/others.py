@@ -208,13 +208,13 @@ MISTAKES = {
         Mistake(
             "`--first-last-layers-bf16`",
             spec(first_last_layers_bf16=True),
-            ("--first-last-layers-bf16", "Megatron's own FP8", "--te-precision-config-file"),
+            ("--first-last-layers-bf16", "--te-precision-config-file", "remove it"),
         ),
-        Mistake("`--fp16`", spec(params_dtype=torch.float16), ("--fp16", "BF16 or FP32", "Use --bf16")),
+        Mistake("`--fp16`", spec(params_dtype=torch.float16), ("--fp16", "take --bf16", "remove it")),
         Mistake(
             "recompute of norms",
             spec(recompute_granularity="selective", recompute_modules=["layernorm"]),
-            ("'layernorm' saves nothing", "Remove it from --recompute-modules"),
+            ("'layernorm' of --recompute-modules", "remove it"),
         ),
         Mistake(
             "recompute of the activation of grouped experts",
