@@ -19,17 +19,13 @@ from coat_kernels.autograd import watching
 from coat_kernels.prepared import PreparedKernel
 from megatron_ext.layer_specs import coat_layer_spec, sdpa_layer_spec
 from megatron_ext.ledger import saved_bytes
-from megatron_ext.model import ModelShape, build_gpt, initialize_model_parallel
+from megatron_ext.model import ModelShape, build_gpt
+from tests.megatron_ext.layers import GPT
+from tests.megatron_ext.ranks import join
 from tests.util import rel_rms, run_distributed
 
 S, B, VOCAB = 32, 2, 64
 H, FFN, HEADS = 64, 96, 4
-GPT = {
-    "normalization": "LayerNorm",
-    "activation_func": F.gelu,
-    "gated_linear_unit": False,
-    "add_bias_linear": True,
-}
 # fields of Megatron's config, and of the block's activations
 VARIANTS = {
     "llama": ({}, {}),
@@ -232,12 +228,8 @@ def test_gathered_parameters_are_waited_for(config, device):
 
 def _ranks():
     """Losses and gradients of two tensor-parallel ranks, with blocks and with modules."""
-    from megatron_ext import cpu
-
     warnings.simplefilter("ignore")
-    cpu.enable()
-    torch.distributed.init_process_group("gloo")
-    initialize_model_parallel(2)
+    join(2)
     cases = {}
     for name in ("llama", "gpt", "cached"):
         for sequence_parallel in (False, True):

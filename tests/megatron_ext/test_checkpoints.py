@@ -3,19 +3,20 @@
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
 
+from megatron_ext.cpu import enable, no_cuda
+from megatron_ext.layer_specs import coat_layer_spec, sdpa_layer_spec
+from megatron_ext.model import ModelShape, build_gpt
+from tests.megatron_ext.layers import GPT
+from tests.megatron_ext.ranks import join
 from tests.megatron_ext.test_moe import EXPERTS
 from tests.megatron_ext.test_parallel import whole
 from tests.util import run_distributed
 
 LLAMA = {"qk_layernorm": True}
-GPT = {
-    "normalization": "LayerNorm",
-    "activation_func": F.gelu,
-    "gated_linear_unit": False,
-    "add_bias_linear": True,
-}
 # (process groups, fields of the model's config)
 MODELS: dict[str, tuple[dict, dict]] = {
     "llama": ({"tensor_model_parallel_size": 2}, LLAMA),
@@ -34,18 +35,12 @@ MARKS = {
 
 
 def _build(spec, config, seed, **more):
-    from megatron_ext.model import ModelShape, build_gpt
-
     shape = ModelShape(2, 64, 96, 4, 2)
     return build_gpt(shape, spec, seq_length=16, vocab_size=64, seed=seed, **config, **more)
 
 
 def _stock(config, seed):
     """Megatron's own model, with the layers that it builds without --spec."""
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
-
-    from megatron_ext.layer_specs import sdpa_layer_spec
-
     if "num_moe_experts" in config:
         # the config decides which layers have experts
         some = _build(sdpa_layer_spec, config, seed).config
@@ -67,8 +62,6 @@ def _marks(model):
 
 def _shake(model):
     """Gives every weight its own values: norms, which begin with ones, and the experts of each rank."""
-    from megatron.core import parallel_state
-
     of_weights = parallel_state.get_tensor_model_parallel_rank()
     of_experts = parallel_state.get_expert_model_parallel_rank()
     for number, parameter in enumerate(model.parameters()):
@@ -84,16 +77,12 @@ def _weights(model):
 
 
 def _sharded(model):
-    from megatron.core import parallel_state
-
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     return model.sharded_state_dict(metadata={"dp_cp_group": group})
 
 
 def _places(model):
     """The tensor of the checkpoint and the part of it that each entry stands for."""
-    from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
-
     found = {}
     for name, entry in _sharded(model).items():
         parts = entry.build() if isinstance(entry, ShardedTensorFactory) else [entry]
@@ -108,32 +97,21 @@ def _places(model):
 
 
 def _save(model, folder):
-    from megatron.core import dist_checkpointing
-
     folder.mkdir(exist_ok=True)
     dist.barrier()
     dist_checkpointing.save(_sharded(model), str(folder))
 
 
 def _load(model, folder):
-    from megatron.core import dist_checkpointing
-
     model.load_state_dict(dist_checkpointing.load(_sharded(model), str(folder)))
 
 
 def _two_ranks(folder):
-    from megatron.core import parallel_state
-
-    from megatron_ext import cpu
-    from megatron_ext.layer_specs import coat_layer_spec, sdpa_layer_spec
-    from megatron_ext.model import initialize_model_parallel
-
-    cpu.enable()
-    dist.init_process_group("gloo")
+    enable()
     result = {}
-    with cpu.no_cuda():
+    with no_cuda():
         for name, (groups, config) in MODELS.items():
-            initialize_model_parallel(**groups)
+            join(**groups)
             stock, coat = _stock(config, seed=1), _build(coat_layer_spec, config, seed=2)
             found = {
                 "marks": (_marks(coat), _marks(stock)),
@@ -161,15 +139,9 @@ def _two_ranks(folder):
 
 
 def _one_rank(folder):
-    from megatron_ext import cpu
-    from megatron_ext.layer_specs import coat_layer_spec
-    from megatron_ext.model import initialize_model_parallel
-
-    cpu.enable()
-    dist.init_process_group("gloo")
-    initialize_model_parallel()
+    join()
     result = {}
-    with cpu.no_cuda():
+    with no_cuda():
         for name in ("llama", "experts"):
             config = MODELS[name][1] | ({"expert_model_parallel_size": 1} if name == "experts" else {})
             for source, model in (

@@ -7,7 +7,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core import parallel_state
 
+from megatron_ext import cpu, layer_specs
+from megatron_ext.model import ModelShape, build_gpt
+from tests.megatron_ext.ranks import join
 from tests.megatron_ext.test_parallel import without_rounding
 from tests.util import rel_rms, run_distributed
 
@@ -18,8 +22,6 @@ H, FFN, HEADS, GROUPS = 256, 352, 4, 2
 def _own_positions():
     """Megatron's split: each rank has one part from the first half of the sequence and one from the second
     half, so that causal attention is equal work on both ranks."""
-    from megatron.core import parallel_state
-
     rank, ranks = (
         parallel_state.get_context_parallel_rank(),
         parallel_state.get_context_parallel_world_size(),
@@ -65,15 +67,7 @@ class GatheredAttention(torch.nn.Module):
 
 def _run(exact):
     """Mean loss and gradients of the COAT model over all tokens, at context-parallel sizes 1 and 2."""
-    from megatron.core import parallel_state
-
-    from megatron_ext import cpu, layer_specs
-    from megatron_ext.model import ModelShape, build_gpt, initialize_model_parallel
-
-    cpu.enable()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    if device.type == "cpu":
+    if not torch.cuda.is_available():
         chosen = layer_specs.core_attention_of
         layer_specs.core_attention_of = lambda config, own: (
             chosen(config, own) if config.context_parallel_size == 1 else GatheredAttention
@@ -81,7 +75,7 @@ def _run(exact):
     tokens = torch.randint(0, VOCAB, (B, S), generator=torch.Generator().manual_seed(5))
     results = {}
     for size in (1, 2):
-        initialize_model_parallel(context_parallel_size=size)
+        device = join(context_parallel_size=size)
         with without_rounding() if exact else contextlib.nullcontext():
             model = build_gpt(
                 ModelShape(LAYERS, H, FFN, HEADS, GROUPS),

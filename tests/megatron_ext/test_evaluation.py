@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from megatron.core.inference.contexts import StaticInferenceContext
 
 from coat_ds.config import ActivationsConfig
 from megatron_ext.layer_specs import coat_layer_spec, sdpa_layer_spec
 from megatron_ext.ledger import saved_bytes
 from tests.megatron_ext.layers import HEADS, LINEARS, B, S, batch, build, loss_and_grads
+from tests.megatron_ext.ranks import join
 from tests.megatron_ext.test_latent import LATENT
 from tests.megatron_ext.test_moe import EXPERTS
 from tests.util import run_distributed
@@ -78,12 +78,7 @@ def test_decoding_is_refused(device, megatron, spec):
 
 
 def in_parts():
-    from megatron_ext import cpu
-    from megatron_ext.model import initialize_model_parallel
-
-    cpu.enable()
-    dist.init_process_group("gloo")
-    initialize_model_parallel(2)
+    join(2)
     found = []
     for sequence_parallel in (False, True):
         model = built("stock", sequence_parallel=sequence_parallel)

@@ -2,20 +2,12 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from coat_ds.config import CoatConfig
 from coat_ds.optim import host_states
+from tests.megatron_ext.ranks import join
 from tests.megatron_ext.test_optimizer import SHARDINGS
-from tests.megatron_ext.trainer import MODES, Trainer
+from tests.megatron_ext.trainer import MODES, Trainer, installed
 from tests.util import run_distributed
-
-
-def _installed(offload):
-    from megatron_ext.optimizer import seam
-
-    seam.uninstall()
-    seam.install(CoatConfig.from_dict({"enabled": True, "optimizer": {"offload": offload}}))
 
 
 def _same(xs, ys):
@@ -30,35 +22,29 @@ def _allocations(trainer):
 
 
 def _run(mode, folder):
-    _installed("none")
-    resident = Trainer(mode)
-    losses = resident.steps(0, 1, 2)
-    _installed("cpu")
-    host = Trainer(mode)
-    found = {"losses": host.steps(0, 1, 2) == losses, "states": _same(resident.tensors(), host.tensors())}
-    for sharding in SHARDINGS[mode]:
-        host.save(f"{folder}/{sharding}", sharding)
-    after = host.steps(3)
+    with installed(optimizer={"offload": "none"}):
+        resident = Trainer(mode)
+        losses = resident.steps(0, 1, 2)
+    with installed(optimizer={"offload": "cpu"}):
+        host = Trainer(mode)
+        found = {"losses": host.steps(0, 1, 2) == losses, "states": _same(resident.tensors(), host.tensors())}
+        for sharding in SHARDINGS[mode]:
+            host.save(f"{folder}/{sharding}", sharding)
+        after = host.steps(3)
     for sharding in SHARDINGS[mode]:
         for offload in ("none", "cpu"):
-            _installed(offload)
-            again = Trainer(mode).load(f"{folder}/{sharding}", sharding)
-            same = again.steps(3) == after and _same(again.tensors(), host.tensors())
+            with installed(optimizer={"offload": offload}):
+                again = Trainer(mode).load(f"{folder}/{sharding}", sharding)
+                same = again.steps(3) == after and _same(again.tensors(), host.tensors())
             found[f"{sharding} into {offload}"] = same
     found["one allocation"] = _allocations(host) == _allocations(again) == [1]
     return found
 
 
 def _train(folder):
-    from megatron_ext import cpu
-    from megatron_ext.model import initialize_model_parallel
-
-    cpu.enable()
-    dist.init_process_group("gloo")
-    initialize_model_parallel()
+    join()
     host_states.CHUNK = 13 * 256
-    with cpu.no_cuda():
-        return {mode: _run(mode, f"{folder}/{mode}") for mode in MODES}
+    return {mode: _run(mode, f"{folder}/{mode}") for mode in MODES}
 
 
 @pytest.fixture(scope="module")

@@ -5,14 +5,15 @@ import copy
 
 import pytest
 import torch
-import torch.distributed as dist
 from megatron.core.extensions.transformer_engine import HAVE_TE
 
 from coat_ds.config import ActivationsConfig
 from megatron_ext.hybrid_specs import coat_hybrid_stack_spec, sdpa_hybrid_stack_spec
 from megatron_ext.layer_specs import coat_layer_spec, sdpa_layer_spec
 from megatron_ext.layers.settings import set_activations
-from megatron_ext.model import ModelShape, build_gpt, initialize_model_parallel
+from megatron_ext.model import ModelShape, build_gpt
+from megatron_ext.mpu import sum_shared_gradients
+from tests.megatron_ext.ranks import join
 from tests.megatron_ext.test_parallel import whole, without_rounding
 from tests.util import rel_rms, run_distributed
 
@@ -61,17 +62,11 @@ def _tokens():
 
 @without_rounding()
 def _run(tp):
-    from megatron.core import parallel_state
-
-    from megatron_ext import cpu, mpu
-
-    cpu.enable()
-    dist.init_process_group("gloo")
-    initialize_model_parallel(tp)
+    join(tp)
     result = {}
     for pattern, config in PATTERNS.items():
         model = _hybrid(pattern, _gpt(bf16=False, sequence_parallel=tp > 1, **config))
-        mpu.sum_shared_gradients(model)
+        sum_shared_gradients(model)
         losses, grads = [], None
         for _ in range(4):
             model.zero_grad()
@@ -82,7 +77,6 @@ def _run(tp):
             for parameter in model.parameters():
                 parameter.data.sub_(0.1 * parameter.grad)
         result[pattern] = losses, grads
-    parallel_state.destroy_model_parallel()
     return result
 
 

@@ -5,9 +5,19 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 
+from megatron_ext import model as models
+from megatron_ext import mpu
+from megatron_ext.layer_specs import coat_layer_spec
+from megatron_ext.model import ModelShape, build_gpt
 from tests.megatron_ext import test_pipeline
+from tests.megatron_ext.ranks import join
 from tests.megatron_ext.test_parallel import whole, without_rounding
 from tests.util import rel_rms, run_distributed
 
@@ -29,24 +39,11 @@ VARIANTS = {"v3": LATENT, "no-norms": NO_NORMS, "lite": NO_NORMS | {"q_lora_rank
 @without_rounding()
 def _run(cases):
     """Loss and gradients of each (tp, sequence parallel, variant), and the shapes in a checkpoint."""
-    from megatron.core import parallel_state
-    from megatron.core.distributed import (
-        DistributedDataParallel,
-        DistributedDataParallelConfig,
-        finalize_model_grads,
-    )
-
-    from megatron_ext import cpu, mpu
-    from megatron_ext.layer_specs import coat_layer_spec
-    from megatron_ext.model import ModelShape, build_gpt, initialize_model_parallel
-
-    cpu.enable()
-    dist.init_process_group("gloo")
     tokens = torch.randint(0, VOCAB, (B, S), generator=torch.Generator().manual_seed(5))
     positions = torch.arange(S).expand(B, S)
     results = {}
     for tp, sequence_parallel, variant in cases:
-        initialize_model_parallel(tp)
+        join(tp)
         model = build_gpt(
             ModelShape(2, H, 96, HEADS, HEADS),
             coat_layer_spec,
@@ -125,11 +122,9 @@ def test_which_gradients_are_summed_under_deepspeed(runs):
 
 
 def _train(*args):
-    from megatron_ext import model
-
     # heads of test_pipeline.py's model
     latent = LATENT | {"qk_head_dim": 16, "v_head_dim": 8}
-    with mock.patch.object(model, "build_gpt", functools.partial(model.build_gpt, **latent)):
+    with mock.patch.object(models, "build_gpt", functools.partial(build_gpt, **latent)):
         return test_pipeline.train(*args)
 
 

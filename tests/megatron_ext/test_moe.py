@@ -8,15 +8,18 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.multi_token_prediction import get_mtp_layer_spec
 from megatron.core.transformer.spec_utils import build_module
 
-from megatron_ext.layer_specs import _has_experts, coat_layer_spec
+from megatron_ext import mpu
+from megatron_ext.layer_specs import _has_experts, coat_layer_spec, sdpa_layer_spec
 from megatron_ext.layers.moe import CoatMoELayer, is_moe_layer
 from megatron_ext.model import ModelShape, build_gpt
 from tests.megatron_ext.layers import rounding_error
+from tests.megatron_ext.ranks import join
 from tests.megatron_ext.test_parallel import without_rounding
 from tests.util import rel_rms, run_distributed
 
@@ -67,15 +70,7 @@ def _run(exact):
 
 
 def _measure(exact):
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-
-    from megatron_ext import cpu, mpu
-    from megatron_ext.layer_specs import sdpa_layer_spec
-    from megatron_ext.model import initialize_model_parallel
-
-    cpu.enable()
-    dist.init_process_group("gloo")
-    initialize_model_parallel(expert_model_parallel_size=RANKS)
+    join(expert_model_parallel_size=RANKS)
     generator = torch.Generator().manual_seed(5 + dist.get_rank())
     text = torch.randint(0, VOCAB, (B, S), generator=generator)
     # equal tokens go to the same expert, and the experts of one rank have none

@@ -6,7 +6,13 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 
+from megatron_ext import mpu
+from megatron_ext.layer_specs import sdpa_layer_spec
+from megatron_ext.model import ModelShape, build_gpt
+from megatron_ext.mpu import sum_shared_gradients
+from tests.megatron_ext.ranks import join
 from tests.util import run_distributed
 
 S, B, VOCAB = 16, 2, 64
@@ -20,8 +26,6 @@ def _loss(model):
 def _shared_gradients():
     """The gradients of parameters that each rank computes for a part of the data. Autograd returns one tensor
     as the gradient of two of them."""
-    from megatron_ext.mpu import sum_shared_gradients
-
     model = torch.nn.ParameterDict({name: torch.ones(3) for name in ("a", "b", "whole", "frozen")})
     for name in ("a", "b", "frozen"):
         model[name].sequence_parallel = True
@@ -34,18 +38,11 @@ def _shared_gradients():
 
 def _worker():
     import deepspeed
-    from megatron.core import parallel_state
 
-    from megatron_ext import cpu, mpu
-    from megatron_ext.layer_specs import sdpa_layer_spec
-    from megatron_ext.model import ModelShape, build_gpt, initialize_model_parallel
-
-    cpu.enable()
-    dist.init_process_group("gloo")
     shape = ModelShape(1, 32, 48, 4, 2)
     result = {}
     for tp in (1, 2):
-        initialize_model_parallel(tp)
+        join(tp)
         model = build_gpt(shape, sdpa_layer_spec, seq_length=S, vocab_size=VOCAB, bf16=False)
         found = {name: getattr(mpu, name)() for name in dir(mpu) if name.startswith("get_")}
         for name, group in found.items():
@@ -135,15 +132,11 @@ def test_deepspeed_trains_over_megatrons_groups():
 
 
 def test_names_that_would_mislead_deepspeed_are_absent():
-    from megatron_ext import mpu
-
     assert not hasattr(mpu, "initialize_sequence_parallel")
     assert not hasattr(mpu, "get_sequence_parallel_world_size")
 
 
 def test_experts_that_deepspeed_would_average_are_named():
-    from megatron_ext.mpu import sum_shared_gradients
-
     model = torch.nn.ParameterDict({"expert": torch.ones(3)})
     # Megatron marks parameters that ranks do not share in this way
     model["expert"].allreduce = False

@@ -3,10 +3,13 @@
 from unittest import mock
 
 import pytest
-import torch.distributed as dist
+from megatron.core import parallel_state
 
+from megatron_ext import cpu
+from megatron_ext.optimizer import seam
+from tests.megatron_ext.ranks import join
 from tests.megatron_ext.test_moe import EACH_ONE, EXPERTS
-from tests.megatron_ext.trainer import MODES, Trainer
+from tests.megatron_ext.trainer import MODES, Trainer, installed
 from tests.util import run_distributed
 
 pytest.importorskip(
@@ -20,20 +23,10 @@ CASES = (("sdpa", False), ("coat", False), ("coat", True))
 def work(tp, folder):
     """For each case: the optimizers' names, and losses before a checkpoint is saved, after it, and resumed
     from it."""
-    from megatron.core import parallel_state
-
-    from megatron_ext import cpu
-    from megatron_ext.model import initialize_model_parallel
-    from megatron_ext.optimizer import seam as optimizer
-
-    cpu.enable()
-    dist.init_process_group("gloo")
     found = {}
     for layers, ours in CASES:
-        initialize_model_parallel(tp)
-        if ours:
-            optimizer.install()
-        with cpu.no_cuda(), mock.patch.dict(MODES, muon={"optimizer": "muon"}):
+        join(tp)
+        with installed() if ours else cpu.no_cuda(), mock.patch.dict(MODES, muon={"optimizer": "muon"}):
             trainer, path = Trainer("muon", layers), f"{folder}/{layers}-{ours}"
             parts = [type(part.optimizer).__name__ for part in trainer.optimizer.chained_optimizers]
             before = trainer.steps(0, 1, 0, 1)
@@ -41,8 +34,6 @@ def work(tp, folder):
             behind = trainer.steps(0, 1)
             trainer.load(path, "fully_reshardable")
             found[layers, ours] = parts, before, behind, trainer.steps(0, 1)
-        if ours:
-            optimizer.uninstall()
         parallel_state.destroy_model_parallel()
     return found
 
@@ -61,8 +52,7 @@ def test_layers_and_adam_beside_muon(tp, tmp_path):
 
 @pytest.mark.parametrize("grouped", [False, True], ids=["one after another", "grouped"])
 def test_experts_that_muon_does_not_train_are_named(megatron, caplog, grouped):
-    from megatron_ext import cpu
-
+    seam.watch()
     sizes = EXPERTS | EACH_ONE | {"moe_grouped_gemm": grouped}
     with cpu.no_cuda(), mock.patch.dict(MODES, muon={"optimizer": "muon"}):
         trainer = Trainer("muon", "coat", **sizes)

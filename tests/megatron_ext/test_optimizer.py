@@ -9,10 +9,16 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core import optimizer as host
+from megatron.core.optimizer import distrib_optimizer
 
-from coat_ds.config import CoatConfig, CoatConfigError
-from tests.megatron_ext.trainer import MODES, H, Trainer
+from coat_ds.config import CoatConfigError
+from megatron_ext import cpu
+from megatron_ext.optimizer import places
+from megatron_ext.optimizer.adamw import linked
+from tests.megatron_ext.ranks import join
+from tests.megatron_ext.trainer import MODES, H, Trainer, installed
 from tests.util import listening, rel_rms, run_distributed
 
 # layouts of states in Megatron's checkpoints; a plain optimizer has one layout
@@ -34,14 +40,11 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 def _plain(folder):
     """Optimizer states of a checkpoint as whole tensors, by name."""
-    from megatron.core import dist_checkpointing
-
     tensors = dist_checkpointing.load_plain_tensors(folder)
     return {key: value for key, value in tensors.items() if key.startswith("optimizer.")}
 
 
-# the paper's formats, and the log lines for changes to today's formats
-PAPERS = {"enabled": True, "optimizer": {"exp_avg_sq_format": "fp8_expanded"}}
+# the log lines for changes from and to today's formats
 CHANGE = "exp_avg from {} to {} and exp_avg_sq from {} to {}"
 TO_TODAYS = CHANGE.format("fp8_expanded", "ratio8", "fp8_expanded", "log8")
 TO_PAPERS = CHANGE.format("ratio8", "fp8_expanded", "log8", "fp8_expanded")
@@ -56,41 +59,31 @@ def changes():
 def _train_in_papers_formats(folder):
     """By mode: losses and lines of a run in the paper's formats that resumes a run in today's formats, and of
     a run in today's formats that resumes the former; and losses of the first run without the second."""
-    from megatron_ext.optimizer import seam as optimizer
-
     results = {}
     for mode in MODES:
         sharding = SHARDINGS[mode][0]
-        optimizer.uninstall()
-        optimizer.install(CoatConfig.from_dict(PAPERS))
-        old = Trainer(mode)
-        with changes() as to_papers:
-            old.load(f"{folder}/{mode}-{sharding}", sharding)
-        old.save(f"{folder}/{mode}-papers", sharding)
-        optimizer.uninstall()
-        optimizer.install(CoatConfig(enabled=True))
-        new = Trainer(mode)
-        with changes() as to_todays:
-            new.load(f"{folder}/{mode}-papers", sharding)
-        results[mode] = (old.steps(2, 3), to_papers), (new.steps(2, 3), to_todays)
+        with installed(optimizer={"exp_avg_sq_format": "fp8_expanded"}):
+            old = Trainer(mode)
+            with changes() as to_papers:
+                old.load(f"{folder}/{mode}-{sharding}", sharding)
+            old.save(f"{folder}/{mode}-papers", sharding)
+        with installed():
+            new = Trainer(mode)
+            with changes() as to_todays:
+                new.load(f"{folder}/{mode}-papers", sharding)
+            results[mode] = (old.steps(2, 3), to_papers), (new.steps(2, 3), to_todays)
     return results
 
 
 def _train_as_if_fused(folder):
     """Step counts and states of a run and of its resumption, where Megatron treats the optimizer as
     FusedAdam."""
-    from megatron.core import optimizer as host
-    from megatron.core.optimizer import distrib_optimizer
-
-    from megatron_ext.optimizer import seam as optimizer
-
-    optimizer.uninstall()
     sharding, results = "dp_reshardable", []
     with (
         mock.patch.multiple(host, USING_PYTORCH_OPTIMIZER=False),
         mock.patch.multiple(distrib_optimizer, HAVE_APEX_OR_TE=True, USING_TE_OPTIMIZER=True),
+        installed(),
     ):
-        optimizer.install(CoatConfig(enabled=True))
         for mode in ("distributed", "plain"):
             first = Trainer(mode)
             first.steps(0, 1)
@@ -98,84 +91,73 @@ def _train_as_if_fused(folder):
             again = Trainer(mode).load(f"{folder}/{mode}-fused", sharding)
             counts = {int(s["step"]) for t in (first, again) for s in t.inner.state.values()}
             results.append((counts, first.steps(2), again.steps(2), first.tensors(), again.tensors()))
-        optimizer.uninstall()
-        optimizer.install(CoatConfig(enabled=True))
     return results
 
 
 def _kept_by_size():
     """For each tensor with a part on this rank: elements of the part and of the whole, and the formats
     of its first moment. The smallest compressed tensor is as large as linear_proj's weight."""
-    from megatron_ext.optimizer import seam as optimizer
-
-    block = {"min_numel": H * H, "keep_fp32": []}
-    optimizer.uninstall()
-    optimizer.install(CoatConfig.from_dict({"enabled": True, "optimizer": block}))
-    part = Trainer("distributed", frozen=CUT).optimizer.chained_optimizers[0]
-    optimizer.uninstall()
-    optimizer.install(CoatConfig(enabled=True))
+    with installed(optimizer={"min_numel": H * H, "keep_fp32": []}):
+        part = Trainer("distributed", frozen=CUT).optimizer.chained_optimizers[0]
     return [
         (own.numel(), p.numel(), {piece.codec.name for piece in part.optimizer.state[own]["exp_avg"].pieces})
-        for _, p, own, _ in optimizer.linked(part)
+        for _, p, own, _ in linked(part)
     ]
 
 
-def _train(folder):
-    from megatron.core import parallel_state
+def _train_and_resume(mode, folder):
+    """A run, and those that resume it from each layout of its states."""
+    first, result = Trainer(mode), {}
+    losses = first.steps(0, 1)
+    for sharding in SHARDINGS[mode]:
+        first.save(f"{folder}/{mode}-{sharding}", sharding)
+    result["saved"] = _plain(f"{folder}/{mode}-fully_reshardable")
+    held = first.inner.state.values()
+    result["bytes"] = sum(t.nbytes for s in held for n in MOMENTS for t in s[n].stored())
+    result["numel"] = sum(s[MOMENTS[0]].numel() for s in held)
+    result["step"] = {int(s["step"]) for s in first.inner.state.values()}
+    # Megatron does this before it reads a checkpoint; it changes nothing
+    first.optimizer.load_state_dict(first.optimizer.state_dict())
+    losses += first.steps(2, 3)
+    result["losses"], result["end"] = losses, first.tensors()
+    for sharding in SHARDINGS[mode]:
+        with changes() as lines:
+            again = Trainer(mode).load(f"{folder}/{mode}-{sharding}", sharding)
+        arrived = again.inner.take_arrivals()
+        result["again", sharding] = arrived, again.steps(2, 3), again.tensors(), lines
+    return result
 
-    from megatron_ext import cpu
-    from megatron_ext.model import initialize_model_parallel
-    from megatron_ext.optimizer import seam as optimizer
 
-    cpu.enable()
-    dist.init_process_group("gloo")
-    initialize_model_parallel()
-    results = {}
-    with cpu.no_cuda():
-        optimizer.install(CoatConfig(enabled=True))
-        for mode in MODES:
-            result = results[mode] = {}
-            first = Trainer(mode)
-            losses = first.steps(0, 1)
-            for sharding in SHARDINGS[mode]:
-                first.save(f"{folder}/{mode}-{sharding}", sharding)
-            result["saved"] = _plain(f"{folder}/{mode}-fully_reshardable")
-            held = first.inner.state.values()
-            result["bytes"] = sum(t.nbytes for s in held for n in MOMENTS for t in s[n].stored())
-            result["numel"] = sum(s[MOMENTS[0]].numel() for s in held)
-            result["step"] = {int(s["step"]) for s in first.inner.state.values()}
-            # Megatron does this before it reads a checkpoint; it changes nothing
-            first.optimizer.load_state_dict(first.optimizer.state_dict())
-            losses += first.steps(2, 3)
-            result["losses"], result["end"] = losses, first.tensors()
-            for sharding in SHARDINGS[mode]:
-                with changes() as lines:
-                    again = Trainer(mode).load(f"{folder}/{mode}-{sharding}", sharding)
-                arrived = again.inner.take_arrivals()
-                result["again", sharding] = arrived, again.steps(2, 3), again.tensors(), lines
-        results["formats"] = _train_in_papers_formats(folder)
-        results["kept by size"] = _kept_by_size()
-        cut = Trainer("distributed", frozen=CUT)
-        cut.steps(0, 1)
-        cut.save(f"{folder}/cut", "fully_reshardable")
-        results["cut"] = [_plain(f"{folder}/cut")]
-        for name, sizes in SIZES.items():
-            parallel_state.destroy_model_parallel()
-            initialize_model_parallel(**sizes)
-            for mode in MODES:
-                other = Trainer(mode).load(f"{folder}/{mode}-fully_reshardable", "fully_reshardable")
-                other.save(f"{folder}/{mode}-{name}", "fully_reshardable")
-                results[mode][name] = _plain(f"{folder}/{mode}-{name}")
-        # at the last sizes a rank has whole tensors
-        whole = Trainer("distributed", frozen=CUT).load(f"{folder}/cut", "fully_reshardable")
-        whole.save(f"{folder}/whole", "fully_reshardable")
-        results["cut"].append(_plain(f"{folder}/whole"))
+def _at_other_sizes(folder, results):
+    """Saves the checkpoints of the runs at other sizes, and one whose tensors a border cuts."""
+    cut = Trainer("distributed", frozen=CUT)
+    cut.steps(0, 1)
+    cut.save(f"{folder}/cut", "fully_reshardable")
+    for name, sizes in SIZES.items():
         parallel_state.destroy_model_parallel()
-        initialize_model_parallel()
-        results["fused"] = _train_as_if_fused(folder)
+        join(**sizes)
+        for mode in MODES:
+            other = Trainer(mode).load(f"{folder}/{mode}-fully_reshardable", "fully_reshardable")
+            other.save(f"{folder}/{mode}-{name}", "fully_reshardable")
+            results[mode][name] = _plain(f"{folder}/{mode}-{name}")
+    # at the last sizes a rank has whole tensors
+    whole = Trainer("distributed", frozen=CUT).load(f"{folder}/cut", "fully_reshardable")
+    whole.save(f"{folder}/whole", "fully_reshardable")
+    parallel_state.destroy_model_parallel()
+    join()
+    return [_plain(f"{folder}/cut"), _plain(f"{folder}/whole")]
 
-        optimizer.uninstall()
-        for mode, sharding in STOCK.items():
+
+def _train(folder):
+    join()
+    with installed():
+        results = {mode: _train_and_resume(mode, folder) for mode in MODES}
+        results["cut"] = _at_other_sizes(folder, results)
+    results["formats"] = _train_in_papers_formats(folder)
+    results["kept by size"] = _kept_by_size()
+    results["fused"] = _train_as_if_fused(folder)
+    for mode, sharding in STOCK.items():
+        with cpu.no_cuda():
             stock = Trainer(mode)
             # without Transformer Engine, Megatron's distributed optimizer loads only into an optimizer that
             # has stepped
@@ -187,8 +169,7 @@ def _train(folder):
             stock.save(f"{folder}/{mode}-of-stock", sharding)
             count = {int(s["step"]) for s in stock.inner.state.values()}
             results[mode]["stock"] = type(stock.inner), count, stock.steps(3)
-        optimizer.install(CoatConfig(enabled=True))
-        for mode, sharding in STOCK.items():
+        with installed():
             for name in ("of-stock-alone", "of-stock"):
                 ours = Trainer(mode)
                 with changes() as results[mode]["lines", name]:
@@ -196,8 +177,8 @@ def _train(folder):
             ours.save(f"{folder}/{mode}-back", sharding)
             count = {int(s["step"]) for s in ours.inner.state.values()}
             results[mode]["ours"] = count, ours.steps(3)
-            for name in (sharding, "in-stock", "of-stock", "back"):
-                results[mode][name] = _plain(f"{folder}/{mode}-{name}")
+        for name in (sharding, "in-stock", "of-stock", "back"):
+            results[mode][name] = _plain(f"{folder}/{mode}-{name}")
     return results
 
 
@@ -311,77 +292,45 @@ def test_stock_adamw_reads_it_and_is_read(ranks, mode):
 def test_goes_on_from_before_the_first_step(megatron, tmp_path, mode):
     """This happens if FP16's loss scale is still too large: Megatron leaves a count of 0 out of its
     checkpoints."""
-    from megatron_ext import cpu
-    from megatron_ext.optimizer import seam as optimizer
-
-    optimizer.install()
-    try:
-        with cpu.no_cuda():
-            first = Trainer(mode)
-            first.save(str(tmp_path / "saved"), SHARDINGS[mode][0])
-            again = Trainer(mode).load(str(tmp_path / "saved"), SHARDINGS[mode][0])
-            assert {int(state["step"]) for state in again.inner.state.values()} == {0}
-            assert first.steps(0, 1) == again.steps(0, 1)
-    finally:
-        optimizer.uninstall()
+    with installed():
+        first = Trainer(mode)
+        first.save(str(tmp_path / "saved"), SHARDINGS[mode][0])
+        again = Trainer(mode).load(str(tmp_path / "saved"), SHARDINGS[mode][0])
+        assert {int(state["step"]) for state in again.inner.state.values()} == {0}
+        assert first.steps(0, 1) == again.steps(0, 1)
 
 
 def test_precision_aware_takes_fp32_parameters(megatron):
-    from megatron_ext import cpu
-    from megatron_ext.optimizer import seam as optimizer
-
-    optimizer.install()
-    try:
-        with cpu.no_cuda():
-            trainers = [Trainer(mode, bf16=False) for mode in ("distributed", "precision_aware")]
-            wanted, found = ((t.steps(0, 1), t.tensors()) for t in trainers)
-    finally:
-        optimizer.uninstall()
+    with installed():
+        trainers = [Trainer(mode, bf16=False) for mode in ("distributed", "precision_aware")]
+        wanted, found = ((t.steps(0, 1), t.tensors()) for t in trainers)
     assert found[0] == wanted[0]
     assert all(torch.equal(a, b) for a, b in zip(found[1], wanted[1], strict=True))
 
 
 def test_states_of_parameters_that_are_frozen_now_are_refused(megatron, tmp_path):
     """Two layers have equal shapes, by which `dp_reshardable` identifies parameters."""
-    from megatron_ext import cpu
-    from megatron_ext.optimizer import seam as optimizer
-
-    optimizer.install()
-    try:
-        with cpu.no_cuda():
-            first = Trainer("distributed", frozen="layers.0")
-            first.steps(0)
-            first.save(str(tmp_path / "saved"), "dp_reshardable")
-            again = Trainer("distributed", frozen="layers.0").load(str(tmp_path / "saved"), "dp_reshardable")
-            assert first.steps(1, 2) == again.steps(1, 2)
-            other = Trainer("distributed", frozen="layers.1")
-            expected = (
-                r"layers\.0\.\S+ is trained, and was frozen .* Freeze what that run did, or .*--no-load-optim"
-            )
-            with pytest.raises(CoatConfigError, match=expected):
-                other.load(str(tmp_path / "saved"), "dp_reshardable")
-    finally:
-        optimizer.uninstall()
+    with installed():
+        first = Trainer("distributed", frozen="layers.0")
+        first.steps(0)
+        first.save(str(tmp_path / "saved"), "dp_reshardable")
+        again = Trainer("distributed", frozen="layers.0").load(str(tmp_path / "saved"), "dp_reshardable")
+        assert first.steps(1, 2) == again.steps(1, 2)
+        other = Trainer("distributed", frozen="layers.1")
+        with pytest.raises(CoatConfigError, match=r"layers\.0\.\S+ is trained, and was frozen"):
+            other.load(str(tmp_path / "saved"), "dp_reshardable")
 
 
 def test_states_of_fewer_or_more_parameters_are_refused(megatron):
     """Megatron pads its buffers, so their sizes may be equal."""
-    from megatron_ext import cpu
-    from megatron_ext.optimizer import places
-    from megatron_ext.optimizer import seam as optimizer
-
-    optimizer.install()
-    try:
-        with cpu.no_cuda():
-            (host,) = Trainer("distributed").optimizer.chained_optimizers
-            *others, last = own = places._shapes(host)
-            for saved, number, here, there in (
-                (others, len(others), last, "none"),
-                ([*own, [3]], len(own), "none", [3]),
-            ):
-                state = {"param_state_sharding_type": places.SHARDING, "optimizer": {places.SHAPES: saved}}
-                said = re.escape(f"expected parameter {number} of a rank to be {here}, found {there},")
-                with pytest.raises(CoatConfigError, match=said):
-                    host.load_state_dict(state)
-    finally:
-        optimizer.uninstall()
+    with installed():
+        (host,) = Trainer("distributed").optimizer.chained_optimizers
+        *others, last = own = places._shapes(host)
+        for saved, number, here, there in (
+            (others, len(others), last, "none"),
+            ([*own, [3]], len(own), "none", [3]),
+        ):
+            state = {"param_state_sharding_type": places.SHARDING, "optimizer": {places.SHAPES: saved}}
+            said = re.escape(f"expected parameter {number} of a rank to be {here}, found {there},")
+            with pytest.raises(CoatConfigError, match=said):
+                host.load_state_dict(state)

@@ -6,24 +6,27 @@ from unittest import mock
 
 import pytest
 import torch
+from megatron.core import optimizer as host
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from coat_ds.config import CoatConfig, CoatConfigError
+from coat_ds.config import CoatConfigError
 from coat_ds.optim.fragments import Fragment
 from coat_ds.optim.moment import Moment
 from coat_ds.optim.state_dict import format_of
 from coat_ds.watch.states import StateSampler, figures
 from coat_kernels.adamw import join_master
-from tests.megatron_ext.trainer import FFN, MODES, H, S, Trainer
+from megatron_ext.layer_specs import sdpa_layer_spec
+from megatron_ext.model import ModelShape, build_gpt
+from megatron_ext.optimizer import seam
+from megatron_ext.optimizer.adamw import MegatronAdamW
+from tests.megatron_ext.trainer import FFN, MODES, H, S, Trainer, installed
 from tests.util import Made, default_dtype, rel_rms
 
 
 def test_seam_comes_and_goes(megatron):
-    from megatron.core import optimizer as host
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-
-    from megatron_ext.optimizer import seam as optimizer
-
-    optimizer.uninstall()
+    seam.uninstall()
 
     def places():
         owners = [host, host.OptimizerConfig, DistributedOptimizer, host.ChainedOptimizer]
@@ -34,13 +37,13 @@ def test_seam_comes_and_goes(megatron):
 
     before, build = places(), (0, "_get_megatron_optimizer_based_on_param_groups")
     for _ in range(2):
-        optimizer.watch()
-        assert changed() == {build, (3, "__init__")} and not optimizer.installed()
-    optimizer.install()
+        seam.watch()
+        assert changed() == {build, (3, "__init__")} and not seam.installed()
+    seam.install()
     during = places()
-    optimizer.install()
-    optimizer.watch()
-    assert places() == during and optimizer.installed()
+    seam.install()
+    seam.watch()
+    assert places() == during and seam.installed()
     assert changed() == {
         build,
         (3, "__init__"),
@@ -50,30 +53,26 @@ def test_seam_comes_and_goes(megatron):
         (2, "sharded_state_dict"),
         (2, "load_state_dict"),
     }
-    optimizer.uninstall()
-    assert places() == before and not optimizer.installed()
+    seam.uninstall()
+    assert places() == before and not seam.installed()
 
 
 def test_unknown_megatron_is_refused_before_anything_changes(megatron, monkeypatch):
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-
-    from megatron_ext.optimizer import seam as optimizer
-
     name = "_set_main_param_and_optimizer_states"
     monkeypatch.setattr(DistributedOptimizer, name, lambda self, param, tensors: None)
     with pytest.raises(RuntimeError, match=rf"DistributedOptimizer\.{name}: expected .*model_param.*found"):
-        optimizer.install()
-    assert not optimizer.installed()
+        seam.install()
+    assert not seam.installed()
     monkeypatch.delattr(DistributedOptimizer, name)
     with pytest.raises(RuntimeError, match=rf"{name}: .*found nothing in megatron-core"):
-        optimizer.install()
-    assert not optimizer.installed()
+        seam.install()
+    assert not seam.installed()
     monkeypatch.undo()
     # read, and not patched
     monkeypatch.setattr(DistributedOptimizer, "_get_model_param_range_map", lambda self: None)
     with pytest.raises(RuntimeError, match="_get_model_param_range_map: expected .*param"):
-        optimizer.install()
-    assert not optimizer.installed()
+        seam.install()
+    assert not seam.installed()
 
 
 @pytest.mark.parametrize(
@@ -84,16 +83,9 @@ def test_unknown_megatron_is_refused_before_anything_changes(megatron, monkeypat
 def test_patterns_are_of_names_in_the_model(megatron, caplog, mode, bf16):
     """Patterns match names of the model, not names inside of Megatron's wrappers; readings of the watch use
     the same names."""
-    from megatron_ext import cpu
-    from megatron_ext.optimizer import seam as optimizer
-
-    block = {"enabled": True, "optimizer": {"keep_fp32": ["decoder.layers.1.mlp.*"], "min_numel": 1}}
-    optimizer.install(CoatConfig.from_dict(block))
-    try:
-        with cpu.no_cuda(), mock.patch.dict(MODES, fp32={"bf16": False}):
-            states = Trainer(mode, bf16=bf16).inner.state.values()
-    finally:
-        optimizer.uninstall()
+    block = {"keep_fp32": ["decoder.layers.1.mlp.*"], "min_numel": 1}
+    with installed(optimizer=block), mock.patch.dict(MODES, fp32={"bf16": False}):
+        states = Trainer(mode, bf16=bf16).inner.state.values()
     kept = {s["exp_avg"].numel() for s in states if s["exp_avg"].codec.name == "fp32"}
     assert kept == {H * FFN, 2 * H * FFN}
     assert not [line for line in caplog.messages if "matches no parameter" in line]
@@ -113,35 +105,21 @@ def test_patterns_are_of_names_in_the_model(megatron, caplog, mode, bf16):
 )
 def test_contradictions_are_errors(megatron, options, named):
     options = dict(options)
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-
-    from megatron_ext import cpu
-    from megatron_ext.layer_specs import sdpa_layer_spec
-    from megatron_ext.model import ModelShape, build_gpt
-    from megatron_ext.optimizer import seam as optimizer
-
-    optimizer.install()
-    try:
-        model = build_gpt(ModelShape(1, 32, 48, 2, 2), sdpa_layer_spec, seq_length=S, vocab_size=16)
-        settings = DistributedDataParallelConfig(use_distributed_optimizer=True)
-        with cpu.no_cuda(), pytest.raises(CoatConfigError, match=named):
-            wrapped = DistributedDataParallel(model.config, settings, model)
-            # Megatron's FSDP itself needs a GPU; the optimizer only checks this flag
-            settings.use_megatron_fsdp = options.pop("use_megatron_fsdp", False)
-            common = {"use_distributed_optimizer": True, "use_precision_aware_optimizer": True}
-            config = OptimizerConfig(**({"optimizer": "adam", "lr": 1e-3, "bf16": True} | common | options))
-            get_megatron_optimizer(config, [wrapped])
-    finally:
-        optimizer.uninstall()
+    model = build_gpt(ModelShape(1, 32, 48, 2, 2), sdpa_layer_spec, seq_length=S, vocab_size=16)
+    settings = DistributedDataParallelConfig(use_distributed_optimizer=True)
+    with installed(), pytest.raises(CoatConfigError, match=named):
+        wrapped = DistributedDataParallel(model.config, settings, model)
+        # Megatron's FSDP itself needs a GPU; the optimizer only checks this flag
+        settings.use_megatron_fsdp = options.pop("use_megatron_fsdp", False)
+        common = {"use_distributed_optimizer": True, "use_precision_aware_optimizer": True}
+        config = OptimizerConfig(**({"optimizer": "adam", "lr": 1e-3, "bf16": True} | common | options))
+        get_megatron_optimizer(config, [wrapped])
 
 
 @pytest.mark.parametrize(
     "copied", [copy.deepcopy, lambda t: pickle.loads(pickle.dumps(t))], ids=["deepcopy", "pickle"]
 )
 def test_copies_go_on_as_the_optimizer_does(copied):
-    from megatron_ext.optimizer.adamw import MegatronAdamW
-
     p = torch.nn.Parameter(torch.randn(20, 130).bfloat16())
     optimizer = MegatronAdamW([p], use_decoupled_grad=True, counts_in_groups=True, min_numel=0)
     optimizer.link([(0, p, Fragment(0, p.numel(), 0, False))], distributed=True)
@@ -165,8 +143,6 @@ def test_copies_go_on_as_the_optimizer_does(copied):
 
 def test_decoupled_gradients_are_watched():
     """Megatron's precision-aware optimizer uses decoupled gradients only."""
-    from megatron_ext.optimizer.adamw import MegatronAdamW
-
     p = torch.nn.Parameter(torch.ones(16, 128, dtype=torch.bfloat16))
     optimizer = MegatronAdamW([p], use_decoupled_grad=True, min_numel=0)
     sampler = StateSampler(optimizer, {p: 0}, 1)
@@ -180,8 +156,6 @@ def test_decoupled_gradients_are_watched():
 
 def test_masters_are_read_and_written_part_by_part(monkeypatch):
     """Joined on its device, the masters of an embedding take several times its FP32 size."""
-    from megatron_ext.optimizer.adamw import MegatronAdamW
-
     generator = torch.Generator().manual_seed(0)
     p, again = (torch.nn.Parameter(torch.randn(20, 130, generator=generator).bfloat16()) for _ in range(2))
     optimizer = MegatronAdamW([p, again], use_decoupled_grad=True, min_numel=0)
@@ -212,8 +186,6 @@ def test_masters_are_read_and_written_part_by_part(monkeypatch):
 
 def two_parameters(**options):
     """An optimizer of two BF16 parameters, each in its own group; the first parameter has made two steps."""
-    from megatron_ext.optimizer.adamw import MegatronAdamW
-
     torch.manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(16, 128).bfloat16()) for _ in range(2)]
     groups = [{"params": [p]} for p in params]
@@ -253,8 +225,6 @@ def test_states_are_written_in_fp32_whatever_the_weights_are():
 
 def test_the_count_is_that_of_fused_adam():
     """The step count of a group whose parameters have made different numbers of steps."""
-    from megatron_ext.optimizer.adamw import MegatronAdamW
-
     p, q = (torch.nn.Parameter(torch.ones(16, 128)) for _ in range(2))
     optimizer = MegatronAdamW([p, q], counts_in_groups=True, min_numel=0)
     optimizer.link([(0, x, Fragment(0, x.numel(), 0, False)) for x in (p, q)], distributed=True)

@@ -6,24 +6,23 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
+from megatron.core import parallel_state
 
 from coat_ds.layers.fused_layer import is_small
 from coat_kernels.graphs import LEAVES, graphed_work
 from coat_kernels.groups import GROUP_FORMATS
+from megatron_ext import mpu
+from megatron_ext.layer_specs import coat_layer_spec
 from megatron_ext.layers.decoder_layer import dense_parts, ranks_of
+from megatron_ext.model import ModelShape, build_gpt
+from tests.megatron_ext.layers import GPT
+from tests.megatron_ext.ranks import join
 from tests.util import EXACT, rel_rms, run_distributed
 
 S, B, VOCAB, LAYERS = 32, 2, 64, 2
 # a rank's part of FFN consists of whole groups, as on one rank
 H, FFN, HEADS, GROUPS = 64, 128, 4, 4
 LLAMA: dict = {"qk_layernorm": True}
-GPT = {
-    "normalization": "LayerNorm",
-    "activation_func": F.gelu,
-    "gated_linear_unit": False,
-    "add_bias_linear": True,
-}
 VARIANTS = {"llama": LLAMA, "gpt": GPT, "one group": {"num_query_groups": 1}}
 
 
@@ -45,8 +44,6 @@ def without_rounding():
 
 def whole(parameter, value):
     """The gradient of the whole parameter from the gradients of its shards, on every rank."""
-    from megatron.core import parallel_state
-
     group = parallel_state.get_tensor_model_parallel_group()
     if not getattr(parameter, "tensor_model_parallel", False):
         return value
@@ -105,23 +102,14 @@ def _watch(record, order):
 def run_cases(cases, exact):
     """Loss, gradients and messages of each (tp, sequence_parallel, variant); for some also with
     `main_grad`."""
-    from megatron.core import parallel_state
-
-    from megatron_ext import cpu, mpu
-    from megatron_ext.layer_specs import coat_layer_spec
-    from megatron_ext.model import ModelShape, build_gpt, initialize_model_parallel
-
-    cpu.enable()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     record, order = [], []
     _watch(record, order)
-    tokens = torch.randint(0, VOCAB, (B, S), generator=torch.Generator().manual_seed(5)).to(device)
-    positions = torch.arange(S, device=device).expand(B, S)
     results = {}
     for tp, sequence_parallel, variant in cases:
         with without_rounding() if exact else contextlib.nullcontext():
-            initialize_model_parallel(tp)
+            device = join(tp)
+            tokens = torch.randint(0, VOCAB, (B, S), generator=torch.Generator().manual_seed(5)).to(device)
+            positions = torch.arange(S, device=device).expand(B, S)
             model = build_gpt(
                 ModelShape(LAYERS, H, FFN, HEADS, GROUPS),
                 coat_layer_spec,

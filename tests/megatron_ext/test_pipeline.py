@@ -4,8 +4,14 @@ import contextlib
 
 import pytest
 import torch
-import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from megatron_ext import cpu
+from megatron_ext import model as models
+from megatron_ext.layer_specs import coat_layer_spec
+from megatron_ext.model import ModelShape
+from tests.megatron_ext.ranks import join
 from tests.megatron_ext.test_parallel import without_rounding
 from tests.util import rel_rms, run_distributed
 
@@ -15,23 +21,13 @@ H, FFN, HEADS = 32, 48, 4
 
 def train(pipeline, virtual, weights, exact=False):
     """One step of Megatron's schedule; losses by micro-batch and gradients by the whole model's names."""
-    from megatron.core import parallel_state
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
-    from megatron_ext import cpu
-    from megatron_ext.layer_specs import coat_layer_spec
-    from megatron_ext.model import ModelShape, build_gpt, initialize_model_parallel
-
-    cpu.enable()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     sizes = {"virtual_pipeline_model_parallel_size": virtual} if virtual else {}
-    initialize_model_parallel(pipeline_model_parallel_size=pipeline, **sizes)
+    device = join(pipeline_model_parallel_size=pipeline, **sizes)
     # with two interleaved ranks, each is both the previous and the next stage of the other: Megatron
     # distinguishes their messages only with overlap
     overlap = {"overlap_p2p_comm": True, "batch_p2p_comm": False} if virtual and pipeline == 2 else {}
     stages = [
-        build_gpt(
+        models.build_gpt(
             ModelShape(LAYERS, H, FFN, HEADS, HEADS),
             coat_layer_spec,
             seq_length=S,

@@ -5,7 +5,10 @@ import pytest
 import torch.distributed as dist
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 (registers its backend)
 
+from megatron_ext.layer_specs import coat_layer_spec
 from megatron_ext.layers import process_groups
+from megatron_ext.model import ModelShape, build_gpt
+from tests.megatron_ext.ranks import join
 from tests.util import run_distributed
 
 S, VOCAB = 32, 64
@@ -13,13 +16,7 @@ S, VOCAB = 32, 64
 
 def _applied_by_a_model(tensor_parallel):
     """Whether torch's functions are patched before and after a model is built."""
-    from megatron_ext import cpu
-    from megatron_ext.layer_specs import coat_layer_spec
-    from megatron_ext.model import ModelShape, build_gpt, initialize_model_parallel
-
-    cpu.enable()
-    dist.init_process_group("gloo")
-    initialize_model_parallel(tensor_parallel)
+    join(tensor_parallel)
     found = [end.is_applied() for end in process_groups.ENDS]
     build_gpt(ModelShape(1, 64, 96, 4, 2), coat_layer_spec, seq_length=S, vocab_size=VOCAB)
     return found + [end.is_applied() for end in process_groups.ENDS]

@@ -2,9 +2,13 @@
 
 import pytest
 import torch
-import torch.distributed as dist
+from megatron.core import tensor_parallel
 
 from coat_kernels.autograd.checkpointing import packed_bytes
+from megatron_ext import layer_specs
+from megatron_ext.layers import recompute
+from megatron_ext.model import ModelShape, build_gpt
+from tests.megatron_ext.ranks import join
 from tests.util import rel_rms, run_distributed
 
 # the smallest input that is packed has 4096 elements
@@ -29,17 +33,12 @@ KEPT = {"uniform": 2, "block": 1, "core_attn": 6, "mlp": 2, "experts": 2}
 
 @pytest.fixture
 def compressing(megatron):
-    from megatron_ext.layers import recompute
-
     recompute.install()
     yield recompute
     recompute.uninstall()
 
 
 def _model(spec_name, **options):
-    from megatron_ext import layer_specs
-    from megatron_ext.model import ModelShape, build_gpt
-
     shape = ModelShape(LAYERS, H, FFN, HEADS, HEADS)
     spec = getattr(layer_specs, spec_name)
     return build_gpt(shape, spec, seq_length=S, vocab_size=VOCAB, **options).train()
@@ -81,10 +80,6 @@ def test_forward_stays_and_inputs_take_half(compressing, spec, case):
 
 
 def test_random_states_are_replayed_exactly(megatron, device):
-    from megatron.core import tensor_parallel
-
-    from megatron_ext.layers import recompute
-
     torch.manual_seed(0)
     # E4M3 holds these exactly
     x = torch.randint(-8, 9, (S, B, H)).to(device, torch.bfloat16)
@@ -115,13 +110,7 @@ def test_random_states_are_replayed_exactly(megatron, device):
 
 
 def _distributed():
-    from megatron_ext import cpu
-    from megatron_ext.layers import recompute
-    from megatron_ext.model import initialize_model_parallel
-
-    cpu.enable()
-    dist.init_process_group("gloo")
-    initialize_model_parallel(tensor_model_parallel_size=2)
+    join(2)
     recompute.install()
     options = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     results = []

@@ -1,9 +1,18 @@
 """A tiny GPT, Megatron's data parallel wrapper and one of its optimizers, on a CPU."""
 
+import contextlib
 import os
 
 import torch
 import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+from coat_ds.config import CoatConfig
+from megatron_ext import cpu, layer_specs
+from megatron_ext.model import ModelShape, build_gpt
+from megatron_ext.optimizer import seam
 
 S, B, VOCAB = 16, 2, 128
 H, FFN, HEADS, LAYERS = 64, 96, 4, 2
@@ -15,6 +24,18 @@ MODES = {
 }
 
 
+@contextlib.contextmanager
+def installed(**block):
+    """Within the context Megatron's adam is CoatAdamW, by this block, and optimizers are built on a CPU."""
+    seam.uninstall()
+    seam.install(CoatConfig.from_dict({"enabled": True, **block}))
+    try:
+        with cpu.no_cuda():
+            yield
+    finally:
+        seam.uninstall()
+
+
 class Trainer:
     """A tiny GPT, Megatron's data parallel wrapper and one of its optimizers, on a CPU.
 
@@ -23,12 +44,6 @@ class Trainer:
     """
 
     def __init__(self, mode, layers="sdpa", frozen=None, **config):
-        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-
-        from megatron_ext import layer_specs
-        from megatron_ext.model import ModelShape, build_gpt
-
         shape = ModelShape(LAYERS, H, FFN, HEADS, HEADS)
         spec = getattr(layer_specs, f"{layers}_layer_spec")
         model = build_gpt(shape, spec, seq_length=S, vocab_size=VOCAB, **config)
@@ -44,8 +59,6 @@ class Trainer:
 
     def steps(self, *numbers):
         """The losses of steps on tokens with these numbers, for this data-parallel rank."""
-        from megatron.core import parallel_state
-
         losses = []
         for number in numbers:
             tokens = self.tokens(number, parallel_state.get_data_parallel_rank())
@@ -64,8 +77,6 @@ class Trainer:
         return torch.randint(0, VOCAB, (B, S), generator=generator)
 
     def _sharded(self, sharding, is_loading=False):
-        from megatron.core import parallel_state
-
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         metadata = {"distrib_optim_sharding_type": sharding, "dp_cp_group": group}
         model = self.model.module.sharded_state_dict(metadata=metadata)
@@ -73,16 +84,12 @@ class Trainer:
         return {"model": model, "optimizer": optimizer}
 
     def save(self, folder, sharding):
-        from megatron.core import dist_checkpointing
-
         if dist.get_rank() == 0:
             os.makedirs(folder)
         dist.barrier()
         dist_checkpointing.save(self._sharded(sharding), folder)
 
     def load(self, folder, sharding):
-        from megatron.core import dist_checkpointing
-
         loaded = dist_checkpointing.load(self._sharded(sharding, is_loading=True), folder)
         self.model.module.load_state_dict(loaded["model"])
         self.optimizer.load_state_dict(loaded["optimizer"])
