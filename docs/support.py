@@ -197,7 +197,8 @@ SECTIONS: dict[str, list[Row]] = {
             megatron=({"window_size": (8, 0)},)),
         Row("Packed sequences (THD), `--reset-attention-mask`", cpu=2,
             condition="no attention dropout, latent attention on a GPU or CUDA graphs; "
-                      "`--reset-attention-mask`: at most two pipeline stages"),
+                      "`--reset-attention-mask`, and `--sft` with megatron-core 0.16: at most two "
+                      "pipeline stages"),
         Row("Attention sinks (`--softmax-type`)", cpu=2,
             condition="no attention dropout, latent attention on a GPU or CUDA graphs",
             megatron=({"softmax_type": "learnable", "attention_dropout": 0.0},)),

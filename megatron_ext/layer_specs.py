@@ -31,6 +31,7 @@ try:
     )
     from packaging.version import Version
 
+    from megatron_ext import options
     from megatron_ext.layers.attention import (
         CoatCoreAttention,
         NoCrossAttention,
@@ -52,7 +53,6 @@ try:
     from megatron_ext.layers.self_attention import CoatSelfAttention
     from megatron_ext.layers.torch_norm import OF_BLOCKS, local_norm, replace_final_norm
     from megatron_ext.optimizer import seam
-    from megatron_ext.options import refuse
 except ImportError as error:
     # Megatron 0.16 logs an ImportError of a spec's module and continues without the spec
     raise RuntimeError(
@@ -80,7 +80,7 @@ _TRANSFORMER_ENGINES = (
 
 def _local_parts(config, experts: bool) -> TransformerLayerSubmodules:
     """The parts of Megatron's own layer for `config`, dense or with experts, with attention on SDPA."""
-    refuse(
+    options.refuse(
         __name__,
         {
             "--fp8-format (coat_layer_spec brings its own FP8, without Transformer Engine)": config.fp8,
@@ -148,11 +148,18 @@ def _check_layers(config) -> None:
     """Raises ValueError for arguments that make Megatron choose other kinds of layers, which `--spec`
     replaces. In the hybrid stack the pattern chooses the layers.
     """
-    refuse(
+    host = options.megatron_lm()
+    sft = host is not None and getattr(host.get_args(), "sft", False)
+    middle_stages = sft and config.pipeline_model_parallel_size > 2
+    options.refuse(
         __name__,
         {
             "--experimental-attention-variant": config.experimental_attention_variant,
             "--heterogeneous-layers-config-path": config.heterogeneous_block_specs,
+            "--sft with --pipeline-model-parallel-size above 2 (middle stages get no documents before "
+            "megatron-core 0.17, and would attend across them)": (
+                middle_stages and Version(core.__version__) < Version("0.17")
+            ),
         },
     )
 
@@ -199,7 +206,7 @@ def sdpa_parts(config, experts: bool) -> TransformerLayerSubmodules:
     if experts:
         repair_router()
     latent = config.multi_latent_attention and config.tensor_model_parallel_size > 1
-    refuse(
+    options.refuse(
         'sdpa_layer_spec ("activations": false)',
         {
             "--moe-grouped-gemm": experts and config.moe_grouped_gemm,
@@ -213,7 +220,7 @@ def sdpa_parts(config, experts: bool) -> TransformerLayerSubmodules:
 def coat_parts(config, experts: bool) -> TransformerLayerSubmodules:
     """The parts of a COAT layer for `config`, dense or with experts."""
     recomputed = config.recompute_modules if config.recompute_granularity == "selective" else ()
-    refuse(
+    options.refuse(
         "coat_layer_spec",
         {
             "'layernorm' of --recompute-modules (outputs of norms are not kept)": "layernorm" in recomputed,

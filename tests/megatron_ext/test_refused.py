@@ -1,10 +1,14 @@
 """Arguments of Megatron's that its layers of both specs refuse, by name. More are in tests/mistakes."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch.nn.functional as F
+from megatron import core
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.transformer import MLATransformerConfig
 
+from megatron_ext import options
 from megatron_ext.hybrid_specs import coat_parts
 from megatron_ext.layer_specs import _TRANSFORMER_ENGINES, coat_layer_spec, sdpa_layer_spec
 from tests.megatron_ext.layers import config
@@ -64,6 +68,18 @@ def test_refused(spec, fields, text):
         # not through the constructor, which may need Transformer Engine; some releases lack the field
         setattr(settings, name, value)
     with pytest.raises(ValueError, match=text):
+        spec.module(settings, layer_number=1)
+
+
+@pytest.mark.parametrize("spec", [coat_layer_spec, sdpa_layer_spec], ids=["coat", "sdpa"])
+def test_middle_stages_that_get_no_documents(spec, monkeypatch):
+    args = SimpleNamespace(sft=True, reset_attention_mask=False)
+    monkeypatch.setattr(options, "megatron_lm", lambda: SimpleNamespace(get_args=lambda: args))
+    monkeypatch.setattr(core, "__version__", "0.16.1")
+    settings = config()
+    spec.module(settings, layer_number=1)
+    settings.pipeline_model_parallel_size = 3
+    with pytest.raises(ValueError, match="--sft with --pipeline-model-parallel-size above 2"):
         spec.module(settings, layer_number=1)
 
 
