@@ -39,6 +39,36 @@ def loss_and_grads(model, device):
     return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
 
 
+def compared(models, x, grad, **arguments):
+    """By name: the output and the gradients of each model's first layer, for an input `x` and a gradient
+    `grad` of the output, both [S, B, H]; without the residual."""
+    results = []
+    for model in models:
+        layer, inputs = model.decoder.layers[0], x.clone().requires_grad_()
+        y, _ = layer(inputs, attention_mask=None, **{name: f(model) for name, f in arguments.items()})
+        y.backward(grad)
+        results.append(
+            {"y": y - x, "dx": inputs.grad - grad, **{n: p.grad for n, p in layer.named_parameters()}}
+        )
+    assert all(result.keys() == results[0].keys() for result in results)
+    return results
+
+
+def shaken(model, other):
+    """Gives norms and biases of the first layers of two models the same values, far from their first ones."""
+    torch.manual_seed(0)
+    for name, parameter in model.decoder.layers[0].named_parameters():
+        if parameter.ndim == 1:
+            parameter.data.add_(0.3 * torch.randn_like(parameter))
+            other.decoder.layers[0].get_parameter(name).data.copy_(parameter)
+
+
+def small_input(device):
+    """An input that is small next to the outputs of the branches, so that BF16's errors of the residual do
+    not hide theirs; and a gradient of the output."""
+    return (0.01 * torch.randn(S, B, H)).bfloat16().to(device), torch.randn(S, B, H).bfloat16().to(device)
+
+
 def config(kind=TransformerConfig, **overrides) -> TransformerConfig:
     settings = dict(
         num_layers=1,

@@ -180,28 +180,6 @@ def test_recomputed_attention(variant, device, caplog):
     assert "keep q, k, v" in caplog.text
 
 
-@pytest.mark.usefixtures("megatron")
-def test_gradients_go_into_megatrons_buffers(device):
-    model = build()
-    wrapped = DistributedDataParallel(
-        model.config,
-        DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False),
-        model,
-    )
-    tokens, positions, mask = batch(device)
-    found = []
-    for modules in (False, True):
-        handles = take_modules(model) if modules else []
-        wrapped.zero_grad_buffer()
-        for _ in range(2):
-            wrapped(tokens, positions, mask, labels=tokens).float().mean().backward()
-        found.append({name: p.main_grad.clone() for name, p in model.named_parameters()})
-        for handle in handles:
-            handle.remove()
-    blocks, modules = found
-    assert all(torch.equal(blocks[name], grad) for name, grad in modules.items())
-
-
 EXPERTS = {"num_moe_experts": 2, "moe_grouped_gemm": True, "moe_token_dispatcher_type": "alltoall"}
 
 

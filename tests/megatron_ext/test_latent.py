@@ -23,8 +23,11 @@ from tests.megatron_ext.layers import (
     S,
     batch,
     build,
+    compared,
     loss_and_grads,
     rounding_error,
+    shaken,
+    small_input,
 )
 from tests.megatron_ext.test_moe import EXPERTS
 from tests.megatron_ext.test_parallel import without_rounding
@@ -93,22 +96,8 @@ class StockAttention(DotProductAttention):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_gradients_against_the_bf16_layer(device, variant):
     models = [build(spec, HEADS, **VARIANTS[variant]) for spec in (coat_layer_spec, sdpa_layer_spec)]
-    torch.manual_seed(0)
-    for name, parameter in models[0].decoder.layers[0].named_parameters():
-        if parameter.ndim == 1:
-            parameter.data.add_(0.3 * torch.randn_like(parameter))
-            models[1].decoder.layers[0].get_parameter(name).data.copy_(parameter)
-    x, grad = (0.01 * torch.randn(S, B, H)).bfloat16().to(device), torch.randn(S, B, H).bfloat16().to(device)
-    results = []
-    for model in models:
-        layer, inputs = model.decoder.layers[0], x.clone().requires_grad_()
-        y, _ = layer(inputs, attention_mask=None)
-        y.backward(grad)
-        results.append(
-            {"y": y - x, "dx": inputs.grad - grad, **{n: p.grad for n, p in layer.named_parameters()}}
-        )
-    coat, bf16 = results
-    assert coat.keys() == bf16.keys()
+    shaken(*models)
+    coat, bf16 = compared(models, *small_input(device))
     e4m3, e5m2 = (rounding_error(t, device) for t in (torch.float8_e4m3fn, torch.float8_e5m2))
     for name, exact in bf16.items():
         n, m = ROUNDINGS.get(name, LONGEST)

@@ -32,9 +32,12 @@ from tests.megatron_ext.layers import (
     S,
     batch,
     build,
+    compared,
     config,
     loss_and_grads,
     rounding_error,
+    shaken,
+    small_input,
 )
 from tests.megatron_ext.test_parallel import without_rounding
 from tests.util import rel_rms, run_distributed
@@ -79,20 +82,8 @@ def test_gradients_against_the_bf16_layer(device, seed, groups):
         weight = 1 + 0.5 * torch.randn(H)
         for model in models:
             getattr(model.decoder.layers[0], norm).weight.data.copy_(weight)
-    # small next to the outputs of the branches, so that BF16's errors of the residual do not hide their
-    # errors
-    x, grad = (0.01 * torch.randn(S, B, H)).bfloat16().to(device), torch.randn(S, B, H).bfloat16().to(device)
-    results = []
-    for model in models:
-        layer, inputs = model.decoder.layers[0], x.clone().requires_grad_()
-        y, _ = layer(inputs, attention_mask=None, rotary_pos_emb=model.rotary_pos_emb(S))
-        assert y.dtype == torch.bfloat16
-        y.backward(grad)
-        results.append(
-            {"y": y - x, "dx": inputs.grad - grad, **{n: p.grad for n, p in layer.named_parameters()}}
-        )
-    coat, bf16 = results
-    assert coat.keys() == bf16.keys() == ROUNDINGS.keys()
+    coat, bf16 = compared(models, *small_input(device), rotary_pos_emb=lambda m: m.rotary_pos_emb(S))
+    assert coat.keys() == ROUNDINGS.keys() and coat["y"].dtype == torch.bfloat16
     e4m3, e5m2 = (rounding_error(t, device) for t in (torch.float8_e4m3fn, torch.float8_e5m2))
     errors = {name: rel_rms(coat[name], bf16[name]) for name in ROUNDINGS}
     # the ratio of the root mean squares of two samples of size N spreads by 1 / sqrt(N): three times that
@@ -203,33 +194,13 @@ def test_layers_hold_on_to_nothing_after_forward(device):
 
 
 def test_block_reaches_the_layers(device):
-    """Larger groups save fewer exponents; E4M3 gradients have half the rounding error of E5M2."""
-    models = {
-        name: build(coat_layer_spec, activations=activations)
-        for name, activations in (
-            ("default", None),
-            ("groups", ActivationsConfig(group_size=32)),
-            ("formats", ActivationsConfig(backward_format="e4m3")),
-        )
-    }
-    kept = {name: saved_bytes(m, lambda m=m: m(*batch(device))) for name, m in models.items()}
-    # the scales with which gradients are quantized
-    of_gradients = {
-        name: {m._grad_scale.fmt for m in model.modules() if hasattr(m, "_grad_scale")}
-        for name, model in models.items()
-    }
-    assert of_gradients == {"default": {E5M2}, "groups": {E5M2}, "formats": {E4M3}}
-    fewer = kept["default"].per_token_and_layer - kept["groups"].per_token_and_layer
-    assert fewer == 2 * H / 32 + 2 * FFN / 32
-    exact = build(sdpa_layer_spec)
-    name = "decoder.layers.0.mlp.linear_fc2.weight"
-    grads = {}
-    for key, model in (models | {"exact": exact}).items():
-        tokens, positions, mask = batch(device)
-        model(tokens, positions, mask, labels=tokens).mean().backward()
-        grads[key] = dict(model.named_parameters())[name].grad
-    errors = {key: rel_rms(grads[key], grads["exact"]) for key in ("default", "formats")}
-    assert errors["formats"] < errors["default"]
+    """Larger groups save fewer exponents; gradients are quantized in the block's format."""
+    kept, formats = [], []
+    for activations in (None, ActivationsConfig(group_size=32, backward_format="e4m3")):
+        model = build(coat_layer_spec, activations=activations)
+        kept.append(saved_bytes(model, lambda model=model: model(*batch(device))).per_token_and_layer)
+        formats.append({m._grad_scale.fmt for m in model.modules() if hasattr(m, "_grad_scale")})
+    assert formats == [{E5M2}, {E4M3}] and kept[0] - kept[1] == 2 * H / 32 + 2 * FFN / 32
 
 
 def test_norm_is_megatrons_rms_norm(device):
@@ -269,22 +240,8 @@ VARIANTS = {
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_other_layers_against_bf16(device, variant):
     models = [build(spec, **VARIANTS[variant]) for spec in (coat_layer_spec, sdpa_layer_spec)]
-    torch.manual_seed(0)
-    for name, parameter in models[0].decoder.layers[0].named_parameters():
-        if parameter.ndim == 1:
-            parameter.data.add_(0.3 * torch.randn_like(parameter))
-            models[1].decoder.layers[0].get_parameter(name).data.copy_(parameter)
-    x, grad = (0.01 * torch.randn(S, B, H)).bfloat16().to(device), torch.randn(S, B, H).bfloat16().to(device)
-    results = []
-    for model in models:
-        layer, inputs = model.decoder.layers[0], x.clone().requires_grad_()
-        y, _ = layer(inputs, attention_mask=None, rotary_pos_emb=model.rotary_pos_emb(S))
-        y.backward(grad)
-        results.append(
-            {"y": y - x, "dx": inputs.grad - grad, **{n: p.grad for n, p in layer.named_parameters()}}
-        )
-    coat, bf16 = results
-    assert coat.keys() == bf16.keys()
+    shaken(*models)
+    coat, bf16 = compared(models, *small_input(device), rotary_pos_emb=lambda m: m.rotary_pos_emb(S))
     e4m3, e5m2 = (rounding_error(t, device) for t in (torch.float8_e4m3fn, torch.float8_e5m2))
     for name, exact in bf16.items():
         # no more roundings than in the table above: at most 21 to E4M3 and 4 to E5M2, and twice that because
@@ -334,19 +291,6 @@ def test_queries_and_keys_are_turned_as_megatrons(device, kind):
     for queries_and_keys in ours:
         for found, expected in zip(queries_and_keys, megatrons, strict=True):
             assert rel_rms(found, expected) < bound
-
-
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_attention_in_fp8_keeps_fewer_bytes(device, dropout):
-    kept = {}
-    for form in ("bf16", "sqrt8"):
-        activations = ActivationsConfig(attention_format=form)
-        model = build(coat_layer_spec, activations=activations, attention_dropout=dropout)
-        kept[form] = saved_bytes(model, lambda model=model: model(*batch(device))).per_token_and_layer
-        loss_and_grads(model, device)
-    fewer = kept["bf16"] - kept["sqrt8"]
-    # q and the output have H channels, k and v half that number; with dropout CPUs also save the scores
-    assert fewer > 0 if dropout else fewer == (2 - 1.0625) * (2 * H + 2 * H // 2)
 
 
 def test_weight_cache_changes_nothing_else(device):

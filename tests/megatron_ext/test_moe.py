@@ -14,7 +14,6 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.multi_token_prediction import get_mtp_layer_spec
 from megatron.core.transformer.spec_utils import build_module
 
-from megatron_ext import mpu
 from megatron_ext.layer_specs import _has_experts, coat_layer_spec, sdpa_layer_spec
 from megatron_ext.layers.moe import CoatMoELayer, is_moe_layer
 from megatron_ext.model import ModelShape, build_gpt
@@ -92,8 +91,7 @@ def _measure(exact):
             loss = _loss(model, tokens)
             loss.backward()
             grads = {name: p.grad for name, p in model.named_parameters()}
-            shared = {name: getattr(p, "allreduce", True) for name, p in model.named_parameters()}
-            result[batch, name] = {"loss": loss.detach(), "grads": grads, "shared": shared}
+            result[batch, name] = {"loss": loss.detach(), "grads": grads}
 
     result["losses"] = {}
     for dispatcher in ({}, ALL_TO_ALL):
@@ -118,10 +116,6 @@ def _measure(exact):
             _build(coat_layer_spec, expert_model_parallel_size=RANKS, **flex)
         except ValueError as error:
             result["flex"][backend] = str(error)
-    try:
-        mpu.sum_shared_gradients(model)
-    except ValueError as error:
-        result["deepspeed"] = str(error)
     return result
 
 
@@ -178,16 +172,6 @@ def test_experts_without_tokens_get_zeros(runs, batch):
     assert {n for n, grad in idle.items() if not grad.any()} == {n for n in idle if n.startswith(ROUTED)}
 
 
-def test_only_routed_experts_are_a_ranks_own(runs):
-    _, ranks = runs
-    for rank in ranks:
-        shared = rank["text", "coat"]["shared"]
-        assert shared == rank["text", "stock"]["shared"]
-        assert {name for name in shared if not shared[name]} == {
-            f"{ROUTED}.{i}.linear_fc{j}.weight" for i in (0, 1) for j in (1, 2)
-        }
-
-
 def test_trains_under_megatrons_data_parallelism(runs):
     exact, (first, second) = runs
     for rank in (first, second):
@@ -197,12 +181,6 @@ def test_trains_under_megatrons_data_parallelism(runs):
         # ranks began with the same weights, which diverge with other tokens
         assert weight.equal(second["weights"][name]) != name.startswith(ROUTED), name
         assert weight.isfinite().all()
-
-
-def test_deepspeed_is_refused_where_it_would_average_experts(runs):
-    _, ranks = runs
-    assert all(f"{ROUTED}.0.linear_fc1.weight" in rank["deepspeed"] for rank in ranks)
-    assert all("expert_model_parallel_size" in rank["deepspeed"] for rank in ranks)
 
 
 @pytest.mark.parametrize("backend, package", [("deepep", "DeepEP"), ("hybridep", "HybridEP")])
