@@ -16,6 +16,7 @@ Options of single linear layers are set in the file of Megatron's `--te-precisio
 import dataclasses
 import functools
 import json
+import operator
 import os
 import sys
 from collections.abc import Mapping
@@ -25,6 +26,7 @@ from typing import Any
 from coat_ds.config import ActivationsConfig, CoatConfig, CoatConfigError
 
 VARIABLE = "COAT_CONFIG"
+_DEFAULTS = CoatConfig(enabled=True)
 # the keys of `coat.activations` that apply to a single linear layer
 LAYER_KEYS = ("enabled", "backward_format", "weight_cache", "fast_accumulation")
 
@@ -53,11 +55,8 @@ def megatron_lm() -> Any:
 @functools.cache
 def _read(path: str | None) -> CoatConfig:
     if path is None:
-        return CoatConfig(enabled=True)
+        return _DEFAULTS
     where = f"{VARIABLE}={path}"
-    if not path:
-        # pathlib takes it for the current folder
-        raise CoatConfigError(f"{where}: expected a JSON file, found an empty path. Name one, or unset it.")
     try:
         content = json.loads(Path(path).read_text())
     except (OSError, ValueError, RecursionError) as error:
@@ -75,17 +74,13 @@ def _read(path: str | None) -> CoatConfig:
         config = CoatConfig.from_dict(content["coat"])
     except CoatConfigError as error:
         raise CoatConfigError(f"{where}: {error}") from None
-    for key, value, wanted, why in (
-        ("enabled", config.enabled, True, "--spec switches COAT on"),
-        (
-            "optimizer.checkpoint_layout",
-            config.optimizer.checkpoint_layout,
-            "stock",
-            "Megatron's checkpoints hold FP32 moments",
-        ),
-        ("require", config.require, False, "DeepSpeed's engine alone counts layers"),
-        ("zero3_layer_units", config.zero3_layer_units, None, "ZeRO-3 is DeepSpeed's"),
+    for key, why in (
+        ("enabled", "--spec switches COAT on"),
+        ("optimizer.checkpoint_layout", "Megatron's checkpoints hold FP32 moments"),
+        ("require", "DeepSpeed's engine alone counts layers"),
+        ("zero3_layer_units", "ZeRO-3 is DeepSpeed's"),
     ):
+        value, wanted = map(operator.attrgetter(key), (config, _DEFAULTS))
         if value != wanted:
             raise CoatConfigError(
                 f"{where}: coat.{key}: expected {json.dumps(wanted)}, found {json.dumps(value)}: {why}. "
