@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import random
 from collections import Counter
 
 from coat_ds.doctor import deepspeed_json, dry_run, machine, packages, switches
@@ -24,14 +23,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--model", help="config.json, its folder, or a model of the Hub")
     add("--gpus", type=int, default=1, help="number of all GPUs, for the predicted peak (default: 1)")
     add("--sequence", type=int, default=2048, help="tokens of a sequence, for the peak (default: 2048)")
-    add(
-        "--kernels",
-        nargs="?",
-        type=int,
-        const=random.randrange(10**6),
-        metavar="SEED",
-        help="check every kernel of this project on this GPU as well, with random sizes: a minute",
-    )
     add("--json", action="store_true", help="print the findings as JSON")
 
 
@@ -42,11 +33,6 @@ def run(arguments: argparse.Namespace) -> int:
     parts = {"packages": packages.check(), "switch": [switches.check()], "machine": machine.check()}
     if arguments.deepspeed:
         parts["model"] = _of_model(arguments)
-    if arguments.kernels is not None:
-        # it imports all kernels
-        from coat_ds.doctor import kernels
-
-        parts["kernels"] = kernels.check(arguments.kernels)
     problems = sum(f.state == PROBLEM for findings in parts.values() for f in findings)
     if arguments.json:
         plain = {name: [f._asdict() for f in findings] for name, findings in parts.items()}
