@@ -4,7 +4,7 @@ import argparse
 import json
 from collections import Counter
 
-from coat_ds.doctor import deepspeed_json, dry_run, machine, packages, switches
+from coat_ds.doctor import dry_run, machine, packages, switches
 from coat_ds.doctor.finding import PROBLEM, UNKNOWN, Finding
 from coat_ds.plan.errors import PlanError
 from coat_ds.plan.read import meta_model, model_object, read_object
@@ -51,7 +51,6 @@ def _of_model(arguments: argparse.Namespace) -> list[Finding]:
     except PlanError as error:
         # a model with its own code is built when training starts, and the engine's log lists its layers
         found.append(Finding("model", UNKNOWN if "auto_map" in values else PROBLEM, str(error)))
-    found.append(deepspeed_json.check(config, arguments.gpus))
     return found + dry_run.check(config, model, arguments.gpus, arguments.sequence)
 
 

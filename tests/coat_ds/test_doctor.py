@@ -345,46 +345,11 @@ def test_a_model_with_code_of_its_own_is_one_finding(block, state, tmp_path, cap
     remote = {"model_type": "no_model_of_transformers", "auto_map": {"AutoConfig": "configuration.Config"}}
     _, found = page(tmp_path, capsys, {**config(block), "train_batch_size": 2}, remote)
     assert found["model"]["state"] == UNKNOWN and "auto_map" in found["model"]["text"]
-    assert found["DeepSpeed JSON"]["state"] == found["torch"]["state"] == OK
+    assert found["torch"]["state"] == OK
     assert found.get("dry run", {}).get("state") == state
     # a wrong model_type is a mistake
     code, found = page(tmp_path, capsys, {**config(block), "train_batch_size": 2}, {"model_type": "lama"})
     assert code == 1 and found["model"]["state"] == PROBLEM and "torch" in found
-
-
-AUTO = {f: "auto" for f in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_clipping")}
-
-
-@pytest.mark.parametrize(
-    "change, words, key",
-    [
-        ({"zero_optimization": 2}, (), "zero_optimization"),
-        ({"zero_optimization": {"stage": 2, "reduce_buckets": 5}}, (), "zero_optimization"),
-        ({"zero_optimization": {"stage": 4}}, (), "zero_optimization"),
-        ({"elasticity": {"enabled": True}}, (), "elasticity"),
-        ({"zero_optimization": {"stage": 3, "mics_shard_size": 2}}, (), "mics_shard_size"),
-        ({"train_batch_size": 7, "gradient_accumulation_steps": 2}, ("--gpus=2",), "train_batch_size"),
-        ({"fp16": {"enabled": True}}, (), "fp16"),
-        ({"train_micro_batch_size_per_gpu": None}, (), "train_micro_batch_size_per_gpu"),
-        # accepted
-        ({"train_batch_size": 8, "gradient_accumulation_steps": 2}, ("--gpus=2",), None),
-        ({"train_batch_size": 8, "gradient_accumulation_steps": 4}, (), None),
-        (
-            AUTO
-            | {"bf16": {"enabled": "auto"}, "zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"}},
-            (),
-            None,
-        ),
-        (AUTO | {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}, (), None),
-    ],
-    ids=lambda value: json.dumps(value)[:60] if isinstance(value, dict) else "",
-)
-def test_what_deepspeed_refuses_is_a_problem(change, words, key, tmp_path, capsys):
-    good = {**config({"enabled": True}), "train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True}}
-    _, found = page(tmp_path, capsys, good | change, LLAMA, *words)
-    finding = found["DeepSpeed JSON"]
-    assert finding["state"] == (OK if key is None else PROBLEM), finding
-    assert (key or "accepted") in finding["text"] and "layers" in found
 
 
 def test_without_transformers_the_json_is_checked_alone(tmp_path, monkeypatch, capsys):
