@@ -156,7 +156,6 @@ def planned(
         stage=way.stage,
         tensor=way.tensor,
         reduce_bucket=BUCKET,
-        quantized_gathers=system.zero.get("zero_quantized_weights", False),
     )
     return model.sizes(layers), layout, system.planned()
 

@@ -4,25 +4,17 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from coat_ds.plan.errors import PlanError
-from coat_ds.plan.layout import Layout, Limits
+from coat_ds.plan.layout import Layout
 from coat_ds.plan.sizes import Sizes
 from coat_ds.zero.block import flag
 
-# values that Trainer and Accelerate write in place of "auto", from the model's channels
-_FILLED_IN = {
-    "reduce_bucket_size": lambda hidden: hidden * hidden,
-    "stage3_prefetch_bucket_size": lambda hidden: int(0.9 * hidden * hidden),
-    "stage3_param_persistence_threshold": lambda hidden: 10 * hidden,
-}
 # as DeepSpeed reads it
 _FP32_NAMES = ("fp32", "float32", "float", "torch.float32")
-# numbers of zero_optimization, by the field of Layout and of Limits
-_NUMBERS = {"reduce_bucket": "reduce_bucket_size", "sub_group": "sub_group_size"}
-_LIMITS = {
-    "prefetch": "stage3_prefetch_bucket_size",
+# numbers of zero_optimization, by the field of Layout
+_NUMBERS = {
+    "reduce_bucket": "reduce_bucket_size",
+    "sub_group": "sub_group_size",
     "max_live": "stage3_max_live_parameters",
-    "max_reuse": "stage3_max_reuse_distance",
-    "persistence": "stage3_param_persistence_threshold",
 }
 _BATCH = {"micro_batch": "train_micro_batch_size_per_gpu", "accumulation": "gradient_accumulation_steps"}
 # keys that change memory in ways that are not planned; a size of 1 changes nothing
@@ -48,17 +40,17 @@ def from_deepspeed(config: Mapping, sizes: Sizes, **rest) -> Layout:
     """
     _refuse(config)
     zero = dict(section(config, "zero_optimization"))
-    zero |= {key: value(sizes.hidden) for key, value in _FILLED_IN.items() if zero.get(key) == "auto"}
+    if zero.get("reduce_bucket_size") == "auto":
+        # as Trainer and Accelerate fill it in
+        zero["reduce_bucket_size"] = sizes.hidden * sizes.hidden
     # DeepSpeed ignores other keys whose value is "auto"
     zero = {key: value for key, value in zero.items() if value != "auto"}
     found: dict = {"stage": _number(zero, "zero_optimization.", "stage", 0)}
-    found |= _numbers(zero, _NUMBERS)
+    found |= {name: _number(zero, "zero_optimization.", key) for name, key in _NUMBERS.items() if key in zero}
     found |= {
-        "limits": Limits(**_numbers(zero, _LIMITS)),
         "fp32_gradients": section(config, "data_types").get("grad_accum_dtype") in _FP32_NAMES,
         "flat_gradients": zero.get("contiguous_gradients") is not False,
         "overlap": flag(zero.get("overlap_comm")),
-        "quantized_gathers": flag(zero.get("zero_quantized_weights")),
         "offload_optimizer": _offloads(zero, "offload_optimizer"),
         "offload_parameters": _offloads(zero, "offload_param"),
     }
@@ -108,10 +100,6 @@ def _with_batch(config: Mapping, fields: dict, accumulation_is_given: bool) -> L
     layout = layout.of_global_batch(total)
     # a number of micro-batches on the command line replaces the global batch
     return replace(layout, global_batch=None) if accumulation_is_given else layout
-
-
-def _numbers(zero: Mapping, keys: Mapping[str, str]) -> dict[str, int]:
-    return {name: _number(zero, "zero_optimization.", key) for name, key in keys.items() if key in zero}
 
 
 def _number(values: Mapping, prefix: str, key: str, default: int | None = None) -> int:

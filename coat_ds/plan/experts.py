@@ -29,15 +29,13 @@ class Experts:
     gated: bool = True
     """An expert has two GEMMs before its activation and one after it; else one and one."""
 
-    def modules(self, h: int) -> list[list[int]]:
-        """Elements of parameters by module: router, experts, shared expert."""
-        both = [self.count * (1 + self.gated) * self.ffn * h, self.count * self.ffn * h]
-        shared = [[self.shared * h]] * (2 + self.gated) if self.shared else []
-        return [[h * (self.count + self.shared_gate)], both, *shared]
+    def weights(self, h: int) -> int:
+        """Elements of all experts' matrices, which are one module."""
+        return h * (2 + self.gated) * self.count * self.ffn
 
     def matrices(self, h: int) -> int:
         """Elements of the matrices of a feed-forward layer, with the router's."""
-        return sum(map(sum, self.modules(h)))
+        return h * (self.count + self.shared_gate) + self.converted(h)
 
     def converted(self, h: int) -> int:
         """Elements of `matrices` that COAT multiplies in FP8."""

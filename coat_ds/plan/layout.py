@@ -1,23 +1,11 @@
 """How training is spread over GPUs."""
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from coat_ds.plan.errors import PlanError
 
 # DeepSpeed's defaults
-BUCKET, SUB_GROUP = 500_000_000, 1_000_000_000
-
-
-class Limits(NamedTuple):
-    """Limits of ZeRO-3's gathers in DeepSpeed's `zero_optimization`, in elements, with its defaults."""
-
-    prefetch: int | None = None
-    """Elements that are gathered ahead. None is 50,000,000, and where layers are units a layer."""
-    max_live: int = 1_000_000_000
-    max_reuse: int = 1_000_000_000
-    persistence: int = 100_000
-    """Smaller parameters stay whole on every rank."""
+BUCKET, SUB_GROUP, MAX_LIVE = 500_000_000, 1_000_000_000, 1_000_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,9 +48,8 @@ class Layout:
     """At stages 1 and 2 gradients are reduced during the rest of backward."""
     sub_group: int = SUB_GROUP
     """Elements that ZeRO-3 steps together."""
-    limits: Limits = Limits()
-    quantized_gathers: bool = False
-    """Weights are gathered in 8 bits (`zero_quantized_weights`)."""
+    max_live: int = MAX_LIVE
+    """Elements of weights that ZeRO-3 gathers ahead (`stage3_max_live_parameters`)."""
 
     def __post_init__(self):
         for name in ("micro_batch", "sequence", "gpus", "tensor", "pipeline", "accumulation"):

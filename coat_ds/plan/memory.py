@@ -3,12 +3,12 @@
 Held between steps are weights, masters, states and FP8 copies (`model_states.py`), cuBLAS workspaces, and
 buffers: gathered hidden states under tensor parallelism, and at stage 3 the bucket. A moment adds to these:
 
-- forward, at stage 3: saved activations, which come layer by layer, and gathered weights;
 - loss: all saved activations (`saved.py`) and the logits (`passes.py`);
 - head: the gradient of its matrix, and at stage 2 the bucket and the buffer of 2 S;
 - layers, from the last to the first: gradients within a layer, while saved activations go;
 - gradients (stage 1): all of N' in BF16, and the copy of the part that is stepped, 2 S;
-- each of these except the last, where a step has several micro-batches, also the gradients of earlier ones;
+- each of these, where a step has several micro-batches, also the gradients of earlier ones;
+- loss and layers, at stage 3: gathered weights, of `max_live` elements and of the module that runs;
 - step: the stepped part flat, 2 S, and in FP32, 4 S, which COAT does without.
 """
 
@@ -18,7 +18,6 @@ from dataclasses import dataclass
 
 from coat_ds.plan.errors import PlanError
 from coat_ds.plan.experts import BF16, FP32
-from coat_ds.plan.gathers import gathers_of
 from coat_ds.plan.layout import Layout
 from coat_ds.plan.model_states import ModelStates
 from coat_ds.plan.passes import Passes
@@ -34,7 +33,7 @@ class Memory:
     """Bytes on the fullest GPU at a moment, by role."""
 
     moment: str
-    """"forward", "loss", "head", "layers", "gradients" or "step"."""
+    """"loss", "head", "layers", "gradients" or "step"."""
     weights: float = 0
     gradients: float = 0
     masters: float = 0
@@ -138,26 +137,10 @@ def _passes(held: Mapping, states: ModelStates, passes: Passes, has_head: bool) 
 
 
 def _passes_of_stage_3(held: Mapping, states: ModelStates, passes: Passes) -> list[Memory]:
-    layout, temporaries = states.layout, passes.temporaries()
-    share, saved = 1 / states.sizes.layers, passes.saved
-    gathers = gathers_of(states.sizes, layout, states.system)
-    # quantized, the buffer has 8-bit codes and the values decoded from them
-    buffer = BF16 + layout.quantized_gathers
-    size = lambda found: BF16 * found.weights + buffer * found.buffers  # noqa: E731
-    forward, layers = [], []
-    for layer, (begins, runs) in gathers.forward:
-        # its input, and what the layer before has added to
-        before = {"saved": saved * share * layer, "temporaries": 2 * passes.hidden}
-        forward.append(_at("forward", held, before, gathered=size(begins)))
-        forward.append(_at("forward", held, saved=saved * share * (layer + 1), gathered=size(runs)))
-    for layer, module in gathers.backward:
-        left = {"saved": saved * share * (layer + 1), "temporaries": temporaries}
-        layers.append(_at("layers", held, left, gathered=max(map(size, module))))
     return [
-        max(forward, key=lambda memory: memory.total),
-        _at("loss", held, saved=saved, logits=passes.logits(), gathered=size(gathers.head)),
-        _at("head", held, saved=saved, gradients=_head_gradient(states), temporaries=passes.hidden),
-        max(layers, key=lambda memory: memory.total),
+        _at("loss", held, saved=passes.saved, logits=passes.logits(), gathered=states.gathered),
+        _at("head", held, saved=passes.saved, gradients=_head_gradient(states), temporaries=passes.hidden),
+        _at("layers", held, saved=passes.saved, temporaries=passes.temporaries(), gathered=states.gathered),
     ]
 
 

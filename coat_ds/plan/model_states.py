@@ -91,6 +91,13 @@ class ModelStates:
         """Bytes of masters, states and FP32 gradients."""
         return self.masters + self.states + FP32 * self.part
 
+    @property
+    def gathered(self) -> float:
+        """Bytes of the weights that ZeRO-3 has gathered at most: DeepSpeed gathers the next module as long as
+        fewer than `max_live` elements are there."""
+        module = self.sizes.layer_matrices if self.system.has_units else self.sizes.largest_module
+        return BF16 * min(self.parameters, self.layout.max_live + module / self.layout.tensor)
+
     def buckets(self) -> float:
         """Bytes of the gradient buckets: one, or two if their reduction overlaps with backward."""
         two = self.layout.overlap and self.layout.stage < 3

@@ -120,7 +120,7 @@ def _message_bytes(sizes: Sizes, layout: Layout, system: System) -> float:
     weights = 2 * sizes.parameters * (1 / layout.tensor / layout.pipeline - 1 / layout.gpus)
     # ZeRO-2 reduces gradients in each micro-batch and gathers weights once; ZeRO-3 gathers for forward and
     # for backward of each micro-batch
-    times = {2: layout.accumulation + 1, 3: layout.accumulation * (2 if layout.quantized_gathers else 3)}
+    times = {2: layout.accumulation + 1, 3: 3 * layout.accumulation}
     # Around attention and around the feed-forward layer three gathers of hidden states, one of them for
     # gradients of weights, and two reductions, which are in BF16
     gathered = 2 if system.layers == "bf16" else 1

@@ -129,21 +129,13 @@ class Sizes:
         """Channels between the GEMMs of the widest feed-forward layer that all tokens take; 0 of none."""
         return max(self.ffn * bool(self.mean(1, 0)), self.experts.shared if self.experts else 0)
 
-    def stack(self) -> list[list[list[int]]]:
-        """Elements of the parameters of each layer's modules, in the order in which forward uses them. Layers
-        with experts are taken to be the last."""
-        h = self.hidden
-        if self.maker == "megatron":
-            attention, first = [[h * self.qkv]], [[h * self.fc1]]
-        else:
-            kv = h * self.groups * self.head_dim
-            attention, first = [[h * self.queries], [kv], [kv]], [[h * self.ffn]] * (1 + self.gated)
-        front = [[h], *attention, [self.queries * h], [h]]
-        dense = [*front, *first, [self.ffn * h]]
-        if self.experts is None:
-            return self.layers * [dense]
-        sparse = [*front, *self.experts.modules(h)]
-        return (self.layers - self.experts.layers) * [dense] + self.experts.layers * [sparse]
+    @property
+    def largest_module(self) -> int:
+        """Elements of the largest module of a layer, whose weights ZeRO-3 gathers together."""
+        apart = self.maker == "transformers"
+        columns = max(self.queries, self.ffn) if apart else max(self.qkv, self.fc1)
+        experts = self.experts.weights(self.hidden) if self.experts else 0
+        return max(self.hidden * columns, experts)
 
 
 def from_shape(values: Mapping, vocabulary: int | None) -> Sizes:

@@ -20,7 +20,6 @@ from benchmarks.common.harness import read_rows
 from benchmarks.common.whole_models import MODELS, SYSTEMS, WAYS, planned
 from coat_ds import plan
 from coat_ds.plan import Layout, Memory, Sizes, from_deepspeed, rungs
-from coat_ds.plan.layout import Limits
 from coat_ds.plan.memory import WORKSPACES
 from coat_ds.plan.read import from_values
 from tests.util import run_distributed
@@ -30,15 +29,8 @@ RESULTS = ROOT / "benchmarks/results"
 # of peaks
 BOUND = 0.03
 
-# What the code of a row's commit did otherwise: fields of the layout and keys of the block for COAT under
-# ZeRO-3. Before da81a66 no more was gathered ahead than DeepSpeed's default, before 1edb649 layers were no
-# units.
-THEN = {
-    "da9ec18": ({}, {"zero3_layer_units": False}),
-    "9851d86": ({}, {"zero3_layer_units": False}),
-    "1edb649": ({"limits": Limits(prefetch=50_000_000)}, {}),
-    "515274f": ({"limits": Limits(prefetch=50_000_000)}, {}),
-}
+# before this commit COAT's layers were no units under ZeRO-3
+NO_UNITS = {"da9ec18", "9851d86"}
 # until then the steps of ZeRO 1 and 2 copied their gradients, but at these commits
 COPIED_UNTIL, FLAT = "2026-11-27", {"c0a3b4c", "a342dac", "e2c1def"}
 # Commits, layers and micro-batches over tensor parallelism, and in ZeRO-2, that "auto" launched then, and
@@ -51,9 +43,10 @@ UNPREDICTED = {
     ("train_13b_4gpu", "zero3", "COAT", 20, 2): "linear layers of da9ec18 saved their inputs under ZeRO-3",
     ("train_7b_2gpu", "zero2", "TE FP8, FP8 moments", 32, 4): "its loss is not finite, so no step was made",
 }
-# Rows of ZeRO-3 whose forward, in the step of its own in which phases are looked at, held 1.5 and 1.7 % more
-# than the timed steps at their peak, which is forward's: more was gathered ahead there.
-GATHERED_AHEAD = {("train_7b_4gpu_graphs", "zero3", "BF16", 32, 1)}
+UNPREDICTED |= {
+    ("train_7b_4gpu", "zero3", f"COAT, {name}", 32, 4): "before da81a66 less was gathered ahead"
+    for name in ("smallest", "recomputed attention", "smallest, recomputed attention")
+}
 # MB that an earlier case of the same process had left: Megatron's buffer for gathered hidden states, as large
 # as BF16's 24 sequences wanted it, where 4 and 16 want less
 _SEQUENCE = 2 * 2048 * 4096 / 1e6
@@ -96,11 +89,9 @@ def of_row(row: dict) -> tuple[Sizes, Layout, plan.System]:
         activations = dataclasses.replace(plans.coat.activations, cuda_graphs=False)
         plans = dataclasses.replace(plans, coat=dataclasses.replace(plans.coat, activations=activations))
     spread = dataclasses.replace(spread, flat_gradients=is_flat(row))
-    of_layout, of_block = THEN.get(commit, ({}, {}))
-    if way.stage < 3 or system.coat is None:
-        return size, spread, plans
-    plans = dataclasses.replace(plans, coat=dataclasses.replace(plans.coat, **of_block))
-    return size, dataclasses.replace(spread, **of_layout), plans
+    if way.stage == 3 and system.coat is not None and commit in NO_UNITS:
+        plans = dataclasses.replace(plans, coat=dataclasses.replace(plans.coat, zero3_layer_units=False))
+    return size, spread, plans
 
 
 ROWS = measured()
@@ -108,8 +99,7 @@ ROWS = measured()
 
 def test_all_that_was_measured_is_looked_at():
     assert len(ROWS) >= 75
-    known = {key[:5] for key in ROWS}
-    assert UNPREDICTED.keys() | GATHERED_AHEAD <= known and LEFT.keys() <= {key[:6] for key in ROWS}
+    assert UNPREDICTED.keys() <= {key[:5] for key in ROWS} and LEFT.keys() <= {key[:6] for key in ROWS}
 
 
 @pytest.mark.parametrize("key", [key for key in ROWS if key[:5] not in UNPREDICTED], ids=str)
@@ -137,9 +127,10 @@ def test_each_phase_is_predicted_where_it_was_measured():
             continue
         moments = {moment.moment: moment.total / 1e6 for moment in plan.predict(*of_row(row)).moments}
         if "module by module" not in row["system"]:
-            found = max(moments["loss"], moments.get("forward", 0))
-            measured = row["peak_mb" if key[:5] in GATHERED_AHEAD else "forward_peak_mb"]
-            assert found == pytest.approx(measured, rel=0.01), key
+            # The plan takes a layer beyond `max_live` for gathered, DeepSpeed a part of one: half a layer of
+            # 13B, in two copies of 2 bytes, is 0.6 GB of 34
+            bound = 0.02 if row["way"] == "zero3" else 0.01
+            assert moments["loss"] == pytest.approx(row["forward_peak_mb"], rel=bound), key
             looked += 1
         # at da9ec18 COAT's gradients were FP32 in ZeRO-3's step, and 515274f kept inputs of layers
         if row["commit"][:7] not in ("da9ec18", "515274f"):

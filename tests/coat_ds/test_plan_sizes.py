@@ -164,7 +164,7 @@ def test_the_parameters_of_a_mixture_are_those_of_the_model(name):
     # biases and norms of queries and keys
     assert 0 <= found.other_parameters < 2e-3 * exact and found.parameters == exact
     layers = model.model.layers
-    in_layers = sum(n for layer in found.stack() for module in layer for n in module)
+    in_layers = found.layers * found.layer_matrices
     assert in_layers == pytest.approx(sum(p.numel() for p in layers.parameters()), rel=2e-3)
     sparse = [any(n.endswith("gate_up_proj") for n, _ in layer.named_parameters()) for layer in layers]
     assert found.experts.layers == sum(sparse)
