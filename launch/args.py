@@ -68,12 +68,11 @@ def _add_model_and_data(add: Callable) -> None:
         type=path,
         default=[],
         metavar="PATH",
-        help="text files, .jsonl files with a text in each line, folders of them, or Megatron indexed "
-        "datasets; without it, the Python standard library's sources. Every process tokenises text at its "
-        "start: use the indexed format for many gigabytes",
+        help="text files, .jsonl files with a text in each line, or folders of them; without it, the Python "
+        "standard library's sources. Every process tokenises at its start: for many gigabytes take "
+        "launch/megatron_pretrain.sh",
     )
     add("--tokenizer", metavar="JSON", help="Hugging Face tokenizer.json; bytes without it")
-    add("--vocab-size", type=positive, help="number of ids of indexed data without --tokenizer")
     add("--seq-length", type=positive, default=128, help="tokens per sequence (default %(default)s)")
 
 

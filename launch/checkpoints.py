@@ -14,7 +14,6 @@ Nothing in a checkpoint is executed: torch reads tensors, plain containers, and 
 `_framework_types`.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import hashlib
@@ -38,24 +37,17 @@ from coat_launch.errors import LaunchError
 from coat_launch.files import atomic_write, read_object
 
 MANIFEST = "manifest.json"
-PARTIAL, DAMAGED, UNIVERSAL = ".partial", ".damaged", ".universal.partial"
+PARTIAL, DAMAGED = ".partial", ".damaged"
 _NAME = re.compile(r"step(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a run is distributed. Plain ZeRO checkpoints can only be read with the layout that wrote them."""
+    """How a run is distributed. ZeRO checkpoints can only be read with the layout that wrote them."""
 
     data_parallel_size: int
     tensor_parallel_size: int
     zero_stage: int
-
-    def can_convert(self, saved: "Layout") -> bool:
-        """Whether DeepSpeed's universal checkpoints convert from `saved` to this layout."""
-        both = {self.zero_stage, saved.zero_stage}
-        return self.tensor_parallel_size == saved.tensor_parallel_size == 1 and (
-            both <= {1, 2} or both == {3}
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,42 +159,21 @@ def find(folder: Path, *, set_aside: bool = False) -> Checkpoint | None:
     return None
 
 
-def load(engine, found: Checkpoint, layout: Layout, scratch: Path) -> dict:
+def load(engine, found: Checkpoint, layout: Layout) -> dict:
     """Restores the engine and the random states; returns the client state. Collective.
 
-    A checkpoint of another data-parallel size is converted first, in the folder `scratch`. The engine's
-    config needs `"checkpoint": {"load_universal": true}` for it. Random states, one per rank, are restored
-    only with the same number of ranks.
-
-    Raises LaunchError if DeepSpeed cannot convert between the layouts, if a file contains more than data,
-    and if it lacks what this model and this optimizer need.
+    Raises LaunchError for a checkpoint of another layout, if a file contains more than data, and if it lacks
+    what this model and this optimizer need.
     """
-    folder, tag = found.path.parent, found.path.name
-    converted = found.layout != layout
-    if converted:
-        if not layout.can_convert(found.layout):
-            raise LaunchError(
-                f"{found.path} was written by {found.layout}, this is {layout}: universal checkpoints go "
-                "between data-parallel sizes of ZeRO 1 and 2, and of ZeRO 3, without tensor parallelism. "
-                "Go on with the sizes and the stage it was written with"
-            )
-        # a folder of its own: DeepSpeed writes the name of the newest universal checkpoint next to it
-        folder = scratch / from_main(lambda: f"{tag}.{uuid.uuid4().hex[:8]}{UNIVERSAL}")
-    decay = [group.get("weight_decay") for group in engine.optimizer.param_groups]
+    if found.layout != layout:
+        raise LaunchError(
+            f"{found.path} was written by {found.layout}, this is {layout}. Go on with the sizes and the "
+            "stage it was written with"
+        )
     with reading(found.path):
         with _data_only():
-            if converted:
-                _convert(found.path, folder / tag)
-            _, state = engine.load_checkpoint(str(folder), tag=tag)
-        if converted:
-            dist.barrier()
-            if is_main():
-                shutil.rmtree(folder)
-            # ZeRO 3 gives every group the first one's
-            for group, value in zip(engine.optimizer.param_groups, decay, strict=True):
-                group["weight_decay"] = value
-        if len(state["rng"]) == dist.get_world_size():
-            _set_rng_state(state["rng"][dist.get_rank()])
+            _, state = engine.load_checkpoint(str(found.path.parent), tag=found.path.name)
+        _set_rng_state(state["rng"][dist.get_rank()])
     return state
 
 
@@ -323,30 +294,6 @@ def _stage(kind: object, name: str) -> object:
     if kind is not ZeroStageEnum or name not in ZeroStageEnum.__members__:
         raise pickle.UnpicklingError(f"expected a stage of ZeRO, found {name!r} of {kind}")
     return ZeroStageEnum[name]
-
-
-def _convert(source: Path, target: Path) -> None:
-    from deepspeed.checkpoint.ds_to_universal import main
-
-    from coat_ds.zero.watch import FILE
-
-    if is_main():
-        with _writing(target), contextlib.redirect_stdout(sys.stderr):
-            main(
-                argparse.Namespace(
-                    input_folder=str(source),
-                    output_folder=str(target),
-                    num_extract_workers=1,
-                    num_merge_workers=1,
-                    keep_temp_folder=False,
-                    strict=True,
-                    inject_missing_state=True,
-                )
-            )
-            # DeepSpeed's conversion omits this file
-            if (source / FILE).is_file():
-                shutil.copy2(source / FILE, target)
-    dist.barrier()
 
 
 def _rng_state() -> dict:

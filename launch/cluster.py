@@ -1,14 +1,13 @@
 """Checks a node and starts training on it; the scripts of this folder call it.
 
-    python launch/cluster.py torchrun|deepspeed|megatron [--dry-run] [arguments of the training script]
+    python launch/cluster.py torchrun|megatron [--dry-run] [arguments of the training script]
 
 Settings come from environment variables:
 
-    NODES            number of nodes; from HOSTFILE or Slurm where there is one, else 1
-    NODE_RANK        index of this node, from 0 (torchrun, megatron)
-    GPUS_PER_NODE    processes a node (default: slots of HOSTFILE, GPUs of the node that starts this, or 1)
-    HOSTFILE         lines "host slots=n"; hosts are reached by ssh (deepspeed)
-    MASTER_ADDR      address of node 0(default: the first of HOSTFILE; 127.0.0.1 for a single node)
+    NODES            number of nodes; Slurm's where there is one, else 1
+    NODE_RANK        index of this node, from 0
+    GPUS_PER_NODE    processes a node (default: the node's GPUs, or 1)
+    MASTER_ADDR      address of node 0 (default: 127.0.0.1 for a single node)
     MASTER_PORT      first of two free ports there (default 29500)
     INTERFACE        network interface of NCCL, gloo and the rendezvous, as "eth0"
     TENSOR_SIZE      tensor parallel size (default 1)
@@ -62,16 +61,12 @@ def main(argv: list[str]) -> None:
         settings = Settings.from_environment(args.kind, env)
         own = commands.environment(settings, env)
         words = commands.script_words(settings, extra)
-        commands.check_unchanged(settings, own, words)
         if args.dry_run:
-            for rank in range(1 if settings.kind == "deepspeed" else settings.nodes):
+            for rank in range(settings.nodes):
                 variables = (f"{name}={value}" for name, value in own.items())
-                names = " ".join(settings.hosts) or f"node {rank} of {settings.nodes}"
-                print(f"# {names}")
+                print(f"# node {rank} of {settings.nodes}")
                 print(shlex.join(["env", *variables, *commands.command(settings, rank, words)]))
             return
-        if settings.hosts:
-            own["DS_ENV_FILE"] = commands.write_for_deepspeed(settings, own)
         preflight.check(settings, {**env, **own})
     except LaunchError as error:
         sys.exit(f"error: {error}")

@@ -1,21 +1,16 @@
-"""A node's command and its environment, and checks for values that DeepSpeed's launcher would change."""
+"""A node's command and its environment."""
 
 import os
-import re
 import socket
 import sys
 from pathlib import Path
 
 import psutil
 
-from coat_launch.errors import LaunchError
-from coat_launch.files import writing
 from coat_launch.settings import SIZES, Settings
 
 # this project's scripts
 HERE = Path(__file__).resolve().parent
-# the characters that DeepSpeed, pdsh, which expands "%", and a shell pass on as they are
-UNCHANGED = r"[\w@+=:,./-]*"
 # seconds that nodes wait for each other
 PATIENCE = 300
 
@@ -36,35 +31,12 @@ def environment(settings: Settings, env: dict[str, str]) -> dict[str, str]:
     return out
 
 
-def check_unchanged(settings: Settings, own: dict[str, str], words: list[str]) -> None:
-    """Raises LaunchError for a value that DeepSpeed's launcher would change on its way to other nodes.
-
-    own: the variables of `environment`. words: the training script and its arguments.
-    """
-    for word in (os.getcwd(), sys.executable, *own.values(), *words) if settings.hosts else ():
-        if not re.fullmatch(UNCHANGED, word):
-            raise LaunchError(
-                f"{word!r}: DeepSpeed's launcher would change it on its way to the nodes, it passes on "
-                f"{UNCHANGED}. Name another, or use torchrun_multinode.sh or slurm.sbatch"
-            )
-
-
 def command(settings: Settings, node_rank: int, words: list[str], *, trial: bool = False) -> list[str]:
-    """The command that starts processes on a node; with `deepspeed`, on the node that starts all nodes.
+    """The command that starts processes on a node.
 
     words: what the processes run. trial: for one process on each node, with the next port.
     """
     processes, port = (1 if trial else settings.gpus_per_node), settings.master_port + trial
-    if settings.kind == "deepspeed":
-        places = [f"--hostfile={settings.hostfile}", f"--num_nodes={settings.nodes}", "--force_multi"]
-        return [
-            *(sys.executable, "-m", "deepspeed.launcher.runner"),
-            *(places if settings.hosts else []),
-            f"--num_gpus={processes}",
-            f"--master_addr={settings.address}",
-            f"--master_port={port}",
-            *words,
-        ]
     # the interface's address is known on this node only
     address = _address(settings.interface) if node_rank == settings.node_rank else None
     return [
@@ -136,12 +108,3 @@ def _address(interface: str | None) -> str | None:
     """The interface's IPv4 address on this node; None without an interface or without an address."""
     found = psutil.net_if_addrs().get(interface, [])
     return next((address.address for address in found if address.family == socket.AF_INET), None)
-
-
-def write_for_deepspeed(settings: Settings, own: dict[str, str]) -> str:
-    """Writes the file from which DeepSpeed's launcher sets variables on all nodes; returns its path."""
-    path = Path(settings.output) / "deepspeed_env"
-    with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(f"{name}={value}\n" for name, value in own.items()))
-    return str(path)

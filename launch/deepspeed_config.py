@@ -42,7 +42,7 @@ def read_deepspeed_config(args: argparse.Namespace) -> dict:
 
 def _check(config: dict) -> None:
     """Raises ValueError for what is changed or read here, and is not as it has to be."""
-    for key in ("optimizer", "scheduler", "zero_optimization", "checkpoint"):
+    for key in ("optimizer", "scheduler", "zero_optimization"):
         if not isinstance(config.get(key, {}), dict):
             raise ValueError(f"{key}: expected an object in braces, found {config[key]!r}")
     params = config.get("optimizer", {}).get("params")

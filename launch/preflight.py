@@ -1,7 +1,7 @@
 """Compares the nodes and checks each of them before training starts: see `coat_launch.cluster`.
 
 The launcher that will start the training starts this module first, in one process on every node. So its
-addresses, ports, ssh and network are tested too.
+addresses, ports and network are tested too.
 """
 
 import dataclasses
@@ -74,7 +74,7 @@ def _of_all_nodes(settings: Settings, env: dict[str, str], path: Path) -> list[s
             *lines[-20:],
             f"the {settings.nodes} nodes do not find each other. Start the script on all of them within "
             f"{PATIENCE} seconds, each with its NODE_RANK; check MASTER_ADDR, MASTER_PORT (and the port "
-            "after it), INTERFACE, firewalls; with HOSTFILE, `ssh HOST` has to work without a password",
+            "after it), INTERFACE and firewalls",
         ]
     return found
 
@@ -173,5 +173,4 @@ def main(path: str) -> None:
 
 
 if __name__ == "__main__":
-    # after DeepSpeed's --local_rank
-    main(sys.argv[-1])
+    main(sys.argv[1])

@@ -11,8 +11,7 @@ from coat_launch.files import read_object
 
 # keys of MODEL_CONFIG that are read here
 SIZES = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups")
-KINDS = ("torchrun", "deepspeed", "megatron")
-# a name that begins with "-" would be parsed as an option of ssh
+KINDS = ("torchrun", "megatron")
 HOST = r"[\w.:][\w.:-]*"
 # the smallest and the largest value of numbers; after MASTER_PORT the next port is used too
 LIMITS = {"node_rank": (0, 10**9), "max_restarts": (0, 10**9), "master_port": (1, 2**16 - 2)}
@@ -25,9 +24,6 @@ class Settings:
     """The variables that `coat_launch.cluster` documents, which are the fields in capitals."""
 
     kind: str
-    hosts: tuple[str, ...] = ()
-    """Names of the hosts of HOSTFILE, for DeepSpeed's launcher; else empty."""
-    hostfile: str = ""
     nodes: int = 1
     node_rank: int = 0
     gpus_per_node: int = 1
@@ -51,23 +47,15 @@ class Settings:
     @classmethod
     def from_environment(cls, kind: str, env: dict[str, str]) -> "Settings":
         """Raises LaunchError, naming the variable, for invalid values."""
-        if (launcher := env.get("LAUNCHER", "pdsh")) != "pdsh":
-            raise LaunchError(
-                f"LAUNCHER: expected pdsh, found {launcher!r}. Under Slurm submit launch/slurm.sbatch; start "
-                "launch/pretrain_gpt.py by DeepSpeed's other launchers yourself"
-            )
-        hosts = _read_hostfile(env["HOSTFILE"]) if kind == "deepspeed" and env.get("HOSTFILE") else {}
-        values = {"gpus_per_node": next(iter(hosts.values()), _gpu_count())}
-        if hosts:
-            values |= {"nodes": len(hosts), "master_addr": next(iter(hosts))}
+        values: dict = {"gpus_per_node": _gpu_count()}
         for field in dataclasses.fields(cls):
             name = field.name.upper()
-            if not env.get(name) and field.name not in values:
+            if not env.get(name):
                 name = OF_SLURM.get(name, name)
-            if env.get(name) and field.name not in ("kind", "hosts"):
+            if env.get(name) and field.name != "kind":
                 number = field.type is int
                 values[field.name] = _number(name, env[name], field.name) if number else env[name]
-        settings = cls(**values, kind=kind, hosts=tuple(hosts)[: values.get("nodes")])
+        settings = cls(**values, kind=kind)
         settings._check()
         # ranks of other nodes start in other folders
         return dataclasses.replace(settings, output=os.path.abspath(settings.output))
@@ -93,10 +81,6 @@ class Settings:
         return shape
 
     def _check(self) -> None:
-        if self.kind == "deepspeed" and self.nodes > max(1, len(self.hosts)):
-            raise LaunchError(
-                f"NODES: {self.nodes}, but HOSTFILE, a file of lines 'host slots=n', names {len(self.hosts)}"
-            )
         if self.node_rank >= self.nodes:
             raise LaunchError(f"NODE_RANK: expected less than NODES ({self.nodes}), found {self.node_rank}")
         if not re.fullmatch(HOST, self.master_addr if self.nodes > 1 else self.address):
@@ -130,21 +114,6 @@ def _number(variable: str, text: str, field: str) -> int:
     if not re.fullmatch(r"[0-9]{1,10}", text) or not least <= int(text) <= most:
         raise LaunchError(f"{variable}: expected a whole number from {least} to {most}, found {text[:60]!r}")
     return int(text)
-
-
-def _read_hostfile(path: str) -> dict[str, int]:
-    """The hosts with their slots."""
-    from deepspeed.launcher.runner import fetch_hostfile
-
-    try:
-        hosts = fetch_hostfile(path)
-    except (OSError, ValueError) as error:
-        raise LaunchError(f"HOSTFILE {path}: {error}") from error
-    if not hosts or len(set(hosts.values())) > 1 or not all(re.fullmatch(HOST, host) for host in hosts):
-        raise LaunchError(
-            f"HOSTFILE {path}: expected lines 'host slots=n' with the same n, found {dict(hosts or {})}"
-        )
-    return hosts
 
 
 def _gpu_count() -> int:

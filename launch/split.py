@@ -1,8 +1,8 @@
 """Documents to batches: laid end to end and cut into sequences.
 
 Every epoch visits all sequences once, in an order that depends on the seed alone. A batch is a pure function
-that were consumed before it, so a run resumes from that one number and reads the same data on any number of
-data-parallel ranks.
+of the number of samples that were consumed before it, so a run resumes from that one number and reads the
+same data on any number of data-parallel ranks.
 """
 
 from collections.abc import Iterable, Iterator
@@ -10,8 +10,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-
-from coat_launch.errors import LaunchError
 
 
 class Batch(NamedTuple):
@@ -29,12 +27,11 @@ class Split:
     Neighbouring samples share one token, so that each token is a label once.
     """
 
-    def __init__(self, sources, documents: np.ndarray, *, seq_length: int, vocab_size: int, seed: int):
-        """`documents` is int64 [n, 3]: index in `sources`, first token, number of tokens."""
-        self._sources = sources
-        self._documents = documents
-        self._ends = np.cumsum(documents[:, 2])
-        self._seq_length, self._vocab_size, self._seed = seq_length, vocab_size, seed
+    def __init__(self, tokens: np.ndarray, documents: np.ndarray, *, seq_length: int, seed: int):
+        """`documents` is int64 [n, 2]: index of the first token in `tokens`, number of tokens."""
+        self._tokens, self._documents = tokens, documents
+        self._ends = np.cumsum(documents[:, 1])
+        self._seq_length, self._seed = seq_length, seed
         self._order = (-1, np.empty(0, np.int64))
 
     def __len__(self) -> int:
@@ -51,17 +48,10 @@ class Split:
         position, filled = index * self._seq_length, 0
         document = int(np.searchsorted(self._ends, position, side="right"))
         while filled < len(out):
-            source, start, length = self._documents[document]
+            start, length = self._documents[document]
             inside = position + filled - (self._ends[document] - length)
             count = min(int(length - inside), len(out) - filled)
-            piece = self._sources[source][start + inside : start + inside + count]
-            if piece.max() >= self._vocab_size or piece.min() < 0:
-                raise LaunchError(
-                    f"--data {self._sources[source].filename}: found token ids from {piece.min()} to "
-                    f"{piece.max()}, but the vocabulary has {self._vocab_size} ids: give the tokenizer the "
-                    "data was made with (--tokenizer), or its size (--vocab-size)"
-                )
-            out[filled : filled + count] = piece
+            out[filled : filled + count] = self._tokens[start + inside : start + inside + count]
             filled, document = filled + count, document + 1
         return out
 
@@ -94,11 +84,6 @@ class Split:
         return int(self._order[1][place])
 
 
-def document_table(source: int, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """`Split`'s rows for the documents that are not empty."""
-    return np.stack([np.full_like(starts, source), starts, lengths], 1)[lengths > 0]
-
-
 def hold_out(
     documents: np.ndarray, share: float, seed: int, seq_length: int
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -107,13 +92,13 @@ def hold_out(
     In an order drawn from the seed, documents go to the validation part until it has its share of the tokens
     and at least one sequence. A lone document is cut in two instead.
     """
-    lengths = documents[:, 2]
+    lengths = documents[:, 1]
     total = int(lengths.sum())
     wanted = max(int(total * share), seq_length + 1)
     if len(documents) == 1:
-        source, start, length = documents[0]
+        start, length = documents[0]
         kept = max(0, length - wanted)
-        return np.array([[source, start, kept]]), np.array([[source, start + kept, length - kept]])
+        return np.array([[start, kept]]), np.array([[start + kept, length - kept]])
 
     order = np.random.default_rng(seed).permutation(len(documents))
     # a document that is most of the corpus would leave nothing to train on

@@ -71,11 +71,7 @@ class Trainer:
             self._readings = self.folder / FILE
         shape = load_model_shape(args)
         self.corpus: Corpus = load_corpus(
-            args.data,
-            seq_length=args.seq_length,
-            seed=args.seed,
-            tokenizer=args.tokenizer,
-            vocab_size=args.vocab_size,
+            args.data, seq_length=args.seq_length, seed=args.seed, tokenizer=args.tokenizer
         )
         self._join_ranks()
         if self.is_main:
@@ -86,8 +82,6 @@ class Trainer:
         if not coat.enabled:
             use_torch_adamw(self.config)
         checkpoint = self._find_checkpoint()
-        if checkpoint is not None and checkpoint.layout != self.layout:
-            self.config.setdefault("checkpoint", {})["load_universal"] = True
         self.engine = self._make_engine(model)
         self.step, self.val_loss_start = 0, None
         # on rank 0, during training
@@ -329,7 +323,7 @@ class Trainer:
     def _load(self, checkpoint: checkpoints.Checkpoint) -> None:
         from coat_kernels.weights import invalidate_weight_caches
 
-        state = checkpoints.load(self.engine, checkpoint, self.layout, self.checkpoint_folder)
+        state = checkpoints.load(self.engine, checkpoint, self.layout)
         # the pass that measured saved_bytes has used other weights
         invalidate_weight_caches()
         now = self._data_identity()

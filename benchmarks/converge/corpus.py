@@ -177,8 +177,8 @@ def load(folder: Path, seq_length: int, seed: int) -> TokenizedText:
     for name, order in (("train", seed), ("held_out", 0)):
         tokens = np.load(folder / f"{name}.npy", mmap_mode="r")
         lengths = np.load(folder / f"{name}_lengths.npy")
-        documents = np.stack([np.zeros_like(lengths), np.cumsum(lengths) - lengths, lengths], 1)
-        split = Split([tokens], documents, seq_length=seq_length, vocab_size=vocab_size, seed=order)
+        documents = np.stack([np.cumsum(lengths) - lengths, lengths], 1)
+        split = Split(tokens, documents, seq_length=seq_length, seed=order)
         if not len(split):
             raise ValueError(
                 f"{folder}: the part {name} has {split.num_tokens} tokens, less than one sequence of "

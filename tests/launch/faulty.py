@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from coat_launch import checkpoints, pretrain_gpt
+from coat_launch import pretrain_gpt
 from coat_launch.split import Split
 from coat_launch.trainer import Trainer
 
@@ -89,22 +89,8 @@ def kill_at_event(folder: str, index: int) -> None:
 
 
 def record(folder: str) -> None:
-    """Writes the samples of each step by rank, and masters, moments and weight decay when they are saved or
-    loaded."""
-    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-
-    batch, load, save = Split.batch, checkpoints.load, checkpoints.save
-
-    def states(engine) -> list:
-        return [
-            (
-                safe_get_full_fp32_param(p).clone(),
-                *(safe_get_full_optimizer_state(p, name).clone() for name in ("exp_avg", "exp_avg_sq")),
-            )
-            for p in engine.module.parameters()
-        ]
-
-    train_step, now = Trainer._train_step, []
+    """Writes the samples of each step by rank."""
+    batch, train_step, now = Split.batch, Trainer._train_step, []
 
     def timed(trainer):
         now[:] = [trainer.step + 1]
@@ -120,23 +106,8 @@ def record(folder: str) -> None:
                 file.write(f"{now[0]} {hashlib.sha256(row.numpy().tobytes()).hexdigest()}\n")
         return out
 
-    def saved(engine, where, step, *args, **options):
-        found = states(engine)
-        if int(os.environ["RANK"]) == 0:
-            torch.save(found, f"{folder}/saved{step}")
-        save(engine, where, step, *args, **options)
-
-    def loaded(engine, *args):
-        state = load(engine, *args)
-        found = states(engine)
-        decays = [group["weight_decay"] for group in engine.optimizer.param_groups]
-        if int(os.environ["RANK"]) == 0:
-            torch.save(found, f"{folder}/loaded{state['step']}")
-            torch.save(decays, f"{folder}/decays{state['step']}")
-        return state
-
     Trainer._train_step = timed
-    Split.batch, checkpoints.load, checkpoints.save = noted, loaded, saved
+    Split.batch = noted
 
 
 def main(faults: dict, argv: list[str]) -> None:

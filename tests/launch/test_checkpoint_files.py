@@ -74,7 +74,7 @@ def draws(folder):
     checkpoints.save(engine, folder, 1, layout, {})
     saved = torch.rand(5)
     tracker.set_states({name: torch.zeros_like(state) for name, state in before.items()})
-    checkpoints.load(engine, checkpoints.find(folder), layout, folder)
+    checkpoints.load(engine, checkpoints.find(folder), layout)
     return saved, torch.rand(5), before, tracker.get_states()
 
 
@@ -155,31 +155,3 @@ def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path):
     assert removed == [f"{folder}/step{step}.partial" for step in (2, 1)]
     # an incomplete checkpoint does not count as one to keep
     assert left == ["latest", "step3", "step9"]
-
-
-def conversions(folder):
-    """The contents of the folder after a conversion, and the error of a conversion on a full disk."""
-    checkpoints.save(small_engine(), folder, 1, dataclasses.replace(LAYOUT, data_parallel_size=2), {"of": 7})
-    engine = small_engine(checkpoint={"load_universal": True})
-    state = checkpoints.load(engine, checkpoints.find(folder), LAYOUT, folder)
-    left = {path.name for path in folder.iterdir() if path.suffix != ".py"}
-    with pytest.raises(LaunchError) as error, full_disk():
-        checkpoints.load(engine, checkpoints.find(folder), LAYOUT, folder)
-    return state["of"], left, str(error.value)
-
-
-def test_a_conversion_leaves_nothing(tmp_path):
-    ((state, left, why),) = run_distributed(conversions, 1, tmp_path)
-    assert state == 7 and left == {"latest", "step1"}
-    assert f"cannot write a checkpoint to {tmp_path}/step1." in why and "make room" in why
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_layouts_that_universal_checkpoints_lead_to(stage):
-    """With another number of ranks, without tensor parallelism; between ZeRO 1 and 2, and within ZeRO 3."""
-    reached = {1: {1, 2}, 2: {1, 2}, 3: {3}}.get(stage, set())
-    saved = checkpoints.Layout(2, 1, stage)
-    assert {s for s in range(4) if checkpoints.Layout(4, 1, s).can_convert(saved)} == reached
-    for tensor in (1, 2):
-        assert not checkpoints.Layout(4, 2, stage).can_convert(checkpoints.Layout(4, tensor, stage))
-    assert not checkpoints.Layout(4, 1, stage).can_convert(checkpoints.Layout(2, 2, stage))

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import re
-import shlex
 import shutil
 import signal
 import socket
@@ -18,7 +17,7 @@ from tests.launch.ranks import HIDDEN, run_ranks
 from tests.launch.test_faults import measured
 from tests.util import free_port
 
-pytestmark = pytest.mark.long("hosts of real network namespaces, sshd, pdsh and Slurm")
+pytestmark = pytest.mark.long("hosts of real network namespaces and Slurm")
 
 ROOT = Path(__file__).parents[2]
 ADDRESSES = ("10.99.7.1", "10.99.7.2")
@@ -123,52 +122,6 @@ def test_torchrun_across_hosts_and_a_lost_one(tmp_path, hosts, corpus, one_host)
     with running(hosts, "torchrun_multinode.sh", tmp_path, corpus) as processes:
         assert [process.wait(240) for process in processes] == [0, 0], printed(tmp_path)
     assert "going on from" in printed(tmp_path)
-    assert measured(tmp_path) == one_host
-
-
-@pytest.fixture
-def ssh(tmp_path, hosts, monkeypatch):
-    """A real sshd on each host that accepts a key made for it, and an `ssh` command that uses the key."""
-    if not shutil.which("sshd"):
-        pytest.skip("needs sshd: apt-get install openssh-server")
-    key = tmp_path / "key"
-    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key], check=True)
-    Path("/run/sshd").mkdir(exist_ok=True)
-    daemons = []
-    for inside, address in zip(hosts, ADDRESSES, strict=True):
-        options = {
-            "ListenAddress": address,
-            "HostKey": key,
-            "AuthorizedKeysFile": f"{key}.pub",
-            "StrictModes": "no",
-            "PasswordAuthentication": "no",
-            "UsePAM": "no",
-            "PermitRootLogin": "yes",
-            "PidFile": "none",
-        }
-        words = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
-        daemons.append(subprocess.Popen([*inside, shutil.which("sshd"), "-D", "-f", "/dev/null", *words]))
-    wrapper = tmp_path / "bin/ssh"
-    wrapper.parent.mkdir()
-    options = "-o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null -o LogLevel=ERROR"
-    wrapper.write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -i {shlex.quote(str(key))} {options} "$@"\n')
-    wrapper.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{wrapper.parent}:{os.environ['PATH']}")
-    yield
-    for daemon in daemons:
-        daemon.terminate()
-        daemon.wait()
-
-
-def test_deepspeed_across_hosts(tmp_path, hosts, corpus, one_host, ssh):
-    if not shutil.which("pdsh"):
-        pytest.skip("needs pdsh: apt-get install pdsh")
-    hostfile = tmp_path / "hosts"
-    script = [*hosts[0], "bash", str(ROOT / "launch/deepspeed_multinode.sh"), *EXTRA]
-    hostfile.write_text("".join(f"{address} slots=1\n" for address in ADDRESSES))
-    env = variables(tmp_path, corpus, HOSTFILE=str(hostfile))
-    done = subprocess.run(script, env=env, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stdout + done.stderr
     assert measured(tmp_path) == one_host
 
 

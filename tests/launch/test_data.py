@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import tokenizers
 import torch
-from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from coat_launch.data import load_corpus, padded_vocab_size
@@ -22,17 +21,6 @@ def write_files(folder, count=40, words=30):
         text = f"{n}:" + " ".join(f"w{n}_{i}" for i in range(words + n))
         (folder / f"{n:03}.txt").write_text(text)
     return folder
-
-
-def write_indexed(prefix, documents, dtype=np.int32):
-    """Each document is a list of sequences."""
-    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
-    for sequences in documents:
-        for sequence in sequences:
-            builder.add_item(torch.tensor(sequence))
-        builder.end_document()
-    builder.finalize(f"{prefix}.idx")
-    return prefix
 
 
 @pytest.fixture(scope="module")
@@ -145,9 +133,8 @@ def test_an_epoch_visits_each_sample_once_and_the_next_in_another_order(tmp_path
     assert sorted(epochs[0]) == sorted(epochs[1]) == documents
     assert epochs[0] != epochs[1]
     # the order is not that of another seed either
-    rest = {"seq_length": 32, "vocab_size": split._vocab_size}
     for seed in (2, 4):
-        other = Split(split._sources, split._documents, seed=seed, **rest)
+        other = Split(split._tokens, split._documents, seq_length=32, seed=seed)
         orders = [other.batch(range(first, first + count)).tokens.tolist() for first in (0, count)]
         assert not any(order in epochs for order in orders)
     # an earlier batch is the same at a second call: batches do not depend on earlier calls
@@ -227,90 +214,16 @@ def test_end_of_document_is_added_where_the_tokenizer_has_none(tmp_path, word_to
     assert (tokenizer.vocab_size, tokenizer.end_of_document) == (11, 10)
 
 
-def test_indexed_dataset(tmp_path):
-    documents = [[[10 * i + 1, 10 * i + 2], [10 * i + 3]] for i in range(20)]
-    prefix = write_indexed(tmp_path / "corpus.v1", documents, np.uint16)
-    flat = {tuple(token for sequence in document for token in sequence) for document in documents}
-    for name in (prefix, f"{prefix}.bin", f"{prefix}.idx", tmp_path):
-        corpus = load_corpus([name], seq_length=1, seed=0, vocab_size=200)
-        parts = [all_tokens(split).reshape(-1, 3) for split in (corpus.train, corpus.validation)]
-        assert {tuple(row) for part in parts for row in part.tolist()} == flat
-        assert corpus.vocab_size == 200
-
-
-def test_several_indexed_datasets_and_text(tmp_path, word_tokenizer):
-    first = write_indexed(tmp_path / "first", [[[1] * 50]] * 4)
-    second = write_indexed(tmp_path / "second", [[[2] * 50]] * 4, np.uint16)
-    (tmp_path / "a.txt").write_text("blue " * 50)
-    corpus = load_corpus(
-        [first, second, tmp_path / "a.txt"],
-        seq_length=1,
-        seed=0,
-        tokenizer=word_tokenizer,
-        validation_share=0.1,
-    )
-    tokens = np.concatenate([all_tokens(corpus.train), all_tokens(corpus.validation)])
-    assert np.bincount(tokens).tolist() == [0, 200, 200, 50, 1]
-
-
 def test_unusable_arguments_are_refused(tmp_path):
     good, empty = tmp_path / "good.txt", tmp_path / "folder"
     good.write_text("red green blue " * 100)
     (tmp_path / "t.json").write_text('{"a": 1}')
     empty.mkdir()
-    ids = write_indexed(tmp_path / "d", [[[1, 2]]])
     for named, paths, options in (
         ("nowhere.txt", [tmp_path / "nowhere.txt"], {}),
         ("folder", [empty], {}),
         ("none.json", [good], {"tokenizer": tmp_path / "none.json"}),
         ("t.json", [good], {"tokenizer": tmp_path / "t.json"}),
-        ("--vocab-size", [good], {"vocab_size": 100}),
-        ("--vocab-size", [ids], {}),
-        ("--data", [good, ids], {"vocab_size": 300}),
     ):
         with pytest.raises(LaunchError, match=named):
             load_corpus(paths, seq_length=16, seed=0, **options)
-
-
-# the file of an indexed dataset that is damaged: from which byte on, and what is written there; None
-# truncates the file
-DAMAGE = {
-    "empty bin": ("bin", 0, None),
-    "bin cut short": ("bin", 8, None),
-    "bin longer than idx": ("bin", 24, bytes(4)),
-    "idx of another kind": ("idx", 0, b"something"),
-    "idx cut short": ("idx", 80, None),
-    # the version is in eight bytes after a constant of nine; one byte for the type of tokens follows
-    "another version": ("idx", 9, b"\x63"),
-    "unknown type of tokens": ("idx", 17, b"\x63"),
-    # three lengths of four bytes, three offsets and four first sequences of eight
-    "negative length": ("idx", 34 + 8, np.int32(-1).tobytes()),
-    "wrong beginning": ("idx", 34 + 12 + 8, np.int64(8).tobytes()),
-    "unordered documents": ("idx", 34 + 12 + 24 + 8, np.array([2, 1], np.int64).tobytes()),
-    "documents beyond": ("idx", 34 + 12 + 24 + 24, np.int64(9).tobytes()),
-}
-
-
-@pytest.mark.parametrize("suffix, place, content", DAMAGE.values(), ids=DAMAGE)
-def test_damaged_indexed_datasets_are_refused(tmp_path, suffix, place, content):
-    write_indexed(tmp_path / "d", [[[1, 2, 3]], [[4, 5]], [[6]]])
-    with (tmp_path / f"d.{suffix}").open("r+b") as file:
-        file.seek(place)
-        if content is None:
-            file.truncate()
-        else:
-            file.write(content)
-    with pytest.raises(LaunchError, match=f"{tmp_path}/d"):
-        load_corpus([tmp_path / "d"], seq_length=16, seed=0, vocab_size=8)
-
-
-@pytest.mark.parametrize("bad", [8, -1])
-def test_token_id_outside_the_vocabulary(tmp_path, bad):
-    """The error names the file, wherever the shuffled document is."""
-    first = write_indexed(tmp_path / "first", [[[1, 2, 3]]] * 10)
-    second = write_indexed(tmp_path / "second", [[[4, bad if i == 0 else 5, 6]] for i in range(10)])
-    corpus = load_corpus([first, second], seq_length=4, seed=0, vocab_size=8)
-    with pytest.raises(LaunchError, match=f"--data {second}.*, but the vocabulary has 8 ids"):
-        for split in (corpus.train, corpus.validation):
-            for index in range(len(split)):
-                split.sample(index)

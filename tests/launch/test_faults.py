@@ -20,7 +20,6 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from coat_launch import checkpoints, pretrain_gpt, report
 from coat_launch.errors import LaunchError
 from coat_launch.files import lock_folder
-from tests.coat_ds.test_checkpoints import rounded_again
 from tests.launch.ranks import HIDDEN, run_ranks
 
 pytestmark = pytest.mark.early
@@ -375,41 +374,6 @@ def test_a_checkpoint_of_something_else(tmp_path, train, whole):
         (folder / "mp_rank_00_model_states.pt").write_bytes(kept)
 
 
-@pytest.mark.parametrize("ranks", [1, 4])
-def test_resume_at_half_and_double_the_size(tmp_path, train, whole, ranks):
-    shutil.copytree(whole[2] / "run", tmp_path / "run")
-    for step in (6, 8):
-        shutil.rmtree(tmp_path / f"run/coat/checkpoints/step{step}")
-    ended = train("--resume", ranks=ranks, record=[str(tmp_path)])
-    assert ended.codes == [0] * ranks, ended.text
-
-    def samples(folder, ranks):
-        """The samples of each step, over all ranks."""
-        lines = [line for r in range(ranks) for line in (folder / f"samples{r}").read_text().splitlines()]
-        return {step: sorted(x for x in lines if x.startswith(f"{step} ")) for step in range(5, 9)}
-
-    assert samples(tmp_path, ranks) == samples(whole[2], 2)
-    # masters and moments equal the saved ones, except groups that a border between ranks cuts now or cut
-    # before
-    before, after = torch.load(whole[2] / "saved4"), torch.load(tmp_path / "loaded4")
-    rounded = 0
-    for (master, *moments), (loaded, *arrived) in zip(before, after, strict=True):
-        assert torch.equal(master, loaded)
-        # the first moment is stored relative to the second
-        for a, b, second in zip(moments, arrived, (arrived[1], arrived[1]), strict=True):
-            if a.numel() < 4096:
-                assert torch.equal(a, b)
-            else:
-                rounded += rounded_again(b, a, second)
-    # there was one border, and now there are `ranks - 1` borders, in each of two moments
-    assert rounded <= 2 * (1 + ranks - 1)
-    one, other = measured(whole[2]), measured(tmp_path)
-    for step in range(5, 9):
-        assert other[step]["lr"] == one[step]["lr"]
-        # as in test_two_ranks_give_the_losses_of_one
-        assert other[step]["loss"] == pytest.approx(one[step]["loss"], rel=3e-4 if step == 5 else 5e-3)
-
-
 # checkpoint_layout, ZeRO stage, device of the optimizer: every possible pair of values of two of them occurs
 LONG = pytest.mark.long("ZeRO's stages with the other layout of checkpoints, in two ranks and in one")
 CELLS = [
@@ -431,35 +395,16 @@ def test_resume_of_every_layout_and_stage(tmp_path, train, layout, stage, device
     if device == "cpu":
         config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
     config["coat"]["optimizer"] = {"checkpoint_layout": layout}
-    config["coat"]["watch"] = {"act": "act"}
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(config))
     arguments = ["--deepspeed-config", path, "--steps", 4, "--resume"]
     assert (ended := train(*arguments, ranks=2)).codes == [0, 0], ended.text
     before = measured(tmp_path)
     shutil.rmtree(tmp_path / "run/coat/checkpoints/step4")
-    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    ended = train(*arguments)
+    assert ended.codes == [1] and "data_parallel_size=2" in ended.text and "Traceback" not in ended.text
     assert (ended := train(*arguments, ranks=2)).codes == [0, 0], ended.text
     assert "going on from" in ended.text and measured(tmp_path) == before
-
-    shutil.rmtree(tmp_path / "run")
-    (tmp_path / "copy").rename(tmp_path / "run")
-    # the moments of one tensor had fallen back to FP32; the loss of the next step does not show that
-    fallen = {"layers": [], "states": ["decoder.layers.0.mlp.linear_fc2.weight"]}
-    (tmp_path / "run/coat/checkpoints/step2/coat_watch.json").write_text(json.dumps(fallen))
-    ended = train(*arguments, record=[str(tmp_path)])
-    if stage == 0:
-        assert ended.codes == [1] and "data_parallel_size=2" in ended.text and "Traceback" not in ended.text
-        return
-    assert ended.codes == [0], ended.text
-    assert f"these have fallen back: {fallen['states'][0]}" in ended.text
-    matrices, others = torch.load(tmp_path / "decays2")
-    assert matrices > 0 and others == 0
-    for step, values in measured(tmp_path).items():
-        # as in test_two_ranks_give_the_losses_of_one
-        close = {"loss": 3e-4 if step == 3 else 5e-3, "lr": 0} if step in (3, 4) else {}
-        for key, bound in close.items():
-            assert values[key] == pytest.approx(before[step][key], rel=bound)
 
 
 def test_loss_that_is_not_finite(tmp_path, train):

@@ -146,20 +146,6 @@ def build(clone: Path) -> Path:
     return made
 
 
-def test_a_second_build_leaves_out_what_was_deleted(small_clone):
-    deleted = ["coat_ds/old.py", "kernels/old/__init__.py"]
-    for name in deleted:
-        (small_clone / name).parent.mkdir(exist_ok=True)
-        (small_clone / name).touch()
-    packed = {"coat_ds/old.py", "coat_kernels/old/__init__.py"}
-    assert packed <= set(zipfile.ZipFile(build(small_clone)).namelist())
-    for name in deleted:
-        (small_clone / name).unlink()
-    names = set(zipfile.ZipFile(build(small_clone)).namelist())
-    assert not packed & names
-    assert {"coat_ds/versions.py", "coat_kernels/__init__.py", "coat_autoload.py"} <= names
-
-
 def test_the_version_of_a_clone_names_its_commit(small_clone):
     def git(*words: str) -> str:
         names = ("-c", "user.name=a", "-c", "user.email=a@b")

@@ -298,35 +298,6 @@ def host_config(tmp_path, **changes) -> Path:
     return path
 
 
-# sections of the DeepSpeed JSON, further arguments, and the key that the error names
-CONFIGS = [
-    ({"bf16": {}}, [], "bf16"),
-    ({"bf16": True}, [], "bf16"),
-    ({"optimizer": "AdamW"}, [], "optimizer"),
-    ({"optimizer": {"type": "AdamW", "params": []}}, ["--lr", 0.1], "optimizer.params"),
-    ({"optimizer": {"type": None}}, [], "optimizer"),
-    ({"zero_optimization": {"stage": "auto"}}, [], "zero_optimization.stage"),
-    ({"scheduler": "WarmupLR"}, [], "scheduler"),
-    ({"scheduler": {"type": "WarmupLR"}}, ["--lr", 0.1], "scheduler"),
-    ({"coat": {"enabled": True, "optimizer": {"group_sise": 128}}}, [], "coat.optimizer.group_sise"),
-    ({"coat": {"enabled": False}}, ["--variant", "coat"], "coat"),
-]
-
-
-@pytest.mark.parametrize("changes, arguments, key", CONFIGS, ids=str)
-def test_configs_are_refused(tmp_path, capsys, changes, arguments, key):
-    config = host_config(tmp_path, **changes)
-    assert key in fails(capsys, tmp_path, "--deepspeed-config", config, *arguments)
-
-
-@pytest.mark.parametrize("content", ['{"bf16": ', "[]", "[" * 10**5], ids=["cut", "list", "brackets"])
-def test_files_that_are_no_configs_are_refused(tmp_path, capsys, content):
-    (tmp_path / "bad.json").write_text(content)
-    for flag in ("--deepspeed-config", "--model-config"):
-        assert "bad.json" in fails(capsys, tmp_path, flag, tmp_path / "bad.json")
-        assert "none.json" in fails(capsys, tmp_path, flag, "none.json")
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
