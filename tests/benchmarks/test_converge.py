@@ -1,14 +1,12 @@
 """The convergence benchmark trains, stops and resumes, and refuses comparisons of unlike runs."""
 
-import argparse
 import csv
 import math
-import shutil
 
 import numpy as np
 import pytest
 
-from benchmarks.converge import corpus, options, prepared, recipe
+from benchmarks.converge import corpus, recipe
 from coat_launch.report import read_metrics
 from tests.benchmarks.test_harness import run
 
@@ -80,75 +78,6 @@ def test_runs_learn_alike_and_a_change_goes_on_where_the_other_stopped(work, tra
     found, expected = after[half + 1, True]["loss"], before[half + 1, True]["loss"]
     assert 0 < abs(found - expected) < 2**-4 * (before[1, True]["loss"] - expected)
     assert (work / "converge.png").stat().st_size > 0
-
-
-@pytest.mark.long("a benchmark's dry run")
-def test_a_run_in_parts_gives_the_bits_of_one_piece_and_is_not_made_again(work, trained, converge_on):
-    parts = work / "parts"
-    # no time at all allows one step
-    out, rows = converge_on(parts, parts / "converge.csv", "--runs", "coat", "--minutes", "0")
-    assert "time is over after step 1 of" in out and not rows
-    assert lines(parts / "converge", "coat-seed1").keys() == {(0, False), (1, True), (1, False)}
-    # complete runs are not repeated, in whichever folder they are
-    for suffix in (".json", ".jsonl"):
-        shutil.copy(work / f"converge/bf16-seed1{suffix}", parts / "converge")
-    out, rows = converge_on(parts, parts / "converge.csv", "--runs", "bf16", "coat")
-    assert "bf16-seed1: complete in" in out and "bf16 from step" not in out and "coat from step 1 of" in out
-    assert [row["run"] for row in rows] == ["bf16", "coat"] and rows[0]["train_s"] == trained[1][0]["train_s"]
-    assert lines(parts / "converge", "coat-seed1") == lines(work / "converge", "coat-seed1")
-    assert not list((parts / "work").glob("runs-*/checkpoints/coat-seed1"))
-
-
-@pytest.mark.long("a benchmark's dry run")
-def test_runs_side_by_side_are_those_one_after_another(work, trained, converge_on, tmp_path):
-    output = tmp_path / "converge.csv"
-    out, rows = converge_on(tmp_path, output, "--gpus", "2", "--recipe", "1b", "--runs", *TRAINED)
-    assert [row["val_loss"] for row in rows] == [row["val_loss"] for row in trained[1]]
-    for name in TRAINED:
-        assert lines(tmp_path / "converge", name) == lines(work / "converge", name)
-    starts = [line for line in out.splitlines() if " from step 0 of" in line]
-    assert sorted(starts[:2]) == [
-        f"{n}-seed1: {n} from step 0 of {recipe.TINY.steps}" for n in ("bf16", "coat")
-    ]
-    assert "coat, 1 seed: " in out and "Claimed: not above the spread" in out
-
-
-@pytest.mark.long("a benchmark's dry run")
-@pytest.mark.parametrize("gpus", [1, 2])
-def test_a_run_that_fails_leaves_the_others_and_ends_in_an_error(converge_on, tmp_path, gpus):
-    output = tmp_path / "converge.csv"
-    converge_on(tmp_path, output, "--runs", "bf16", "--minutes", "0")
-    (marker,) = (tmp_path / "work").glob("runs-*/checkpoints/bf16-seed1/progress.json")
-    marker.write_text("{")
-    out, rows = converge_on(tmp_path, output, "--runs", "bf16", "coat", "--gpus", str(gpus), fails=True)
-    assert "bf16-seed1: JSONDecodeError" in out and [row["run"] for row in rows] == ["coat"]
-
-
-@pytest.mark.long("a benchmark's dry run")
-def test_other_recipes_do_not_share_a_folder(work, trained, text):
-    paths = ["--text", str(text), "--work", str(work / "work"), "--output", str(work / "converge.csv")]
-    result = run("converge", "--quick", *paths, "--tokens", "1000")
-    assert result.returncode == 1 and "other tokens" in result.stderr and "--output" in result.stderr
-    assert (work / "converge.csv").exists()
-
-
-def conditions(tmp_path, *given):
-    """The conditions that runs with these options share."""
-    parser = argparse.ArgumentParser()
-    options(parser)
-    arguments = parser.parse_args(["--work", str(tmp_path), *given])
-    folders = tmp_path / "data", {}, tmp_path / "converge"
-    return prepared(arguments, None, recipe.RECIPES["1b"], *folders, started=0.0)[1]
-
-
-def test_a_recipe_is_changed_by_options_and_its_runs_are_then_others(tmp_path):
-    usual = conditions(tmp_path)
-    assert conditions(tmp_path, "--lr", "1e-4", "--warmup", "0", "--micro-batch", "8", "--tokens", "1e6") == {
-        **usual, "lr": 1e-4, "warmup": 0.0, "micro_batch": 8, "tokens": 1_000_000
-    }  # fmt: skip
-    for wrong in (["--lr", "0"], ["--lr", "nan"], ["--warmup", "1"], ["--warmup", "-0.1"]):
-        with pytest.raises(SystemExit, match="--lr .* --warmup .*: a rate above 0, and a share"):
-            conditions(tmp_path, *wrong)
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from benchmarks import finetune as benchmark
-from benchmarks.converge import prepare_text
-from benchmarks.finetune import cloze, pretrained
+from benchmarks.finetune import pretrained
 from benchmarks.finetune.table import parse
 from coat_ds import CoatConfig
 from coat_launch.split import Batch
@@ -63,48 +62,6 @@ def test_both_paths_compute_the_same(megatron, tiny):
     # transformers' own loss is the mean of these losses
     labels = {"labels": batch.labels, "shift_labels": batch.labels}
     assert theirs.model(input_ids=batch.tokens, **labels).loss.item() == pytest.approx(expected.mean().item())
-
-
-def test_a_folder_of_transformers_gives_its_weights(tiny, text, tmp_path):
-    import transformers
-
-    arguments = argparse.Namespace(text=[text], work=tmp_path)
-    data, _ = prepare_text(arguments, benchmark.QUICK)
-    model = transformers.LlamaForCausalLM(tiny.config).to(torch.bfloat16)
-    model.load_state_dict(tiny.weights)
-    model.save_pretrained(tmp_path / "folder")
-    transformers.PreTrainedTokenizerFast(tokenizer_file=str(data / "tokenizer.json")).save_pretrained(
-        tmp_path / "folder"
-    )
-    found = pretrained.read(tmp_path / "folder")
-    assert found.digest == tiny.digest and found.config.num_key_value_heads == 2
-    # its own tokenizer gives the same ids
-    again, _ = prepare_text(arguments, benchmark.QUICK, found.tokenizer)
-    assert again != data and (again / "train.npy").read_bytes() == (data / "train.npy").read_bytes()
-    with pytest.raises(ValueError, match="expected a GGUF file or a folder of transformers, found nothing"):
-        pretrained.read(tmp_path / "nothing")
-    model.config.attention_bias = True
-    model.config.save_pretrained(tmp_path / "folder")
-    with pytest.raises(ValueError, match="attention_bias: expected False, found True"):
-        pretrained.read(tmp_path / "folder")
-
-
-@pytest.mark.parametrize("knows", [True, False])
-def test_a_model_that_knows_the_words_is_right(text, tmp_path, knows):
-    data, _ = prepare_text(argparse.Namespace(text=[text], work=tmp_path), benchmark.QUICK)
-    rows = cloze.rows_of(data, 6)
-    assert len(rows.tokens) == 6 * cloze.CANDIDATES
-
-    class Oracle(torch.nn.Linear):
-        """Gives first candidates more probability than the others, or less."""
-
-        def forward(self, tokens, positions, mask, *, labels):
-            right = torch.arange(len(tokens)) % cloze.CANDIDATES == 0
-            # tokens outside of a candidate do not count
-            noise = 1e3 * (1 - rows.counts.float()) * torch.rand(labels.shape)
-            return noise + (right[:, None] != knows).float()
-
-    assert cloze.accuracy(Oracle(1, 1), rows) == float(knows)
 
 
 @pytest.mark.long("a benchmark's dry run")

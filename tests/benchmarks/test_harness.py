@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from benchmarks.__main__ import main
-from benchmarks.common.environment import command
 from benchmarks.common.harness import RESULTS, Table
 from benchmarks.common.timing import Span, covered_ms, gpu_spans
 
@@ -46,11 +45,6 @@ def test_without_a_gpu_the_reason_is_given_and_nothing_is_written():
     assert (RESULTS / "adamw.csv").read_text() == before
 
 
-def test_a_command_names_no_folder_of_its_machine():
-    words = ["train", "--output", "/there/x.csv", "--systems", "BF16", "COAT, smallest", "--work", "/there"]
-    assert command(words) == "python -m benchmarks train --systems BF16 'COAT, smallest'"
-
-
 def test_rows_of_different_columns_share_a_file_headed_by_the_environment(tmp_path, capsys):
     table = Table("name", tmp_path / "deep" / "name.csv")
     table.add(optimizer="copy", ms=2.0)
@@ -61,15 +55,6 @@ def test_rows_of_different_columns_share_a_file_headed_by_the_environment(tmp_pa
     assert rows[0]["torch"] == torch.__version__ and rows[0]["commit"]
     assert list(rows[0])[:3] == ["optimizer", "ms", "peak_mb"]
     assert "torch " + torch.__version__ in capsys.readouterr().out
-
-
-def test_a_row_of_another_day_keeps_its_own_environment(tmp_path):
-    table = Table("name", tmp_path / "name.csv")
-    table.add(ms=2.0)
-    table.add(ms=1.0, date="2026-01-01", torch="2.11.0")
-    new, old = csv.DictReader((tmp_path / "name.csv").open())
-    assert new["driver"] and new["deepspeed"]
-    assert (old["date"], old["torch"], old["driver"], old["deepspeed"]) == ("2026-01-01", "2.11.0", "", "")
 
 
 def test_stored_results_name_their_conditions():

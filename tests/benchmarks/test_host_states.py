@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks import host_states
-from coat_ds.optim import host_states as streamed
 
 
 @pytest.fixture
@@ -16,17 +15,6 @@ def rows():
 @pytest.fixture
 def table(rows):
     return SimpleNamespace(add=lambda **row: rows.append(row))
-
-
-@pytest.mark.long("a benchmark's dry run")
-def test_every_number_of_slots_has_a_row(table, rows, monkeypatch):
-    monkeypatch.setattr(host_states, "llama_sizes", lambda *_: [(1,)] + [(100, 70)] * 2)
-    monkeypatch.setattr(host_states, "CASES", host_states.CASES[:2])
-    usual = streamed.SLOTS, streamed.CHUNK
-    host_states.host_states(SimpleNamespace(quick=True), table)
-    assert [(row["slots"], row["chunk"]) for row in rows] == host_states.CASES
-    assert all(0 < row["cpu_ms"] and row["parameters"] == 14000 for row in rows)
-    assert (streamed.SLOTS, streamed.CHUNK) == usual
 
 
 @pytest.mark.long("a benchmark's dry run")

@@ -7,12 +7,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import layer as benchmark
 from benchmarks.__main__ import main
-from benchmarks.common.harness import Table
 from benchmarks.common.layers import (
     REFERENCE,
-    Layer,
     layer_makers,
     megatron_layer,
     qkv_rows,
@@ -21,9 +18,7 @@ from benchmarks.common.layers import (
     torch_layer,
 )
 from benchmarks.common.shapes import LAYERS, TINY
-from benchmarks.layer import run_shape
 from benchmarks.layer.floor import flops
-from benchmarks.layer.measure import weight_copies
 from tests.util import run_distributed
 
 
@@ -55,16 +50,6 @@ def test_makers_agree_with_exact_arithmetic(device, name):
         assert max(errors.values()) < (64 + shape.tokens) ** 0.5 * 2**-9, errors
 
 
-def test_weights_that_do_not_fit_are_refused():
-    layer = torch_layer(LAYERS["tiny"])
-    weights = random_weights(layer.parameters())
-    with pytest.raises(ValueError, match="the layer has no extra"):
-        layer.load(weights | {"extra": torch.ones(1)})
-    weights.popitem()
-    with pytest.raises(KeyError):
-        layer.load(weights)
-
-
 @pytest.mark.parametrize("name", TINY)
 def test_flops_are_those_of_the_products(device, name):
     shape = LAYERS[name]
@@ -78,48 +63,6 @@ def test_flops_are_those_of_the_products(device, name):
     # pairs; times three for both passes
     attention = 3 * 2 * 2 * shape.tokens * shape.sequence * shape.hidden / 2
     assert flops(shape) == products + attention
-
-
-class _Copying(torch.autograd.Function):
-    """A GEMM that keeps a transposed copy of the weight, either computed on each call or given."""
-
-    @staticmethod
-    def forward(ctx, x, weight, copy):
-        ctx.save_for_backward(x, weight, weight.t().contiguous() if copy is None else copy)
-        return x @ weight.t()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad @ ctx.saved_tensors[1], None, None
-
-
-@pytest.mark.parametrize("cached", [False, True])
-def test_copies_of_weights_made_by_a_forward_are_counted(cached):
-    module = torch.nn.Linear(32, 48, bias=False)
-    copy = module.weight.detach().t().contiguous() if cached else None
-    layer = Layer(module, lambda x: _Copying.apply(x, module.weight, copy) * 2)
-    expected = 0 if cached else 32 * 48 * 4
-    assert weight_copies(layer, torch.randn(7, 32, requires_grad=True)) == expected
-
-
-@pytest.mark.usefixtures("megatron")
-def test_wrong_and_broken_layers_are_not_timed(monkeypatch, tmp_path):
-    def wrong(shape):
-        layer = megatron_layer(shape)
-        return layer._replace(forward=lambda x: layer.forward(1.3 * x))
-
-    def broken(shape):
-        raise NotImplementedError("no such\nkernel")
-
-    made = {REFERENCE: megatron_layer, "BF16 wrong": wrong, "BF16 broken": broken}
-    monkeypatch.setattr(benchmark, "layer_makers", lambda: made | {"not chosen": broken})
-    table = Table("layer", tmp_path / "layer.csv")
-    run_shape("tiny", LAYERS["tiny"], 1, table, ["wrong", "broken"])
-    rows = {row["layer"]: row for row in table.rows}
-    assert rows.keys() == {"floor", REFERENCE, "BF16 wrong", "BF16 broken"}
-    assert "ms" not in rows["BF16 wrong"] and "from the reference's" in rows["BF16 wrong"]["note"]
-    assert rows["BF16 broken"]["note"] == "NotImplementedError: no such kernel"
-    assert rows[REFERENCE]["y_error"] == 0 and rows[REFERENCE]["ms"] > 0
 
 
 def test_a_run_writes_a_row_for_every_maker(tmp_path):

@@ -52,15 +52,6 @@ def test_every_file_and_plot_is_on_the_page_and_every_table_has_conditions(tmp_p
     assert "| new \\| odd | 1,234,568 | 0.1235 |" in page
 
 
-@pytest.mark.parametrize(
-    "name, section",
-    [("adamw", "adamw"), ("first_step", "first_step"), ("train_7b", "train"), ("train_plan", "train_plan")],
-)
-def test_files_find_their_section(tmp_path, name, section):
-    assert report.section_of(tmp_path / f"{name}.csv").name == section
-    assert report.section_of(tmp_path / "unknown.csv") is None
-
-
 def test_what_is_claimed_of_convergence_is_checked(tmp_path):
     losses = {"bf16": (2.0, 2.01), "coat": (2.013,), "coat-fastest": (2.009, 2.003)}
     rows = [

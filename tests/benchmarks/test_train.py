@@ -6,10 +6,8 @@ import pytest
 import torch
 
 from benchmarks.common.harness import read_rows
-from benchmarks.common.whole_models import MODELS, Job
-from benchmarks.train.measure import run_jobs
-from benchmarks.train.search import Case, identity, next_case
-from benchmarks.train.table import extrapolate
+from benchmarks.common.whole_models import Job
+from benchmarks.train.search import identity, next_case
 from tests.benchmarks.test_harness import run
 
 JOB = Job("llama2-7b", "zero2", "BF16", 32, 4)
@@ -99,65 +97,3 @@ def test_a_dry_run_counts_what_is_predicted(measured):
         assert "mfu" not in two
         assert two["tokens_per_s_gpu"] == pytest.approx(2 * 64 / two["ms"] * 1e3)
     assert found["COAT", 3]["saved_mb"] < 0.4 * found["BF16", 3]["saved_mb"]
-
-
-def test_the_whole_is_extrapolated_from_rows_of_one_micro_batch():
-    def row(layers: int, micro_batch: int, ms: float, peak: float) -> dict:
-        case = Case(Job("llama2-13b", "zero3", "COAT", layers, micro_batch), micro_batch, False)
-        return identity(case) | {"ms": ms, "peak_mb": peak}
-
-    rows = [row(10, 2, 30.0, 21e3), row(20, 2, 50.0, 42e3), row(20, 1, 40.0, 40e3)]
-    two = extrapolate("llama2-13b", "zero3", "COAT", 2, 2, rows)
-    assert two["ms"] == 90.0 and two["peak_mb"] == 84e3
-    assert two["layers"] == 40 and two["micro_batch"] == 2
-    one = extrapolate("llama2-13b", "zero3", "COAT", 1, 2, rows)
-    # 20 layers of 12 h^2 weights over two ranks: 2 + 2 + 4 + 2.0781 bytes; plus the bytes that they save
-    weights = 20 * (4 * 5120**2 + 3 * 5120 * 13824) / 2
-    saved = 20 * 2048 * (17 / 16 * 2 * (5120 + 13824) + 2 * 4 * 5120 + 4 * 40)
-    assert one["peak_mb"] == pytest.approx(40e3 + (10.0781 * weights + saved) / 1e6, rel=1e-3)
-    assert "ms" not in one and one["extrapolated_from"] == "20 layers and the plan"
-    assert extrapolate("llama2-13b", "zero3", "COAT", 4, 2, rows) is None
-
-
-@pytest.mark.long("a benchmark's dry run")
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a dry run, for machines without a GPU")
-def test_rows_stay_and_what_cannot_run_is_one(measured):
-    path, arguments, rows = measured
-    notes = [row["note"] for row in rows if "note" in row]
-    assert len(notes) == 2 and all("transformer_engine is not installed" in note for note in notes)
-    result = run("train", *arguments, "--systems", "BF16", "TE FP8")
-    assert result.returncode == 0, result.stderr
-    again = {(row["system"], row["layers"]): row for row in read_rows(path)}
-    for row in rows:
-        assert again[row["system"], row["layers"]].get("ms") == row.get("ms")
-
-
-@pytest.mark.long("a benchmark's dry run")
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a dry run, for machines without a GPU")
-def test_a_case_that_fails_leaves_the_others_standing(monkeypatch):
-    # negative: no process reaches the model
-    jobs = [Job("tiny", "tp2", system, layers, 2) for system, layers in (("BF16", 0), ("COAT", 1))]
-    rows, added = [], []
-    settings = {"limit": None, "planned": {}, "steps": 1, "deadline": math.inf}
-    run_jobs(jobs, rows, 2, settings, added.append)
-    assert rows == added and [row["layers"] for row in rows] == [0, 1]
-    assert rows[0]["note"] and "ms" in rows[1]
-    # two norms and the last one are replicated on both ranks
-    norms = 3 * MODELS["tiny"].layer.hidden
-    parameters = (MODELS["tiny"].sizes(1).parameters - norms) / 2 + norms
-    assert rows[1]["weights_mb"] == pytest.approx(2 * parameters / 1e6)
-
-
-@pytest.mark.long("a benchmark's dry run")
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a dry run, for machines without a GPU")
-def test_a_case_holds_nothing_of_one_before(monkeypatch):
-    """Megatron's buffer for gathered hidden states stays as large as the largest micro-batch needed."""
-    small = Job("tiny", "tp2", "COAT", 1, 2)
-    held = []
-    for jobs in ([small], [Job("tiny", "tp2", "BF16", 1, 16), small]):
-        rows = []
-        run_jobs(jobs, [], 2, {"limit": None, "planned": {}, "steps": 1, "deadline": math.inf}, rows.append)
-        held.append(rows[-1]["between_steps_mb"])
-        assert rows[-1]["micro_batch"] == 2
-    # the larger one would be 0.13 MB, for 64 tokens and 64 channels in BF16; loggers may keep some bytes
-    assert held[1] == pytest.approx(held[0], abs=0.01)

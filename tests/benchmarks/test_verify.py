@@ -4,16 +4,12 @@ not."""
 import csv
 import shlex
 import shutil
-import sys
-import time
 
 import pytest
-import torch
 
 from benchmarks import reproduce, verify
-from benchmarks.__main__ import build_parser, main
-from benchmarks.common.commands import Commands, Needs, NotRunnable, check_machine
-from benchmarks.common.harness import BENCHMARKS, RESULTS, read_rows
+from benchmarks.__main__ import build_parser
+from benchmarks.common.harness import BENCHMARKS, RESULTS
 from benchmarks.layer import row_makers
 
 SPEED = next(one for one in verify.load() if one.name == "7b-zero2-speed")
@@ -96,24 +92,3 @@ def test_commands_measure_the_rows_that_they_are_expected_to():
             assert wanted[column] in measured, one.name
             seen += 1
     assert seen > 50
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
-def test_what_cannot_run_here_says_why(tmp_path, monkeypatch, capsys):
-    with pytest.raises(NotRunnable, match="needs 2 GPUs, found 0"):
-        check_machine(Needs(2))
-    check_machine(Needs(0))
-    late = Commands(tmp_path, time.monotonic() - 1, False)
-    with pytest.raises(NotRunnable, match="no time left"):
-        late.rows("state_loop", Needs(0))
-    with pytest.raises(NotRunnable, match="run it by hand: torchrun"):
-        late.rows("torchrun x", Needs(0))
-    command = ["benchmarks", "verify", "--only", "layer-7b", "--output", str(tmp_path / "verify.csv")]
-    monkeypatch.setattr(sys, "argv", command)
-    with pytest.raises(SystemExit, match="1"):
-        main()
-    assert "0 pass, 0 fail, 9 not runnable here" in capsys.readouterr().out
-    rows = read_rows(tmp_path / "verify.csv")
-    assert {(row["result"], row["reason"]) for row in rows} == {("not runnable", "needs 1 GPU, found 0")}
-    with pytest.raises(SystemExit, match="--only nothing: expected the start of one of"):
-        verify.chosen(["nothing"])

@@ -5,7 +5,6 @@ import csv
 
 import numpy as np
 import pytest
-import torch
 
 from benchmarks.converge.recipe import Run
 from benchmarks.vlm import model as models
@@ -27,31 +26,6 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def model():
     return models.build(SIZES, None, Run.parse("bf16"), None, None)
-
-
-def number_of(labels):
-    return int("".join(str(int(label) - pictures.ZERO) for label in labels))
-
-
-def test_no_number_is_trained_on_and_held_out(folder):
-    train, held_out = pictures.load(folder, SIZES, seed=1)
-    assert (len(train), len(held_out)) == (64, 16)
-    for part, expected in ((train, False), (held_out, True)):
-        numbers = [number_of(labels) for labels in part.batch(range(len(part))).labels]
-        assert all((number % pictures.HELD_OUT == 0) == expected for number in numbers)
-
-
-def test_the_model_sees_the_picture_and_no_later_digit(folder, model):
-    batch = pictures.load(folder, SIZES, seed=1).train.batch(range(2))
-    with torch.no_grad():
-        found = models.logits(model, batch)
-        dark = models.logits(model, batch._replace(pixels=torch.zeros_like(batch.pixels)))
-        tokens = batch.tokens.clone()
-        tokens[:, -1] = pictures.ZERO + (tokens[:, -1] - pictures.ZERO + 1) % 10
-        later = models.logits(model, batch._replace(tokens=tokens))
-    assert found.shape == (2, SIZES.digits, pictures.VOCABULARY)
-    assert (found - dark).abs().max() > 0.01
-    assert torch.equal(later[:, :-1], found[:, :-1]) and not torch.equal(later[:, -1], found[:, -1])
 
 
 def test_coat_replaces_the_layers_of_tower_projector_and_decoder(model):

@@ -72,11 +72,6 @@ def test_other_versions_are_named_with_the_way_out(change, check, state, text):
     assert any(text in f.text for f in found), found
 
 
-def test_known_failures_are_of_the_versions_that_have_them():
-    newer = {"deepspeed": "0.19.8", "torch": "2.13.0"}
-    assert not [f for f in packages.check(GOOD | newer) if f.check == "known failure"]
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without a GPU")
 def test_without_a_gpu_nothing_is_claimed():
     assert {finding.state for finding in machine.check()} == {UNKNOWN}
@@ -288,45 +283,6 @@ def test_a_dry_run_knows_that_fp16_keeps_layers_as_they_are():
     alone = dry(states_alone)["peak"].details
     assert dry(states_alone | fp16)["peak"].details == alone
     assert dry(config({"enabled": True}) | fp16)["peak"].details == alone
-
-
-OTHERS = {
-    "encoder and decoder": {
-        "model_type": "t5",
-        "architectures": ["T5ForConditionalGeneration"],
-        "is_encoder_decoder": True,
-        "d_model": 64,
-        "d_ff": 128,
-        "num_layers": 1,
-        "num_heads": 4,
-        "d_kv": 16,
-        "vocab_size": 512,
-    },
-    "pictures": {
-        "model_type": "vit",
-        "architectures": ["ViTForImageClassification"],
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-    },
-}
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_what_cannot_be_planned_has_a_dry_run(name, tmp_path, capsys):
-    """Layers and states are counted; only the peak of what is no decoder cannot be predicted."""
-    (tmp_path / "config.json").write_text(json.dumps(OTHERS[name]))
-    (tmp_path / "ds.json").write_text(json.dumps(config({"enabled": True})))
-    files = [
-        f"--{kind}={tmp_path / file}" for kind, file in (("deepspeed", "ds.json"), ("model", "config.json"))
-    ]
-    cli.main(["doctor", "--json", *files])
-    found = {f["check"]: f for f in json.loads(capsys.readouterr().out)["model"]}
-    assert found["layers"]["state"] == found["states"]["state"] == OK
-    assert found["layers"]["details"]["made"]["linear"] and found["peak"]["text"].startswith(
-        "cannot be predicted"
-    )
 
 
 def page(tmp_path, capsys, ds: dict, model: dict = LLAMA, *words) -> tuple[int, dict]:

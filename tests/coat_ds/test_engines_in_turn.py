@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import logging
 
 import pytest
 import torch
@@ -67,16 +66,6 @@ def told_by_the_script():
         engine.destroy()
         found.append(made(net))
     return found
-
-
-def alone():
-    """A model that is one layer: its forward is exchanged twice."""
-    net, found = torch.nn.Linear(64, 64), []
-    for block in ({"fp8_activation_checkpointing": True}, {"fp8_activation_checkpointing": True}, {}):
-        engine = engine_of(net, **block)
-        found.append((type(replaced(net)).__name__, "forward" in vars(net)))
-    engine.destroy()
-    return [*found, made(net)]
 
 
 def failed():
@@ -155,37 +144,6 @@ def units():
     return found, [*said, str(other.coat)]
 
 
-def exchanged():
-    """What the end of an engine warns of where other code has replaced our forward, and
-    what is left when that was undone."""
-    from tests.util import listening
-
-    net = model()
-    engine = engine_of(net)
-    net[0].forward = lambda x: x
-    with listening(logging.WARNING) as lines:
-        engine.destroy()
-    found = [line for line in lines if "layers stay converted" in line], made(net)
-    with pytest.raises(RuntimeError, match="0: expected the forward.*Undo what replaced it first"):
-        engine_of(net)
-    del net[0].forward
-    engine_of(net).destroy()
-    return *found, made(net)
-
-
-def hooks_again():
-    """What a unit has inside its hooks when they are put back, as TRL does after each generation, and
-    whether DeepSpeed's object that does so stays patched when the engine is gone."""
-    layer = Unit(*model())
-    engine = engine_of(torch.nn.Sequential(layer), 3)
-    offload = engine.optimizer.parameter_offload
-    offload._register_deepspeed_module(offload.module)
-    hooked = ["post_bwd_fn" in vars(module) for module in layer.modules()]
-    marked = ["ds_z3_leaf_module" in vars(p) for p in layer.parameters()]
-    engine.destroy()
-    return hooked, any(marked), "_register_deepspeed_module" in vars(offload)
-
-
 def work():
     import deepspeed
 
@@ -194,13 +152,10 @@ def work():
     found = {f"stage {stage}": in_turn(stage) for stage in (0, 2)}
     return found | {
         "script": told_by_the_script(),
-        "alone": alone(),
         "failed": failed(),
         "failed units": failed_units(),
         "refused": refused(),
         "units": units(),
-        "exchanged": exchanged(),
-        "hooks again": hooks_again(),
     }
 
 
@@ -219,12 +174,6 @@ def test_what_the_script_has_converted_stays(found):
     assert found["script"] == [(3, True), (3, False)]
 
 
-def test_a_model_that_is_one_layer(found):
-    *each, after = found["alone"]
-    assert each == [("NoneType", True), ("NoneType", True), ("Fp8Linear", True)]
-    assert after == (0, False)
-
-
 def test_an_engine_that_fails_leaves_nothing(found):
     assert found["failed"] == [(0, False), (0, False), (3, False), (0, False)]
     assert found["failed units"] == (False, False)
@@ -238,16 +187,6 @@ def test_units_of_zero3_end_with_their_engine(found):
         assert unit[:3] == (True, False, 6) and unit[3]
     assert after == (False, False, 0, 0)
     assert ["ZeRO-3 gathers 1 of 1 layers whole" in line for line in said] == [True, False]
-
-
-def test_a_forward_of_somebody_else_stays(found):
-    lines, left, undone = found["exchanged"]
-    assert len(lines) == 1 and "0: expected the forward" in lines[0] and left[0] == 2
-    assert undone == (0, False)
-
-
-def test_hooks_that_are_put_back_stay_around_units(found):
-    assert found["hooks again"] == ([True, False, False, False], False, False)
 
 
 def test_nothing_was_compressed():

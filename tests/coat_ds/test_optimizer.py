@@ -1,12 +1,10 @@
 """CoatAdamW's steps against torch.optim.AdamW's, and what torch expects of any optimizer."""
 
-import contextlib
 import copy
 import weakref
 
 import pytest
 import torch
-from torch.testing._internal.two_tensor import TwoTensor
 
 from coat_ds import CoatAdamW, state_bytes
 from coat_ds.optim.fragments import Fragment
@@ -243,48 +241,6 @@ def test_parameters_that_are_exchanged_are_freed():
     assert held() is None
     twin.init_states()
     assert state_bytes(twin)["by_codec"] == {"fp32": 2 * 4 * 5000}
-
-
-@contextlib.contextmanager
-def swapping(on):
-    torch.__future__.set_swap_module_params_on_conversion(on)
-    try:
-        yield
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(False)
-
-
-@pytest.mark.parametrize("by_option", [False, True])
-def test_models_may_be_moved_beside_the_optimizer(by_option):
-    """torch exchanges what is in shards, or with an option in all parameters, if nothing refers to them
-    weakly."""
-    net = torch.nn.Linear(3, 3, bias=False)
-    if not by_option:
-        net.weight = torch.nn.Parameter(TwoTensor(torch.ones(3, 3), torch.ones(3, 3)))
-    optimizer = CoatAdamW(net.named_parameters())
-    with swapping(by_option):
-        net.to(torch.bfloat16)
-    assert optimizer.param_groups[0]["params"][0] is net.weight and net.weight.dtype == torch.bfloat16
-
-
-def test_steps_go_on_after_the_contents_of_parameters_were_swapped():
-    """Steps between conversions of the module, which exchange all tensors under the optimizer."""
-
-    def run(swaps):
-        torch.manual_seed(0)
-        net = torch.nn.Sequential(torch.nn.Linear(64, 80), torch.nn.Linear(80, 3))
-        optimizer = CoatAdamW(net.named_parameters(), keep_fp32=("1.weight",), min_numel=100)
-        for step in range(4):
-            with swapping(swaps):
-                net.double().float()
-            set_grads(list(net.parameters()), step)
-            optimizer.step()
-        return list(net.parameters()), codes(optimizer), optimizer.layout()
-
-    (expected, coded, layout), (params, found, table) = run(False), run(True)
-    assert_equal(params, expected)
-    assert_equal(found, coded)
-    assert table == layout and "fp32" in table
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from coat_ds import CoatAdamW
-from coat_ds.optim.step import _count as count
 from coat_kernels.adamw import step as adamw_step
 from tests.coat_ds.stepping import OPTIONS, all_equal, set_grads, start, state_of, train
 
@@ -55,14 +54,6 @@ def test_clip_coefficient_of_another_type(dtype, device, monkeypatch):
     for held, of_type in ((params, torch.float32), (clipped, dtype)):
         set_grads(held, 0)
         CoatAdamW(held, **OPTIONS).step(grad_scale=torch.tensor([0.25], device=device, dtype=of_type))
-    assert all_equal(params, clipped)
-
-
-def test_clip_coefficient_of_another_shape(device):
-    params, clipped = start(device, 300, 5000), start(device, 300, 5000)
-    for held, shape in ((params, ()), (clipped, (1, 1))):
-        set_grads(held, 0)
-        CoatAdamW(held, **OPTIONS).step(grad_scale=torch.full(shape, 0.25, device=device))
     assert all_equal(params, clipped)
 
 
@@ -125,21 +116,6 @@ def test_tensors_of_every_kind_in_one_step(bf16_params, device, monkeypatch):
     assert not all_equal(together[:1], start(device, 300))
 
 
-def test_tensors_whose_second_moments_alone_differ_in_one_step():
-    options = {**OPTIONS, "exp_avg_format": "fp32", "exp_avg_sq_format": "log8", "min_numel": 600}
-    together, alone = start("cpu", 300, 900), start("cpu", 300, 900)
-    train(together, CoatAdamW(together, **options), steps=2)
-    # the gradients of the first are those of the first again
-    train(alone[:1], CoatAdamW(alone[:1], **options), steps=2)
-    assert all_equal(together[:1], alone[:1])
-    second = CoatAdamW(alone, **options)
-    for step in range(2):
-        set_grads(alone, step)
-        alone[0].grad = None
-        second.step()
-    assert all_equal(together, alone)
-
-
 def test_gradients_of_other_strides(device, monkeypatch):
     """The kernel reads them by their addresses, and would take the elements in another order in silence."""
     monkeypatch.setattr(adamw_step, "uses_kernels", lambda *_, **__: True)
@@ -195,16 +171,6 @@ def test_gradients_are_unscaled_after_a_scalers_step(dtype, device):
     set_grads(params, 0, scale=8.0)
     scaler.step(CoatAdamW(params, **OPTIONS), grad_scale=torch.tensor(0.5, device=device))
     assert all_equal([p.grad for p in params], expected)
-
-
-@pytest.mark.parametrize("skipped", [False, True])
-def test_a_scaler_counts_the_steps_of_a_group_on_several_devices(skipped):
-    """As of a model whose layers are dealt out to GPUs."""
-    states = [{"step": torch.tensor(3.0, device=device)} for device in ("cpu", "meta", "cpu")]
-    counts = count(states, torch.tensor([float(skipped)]))
-    assert [x.device.type for x in counts] == ["cpu", "meta", "cpu"]
-    for counted, state in zip(counts[::2], states[::2], strict=True):
-        assert (counted, state["step"]) == (4, 3 if skipped else 4)
 
 
 def test_capturable_counts_on_the_device_and_takes_a_tensor_rate(device):

@@ -12,7 +12,6 @@ from coat_ds.optim.options import MOMENTS
 from tests.coat_ds.faithful import assert_ratio_faithful, assert_second_faithful
 from tests.coat_ds.optimizers import (
     FP32,
-    SHAPES,
     assert_equal,
     codes,
     parameters,
@@ -56,14 +55,6 @@ def test_state_dict_has_the_stock_layout():
             assert (mine.shape, mine.dtype) == (value.shape, value.dtype)
     for group, own in zip(theirs["param_groups"], ours["param_groups"], strict=True):
         assert group.keys() <= own.keys() and own["params"] == group["params"]
-
-
-def test_state_dicts_are_on_the_cpu_whatever_the_default_device():
-    _, optimizer = trained()
-    with torch.device("meta"):
-        saved = optimizer.state_dict()
-    assert all(value.device.type == "cpu" for entry in saved["state"].values() for value in entry.values())
-    optimizer.load_state_dict(saved)
 
 
 def test_torch_adamw_goes_on_from_our_state_dict():
@@ -178,21 +169,6 @@ def test_empty_states_are_none():
     assert not again.state
 
 
-def test_groups_without_parameters():
-    def made():
-        return CoatAdamW([{"params": parameters()}, {"params": []}], min_numel=100)
-
-    optimizer, again = made(), made()
-    set_grads(optimizer.param_groups[0]["params"], 0)
-    optimizer.step()
-    saved = through_file(optimizer.state_dict())
-    # as FusedAdam counts
-    for group in saved["param_groups"]:
-        group["step"] = 1
-    again.load_state_dict(saved)
-    assert_equal(codes(again), codes(optimizer))
-
-
 def test_notes_in_the_state_go_into_state_dicts_and_back():
     """Under other keys than parameters, of any kind, as torch.optim.AdamW passes them on."""
     notes = {"seen": 7, "history": [1.0, 2.0], "norms": {"last": torch.ones(2)}}
@@ -212,24 +188,6 @@ def test_notes_in_the_state_go_into_state_dicts_and_back():
 def step_again(params, optimizer):
     set_grads(params, 9)
     optimizer.step()
-
-
-@pytest.mark.parametrize("layout", ["stock", "compressed"])
-def test_asynchronous_checkpoints_name_the_layout_that_they_cannot_take(layout, tmp_path):
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-
-    params = parameters()
-    optimizer = CoatAdamW(params, checkpoint_layout=layout, min_numel=0)
-    step_again(params, optimizer)
-    state = {"state": optimizer.state_dict()["state"]}
-    dcp.save(state, checkpoint_id=tmp_path / "whole", no_dist=True)
-    stager = DefaultStager(StagingOptions(False, False, False, False))
-    if layout == "stock":
-        stager.stage(state)
-    else:
-        with pytest.raises(TypeError, match="checkpoint_layout='compressed'"):
-            stager.stage(state)
 
 
 @pytest.mark.parametrize("options", [{}, {"exp_avg_format": "fp8_expanded_e5m2"}, {"group_size": 64}])
@@ -362,12 +320,3 @@ def test_steps_of_what_was_loaded_leave_the_saved_states_alone(layout):
     loaded.load_state_dict(saved.state_dict())
     stepped(loaded, both[1])
     assert_equal(codes(saved) + [saved.state[p]["remainder"] for p in both[0]], before)
-
-
-def test_load_hooks_see_the_whole_state():
-    _, optimizer = trained()
-    seen = []
-    optimizer.register_load_state_dict_pre_hook(lambda o, d: seen.append(len(d["state"])))
-    optimizer.register_load_state_dict_post_hook(lambda o: seen.append(len(o.state)))
-    optimizer.load_state_dict(optimizer.state_dict())
-    assert seen == [len(SHAPES) + 1] * 2

@@ -103,33 +103,6 @@ def test_first_moments_are_written_and_second_ones_stay(write):
     assert ((first.decode() - plain).abs() <= TIMES.get(write, 1) * limit(plain, second)).all()
 
 
-@pytest.mark.parametrize(
-    "write",
-    [
-        lambda m, v: torch._foreach_mul_([m, v], 0.5),
-        lambda m, v: torch._foreach_mul_([v, m], 0.5),
-        lambda m, v: torch._foreach_copy_([m[2:], v[3:]], [torch.ones(5, 100), torch.ones(4, 100)]),
-    ],
-)
-def test_one_op_may_write_both(write):
-    first, second = pair_of(*some_pair())
-    plain = first.decode(), second.decode()
-    write(*plain)
-    write(first, second)
-    assert ((first.decode() - plain[0]).abs() <= limit(plain[0], second)).all()
-    torch.testing.assert_close(second.decode(), plain[1], rtol=0.06, atol=0)
-
-
-def test_long_moments_are_taken_in_parts(monkeypatch):
-    expected = pair_of(*some_pair())
-    expected[1].mul_(3)
-    monkeypatch.setattr(codec, "AT_ONCE", 2 * GROUP)
-    first, second = pair_of(*some_pair())
-    second.mul_(3)
-    assert equal(stored_of(first, second), stored_of(*expected))
-    assert torch.equal(first.decode(), expected[0].decode())
-
-
 def test_odd_second_moments_leave_the_first():
     """Reset to zero, NaN, negative, huge or tiny: what is stored of the first is what it was."""
     for odd in (0.0, torch.nan, -1.0, torch.inf, 3e38, 1e-45):
@@ -174,11 +147,6 @@ def test_copies_are_exact_and_stand_alone(make):
     assert ((again[0].decode() - expected[0]).abs() <= limit(expected[0], again[1])).all()
     # who still holds a copy sees what became of it
     assert torch.equal(made[0].decode(), again[0].decode())
-
-
-def test_a_copy_shares_what_it_is_relative_to_between_processes():
-    copied = pair_of(*some_pair())[0].clone().share_memory_()
-    assert all(t.is_shared() for piece in copied.pair.second for t in piece.storage)
 
 
 def test_a_copy_of_zeros_is_of_zeros():

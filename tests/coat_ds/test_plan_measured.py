@@ -315,14 +315,6 @@ def test_torchs_allocator_gives_memory_back_in_every_step_where_there_is_no_room
     assert looked[True] >= 3 and looked[False] >= 20
 
 
-def test_what_made_no_step_fits_but_for_the_step():
-    (row,) = (r for key, r in ROWS.items() if key[2] == "TE FP8, FP8 moments" and key[1] == "zero2")
-    assert row["note"] == "the loss is not finite"
-    moments = plan.predict(*of_row(row)).moments
-    found = max(moment.total for moment in moments if moment.moment != "step") / 1e6
-    assert found == pytest.approx(row["peak_mb"], rel=0.005)
-
-
 def test_a_model_of_transformers_under_trainer():
     """The first rank, whose part of the gradients is the first layers': not what the head's rank has."""
     shape = {

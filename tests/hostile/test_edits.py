@@ -7,7 +7,6 @@ then raises for no edit. For an edit through `.data`, results are those of stock
 comparisons are within the error of FP8.
 """
 
-import functools
 import random
 from collections import Counter
 from dataclasses import dataclass, field
@@ -21,7 +20,6 @@ from coat_kernels.autograd.origin import origin_of
 from coat_kernels.linear import fp8_linear
 from coat_kernels.norm import layer_norm
 from tests.hostile.conftest import EXAMPLES
-from tests.megatron_ext.conftest import one_megatron_process
 from tests.util import rel_rms
 
 S, B, H, FFN, HEADS = 32, 2, 64, 96, 2
@@ -222,99 +220,3 @@ def test_edits_of_a_stack(device):
     ours, stock = Stack(True, device), Stack(False, device)
     # without edits results differ by up to 0.10, and edits enlarge the rounded values
     attack(stack_cases(), ours, stock, bound=0.2)
-
-
-class Layer:
-    """A Megatron layer of `spec`. Hooks give an editor the inputs and outputs of the modules that it names,
-    and of no others, because the layer also checks for hooks."""
-
-    dtype = torch.bfloat16
-
-    def __init__(self, spec):
-        from megatron_ext.model import ModelShape, build_gpt
-
-        # torch's RMSNorm on a CPU computes with a copy of its input, and so does not detect edits
-        model = build_gpt(
-            ModelShape(1, H, FFN, HEADS, HEADS), spec, seq_length=S, vocab_size=64, normalization="LayerNorm"
-        )
-        self.layer, self.angles = model.decoder.layers[0], model.rotary_pos_emb(S)
-        self.layer.train()
-        torch.manual_seed(0)
-        for name, p in self.layer.named_parameters():
-            # small scores, so that softmax does not enlarge their errors
-            p.data.mul_(0.1 if "qkv" in name else 1 + 0.5 * torch.randn_like(p) if "norm" in name else 1)
-
-    def parameters(self):
-        return dict(self.layer.named_parameters())
-
-    def __call__(self, x, editor):
-        def enter(module, args, name):
-            for i, t in enumerate(args[:3]):
-                editor.see(f"{name}:in{i}", **{f"{name}:in{i}": t})
-
-        def leave(module, args, output, name):
-            y = output[0] if isinstance(output, tuple) else output
-            editor.see(f"{name}:out", **{f"{name}:out": y})
-
-        handles = []
-        for name in {place.split(":")[0] for place in (editor.case.target, editor.case.when) if ":" in place}:
-            module = self.layer.get_submodule(name)
-            handles.append(module.register_forward_pre_hook(functools.partial(enter, name=name)))
-            handles.append(module.register_forward_hook(functools.partial(leave, name=name)))
-        try:
-            return self.layer(x, attention_mask=None, rotary_pos_emb=self.angles)[0]
-        finally:
-            for handle in handles:
-                handle.remove()
-
-
-OUTPUTS = (
-    "input_layernorm",
-    "self_attention.linear_qkv",
-    "self_attention.core_attention",
-    "self_attention.linear_proj",
-    "self_attention",
-    "pre_mlp_layernorm",
-    "mlp.linear_fc1",
-    "mlp.linear_fc2",
-    "mlp",
-)
-INPUTS = {
-    "self_attention": 1,
-    "self_attention.linear_qkv": 1,
-    # the BF16 layer saves a copy of v, and so does not detect edits
-    "self_attention.core_attention": 2,
-    "self_attention.linear_proj": 1,
-    "pre_mlp_layernorm": 1,
-    "mlp": 1,
-    "mlp.linear_fc1": 1,
-    "mlp.linear_fc2": 1,
-}
-
-
-def layer_cases(parameters) -> list[Case]:
-    places = [f"{name}:out" for name in OUTPUTS]
-    places += [f"{name}:in{i}" for name, count in INPUTS.items() for i in range(count)]
-    cases = []
-    for edit in EDITS:
-        for place in places:
-            cases += [Case(place, edit, place), Case(place, edit, place, train=False)]
-            cases.append(Case(place, edit, "after"))
-        within = "input_layernorm:out", "pre_mlp_layernorm:in0", "mlp:in0"
-        cases += [Case(name, edit, when) for name in parameters for when in times(edit, *within)]
-        if edit in BEHIND_AUTOGRAD:
-            # this hook does not get the tensor itself, but one of the addends of a pending sum
-            within = "input_layernorm:out", "mlp:in0"
-        cases += [Case(name, edit, when) for name in "xh" for when in ("begin", *within, "after")]
-    return cases
-
-
-def test_edits_of_a_megatron_layer():
-    with one_megatron_process():
-        from megatron_ext.layer_specs import coat_layer_spec, sdpa_layer_spec
-
-        ours, stock = Layer(coat_layer_spec), Layer(sdpa_layer_spec)
-        stock.layer.load_state_dict(ours.layer.state_dict())
-        # the number of roundings in test_layer.py's table, times two since edits enlarge the rounded values
-        bound = 2 * (21 * 0.026**2 + 4 * 0.053**2) ** 0.5
-        attack(layer_cases(ours.parameters()), ours, stock, bound)

@@ -45,27 +45,6 @@ def log2_error_bound(codec, storage, x):
 
 
 @pytest.mark.parametrize("run", [by_reference, by_kernel])
-@pytest.mark.parametrize("name", EXPANDED)
-@pytest.mark.parametrize("n", SIZES)
-def test_expanded_error_is_within_the_derived_bound(name, n, run, device):
-    codec = get_codec(name)
-    for case, x in hard(n).items():
-        x = x.to(device)
-        storage, decode = run(codec, x)
-        decoded = decode(storage)
-        finite = x.isfinite()
-        assert decoded[~finite].isnan().all(), case
-        assert (decoded[finite] == 0).equal(x[finite] == 0), f"{case}: a zero appeared or vanished"
-        assert decoded[finite].sign().equal(x[finite].sign()), f"{case}: a sign changed"
-        live = finite & (x != 0)
-        error = (decoded[live].abs().log2() - x[live].abs().log2()).abs()
-        bound = log2_error_bound(codec, storage, x)[live]
-        # magnitudes below 2^-120 are raised to 2^-120; the only requirement is that they do not vanish
-        normal = x[live].abs() >= 2.0**-120
-        assert (error <= bound)[normal].all(), f"{case}: {(error / bound)[normal].max()} of the bound"
-
-
-@pytest.mark.parametrize("run", [by_reference, by_kernel])
 @pytest.mark.parametrize("name", [*EXPANDED, "log8"])
 def test_largest_of_each_group_is_exact(name, run, device):
     """Constant groups, groups of one element and the maxima of all groups are restored bit for bit."""
@@ -92,20 +71,6 @@ def test_zero_in_front_does_not_widen_the_range(name, run, device):
     with_zero = torch.cat((torch.zeros(1, device=device), x[1:]))
     k = [run(codec, v)[0].exponent.item() for v in (x, with_zero)]
     assert k[1] >= k[0] > 16
-
-
-@pytest.mark.parametrize("run", [by_reference, by_kernel])
-@pytest.mark.parametrize("name", list(CODECS))
-def test_stored_metadata_gives_the_same_codes_again(name, run, device):
-    """Resuming is exact because decoding and then encoding with the same scale and exponent changes
-    nothing."""
-    codec = get_codec(name)
-    encode = encode_reference if run is by_reference else encode_kernel_launch
-    for case, x in hard(1000, codec.signed).items():
-        storage, decode = run(codec, x.to(device))
-        again = encode(codec, decode(storage), GROUP, storage)
-        first, second = (comparable(codec, s.codes).float() for s in (storage, again))
-        torch.testing.assert_close(second, first, rtol=0, atol=0, equal_nan=True, msg=case)
 
 
 @pytest.mark.parametrize("name", list(CODECS))

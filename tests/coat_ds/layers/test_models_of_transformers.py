@@ -137,21 +137,6 @@ def test_what_is_put_into_experts_later_is_called(change):
         assert not copied(*tokens_of()).any()
 
 
-def test_experts_whose_activation_is_a_function():
-    """LFM2's, as if it were a module."""
-    sizes = {"num_experts": 4, "moe_intermediate_size": 32, "num_dense_layers": 0}
-    found, chosen = [], torch.arange(64).view(64, 1) % 4
-    for act in (torch.nn.functional.silu, torch.nn.SiLU()):
-        model = build("Lfm2Moe", **sizes, layer_types=["full_attention"])
-        experts = model.model.layers[0].feed_forward.experts
-        experts.act_fn = act
-        name = "model.layers.0.feed_forward.experts"
-        assert coat_ds.conversion_of(coat_ds.convert(model)).converted["feed_forward"] == [name]
-        x = torch.randn(64, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
-        found.append(experts(x, chosen, torch.ones(64, 1, dtype=torch.bfloat16)))
-    assert found[0].any() and found[0].equal(found[1])
-
-
 def clamped(experts):
     class Clamped(type(experts)):
         def _apply_gate(self, both):
@@ -190,36 +175,6 @@ def test_experts_with_a_gate_of_their_own_or_biases(change, autocast, trains):
         found = coat_ds.convert(experts)(*tokens_of())
     assert coat_ds.conversion_of(experts).converted["feed_forward"] == [""]
     assert expected.any() and rel_rms(found, expected) < EXPERTS_FORWARD
-
-
-def test_experts_give_the_dtype_of_their_input_whatever_a_routers_is():
-    x, chosen, weights = tokens_of()
-    assert coat_ds.convert(mixtral())(x, chosen, weights.float()).dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize("name", ["forward", "_apply_gate"])
-def test_experts_that_somebody_has_patched_stay(name):
-    experts = mixtral()
-    x, chosen, weights = torch.randn(8, 64).bfloat16(), torch.zeros(8, 1, dtype=torch.int64), torch.ones(8, 1)
-    stock, patched = getattr(experts, name), lambda *args: stock(*args) * 2
-    expected = 2 * experts(x, chosen, weights)
-    setattr(experts, name, patched)
-    coat_ds.convert(experts)
-    assert coat_ds.conversion_of(experts).left[""] == f"experts with a replaced {name}"
-    torch.testing.assert_close(experts(x, chosen, weights), expected)
-    coat_ds.unconvert(experts)
-    assert getattr(experts, name) is patched
-
-
-def test_experts_of_a_class_with_another_forward_stay():
-    experts = mixtral()
-
-    class Doubled(type(experts)):
-        def forward(self, *args):
-            return super().forward(*args) * 2
-
-    experts.__class__ = Doubled
-    assert coat_ds.conversion_of(coat_ds.convert(experts)).left[""] == "experts with a forward of their own"
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -317,22 +272,3 @@ def test_a_model_that_asks_for_its_attention_by_name_keeps_it():
     with torch.no_grad():
         every, last = (model(input_ids=ids, use_cache=True, logits_to_keep=n).logits for n in (0, 4))
     assert rel_rms(last, every[:, -4:]) < fp8_forward_bound(2)
-
-
-def test_a_model_that_looks_for_its_attention_among_names_keeps_it():
-    """DeepSeek-V3.2 masks what its indexer has not chosen where it finds "eager" or "sdpa", and hands the
-    choice to any other attention."""
-    if not hasattr(transformers, "DeepseekV32Config"):
-        pytest.skip("a transformers without DeepSeek-V3.2")
-    ranks = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32}
-    indexer = {"index_topk": 4, "index_n_heads": 2, "index_head_dim": 64}
-    others = {"v_head_dim": 32, "first_k_dense_replace": 1}
-    config = transformers.DeepseekV32Config(**SIZES, **ranks, **indexer, **others)
-    torch.manual_seed(0)
-    model, ids = transformers.DeepseekV32ForCausalLM(config).bfloat16().eval(), torch.arange(3, 27)[None]
-    with torch.no_grad():
-        expected = model(ids).logits
-        coat_ds.convert(model, filter=lambda name, module: name.endswith("self_attn"))
-        assert model(ids).logits.equal(expected)
-    left = coat_ds.conversion_of(model).left
-    assert left["model.layers.0.self_attn"] == "its model asks for 'sdpa' by name"

@@ -49,26 +49,6 @@ def test_what_was_put_around_converted_modules_does_not_keep_them(wrapped):
     assert not any(map(replaced, model.modules()))
 
 
-def test_parts_that_were_converted_one_by_one_are_given_back_together():
-    model = nn.Sequential(nn.Linear(64, 64), nn.Sequential(nn.Linear(64, 64)), nn.Linear(64, 64))
-    for part in model:
-        coat_ds.convert(part)
-    assert all(replaced(m) for m in model.modules() if isinstance(m, nn.Linear))
-    coat_ds.unconvert(model)
-    assert not any(map(replaced, model.modules()))
-    assert all(coat_ds.conversion_of(part) is None for part in model)
-
-
-def test_parts_are_given_back_together_or_not_at_all():
-    model = nn.Sequential(nn.Sequential(nn.Linear(64, 64)), nn.Sequential(nn.Linear(64, 64)))
-    for part in model:
-        coat_ds.convert(part)
-    model[1][0].forward = lambda x: x
-    with pytest.raises(RuntimeError, match="Undo what replaced it first"):
-        coat_ds.unconvert(model)
-    assert replaced(model[0][0]) and coat_ds.conversion_of(model[0])
-
-
 def test_a_part_is_given_back_and_then_the_model():
     model, batch = coat_ds.convert(LLAMA.build()), LLAMA.batch()
     coat_ds.unconvert(model.model.layers[0])

@@ -145,12 +145,3 @@ def test_replayed_layers_take_turns_and_suspects_are_looked_at_each_time(monkeyp
     # not layer 1 for a layer in 10
     assert names(2, ["7.0.0", "10.0.0"]) == ["2", "6", "7"]
     assert in_turn({}, 0, []) == []
-
-
-def test_a_function_in_turn_is_not_replayed():
-    model = torch.nn.Sequential(linear())
-    with_graphs(model)
-    graphs, x, calls = model[0].graphs, torch.ones(2, requires_grad=True), []
-    graphs.eager = True
-    graphs.call(lambda x: calls.append(1) or x * 2, x, ())
-    assert calls == [1] and graphs.count == 1

@@ -8,7 +8,6 @@ import csv
 import functools
 import json
 import math
-import shutil
 import types
 from pathlib import Path
 from unittest import mock
@@ -17,16 +16,13 @@ import deepspeed
 import pytest
 import torch
 
-import coat_ds
 from coat_ds.watch import fallback as of_fallback
 from coat_ds.watch.readings import read
-from tests.coat_ds.test_checkpoints import to_universal
 from tests.coat_ds.watch.parts import VOCABULARY, llama
 from tests.util import run_distributed
 
 LENGTH, BATCH, STEPS = 32, 4, 40
 NOTHING = {"layers": [], "states": []}
-FALLEN = {"layers": ["model.layers.0.mlp.down_proj"], "states": ["model.layers.1.mlp.up_proj.weight"]}
 
 
 def engine_of(model, stage, watch, **more):
@@ -165,35 +161,6 @@ def states_run(folder, stage):
     return found
 
 
-def universal_run(folder):
-    """What a universal checkpoint remembers that is not of the latest one, and a file that was cut off."""
-    watch = {"every": 1, "act": "act"}
-    engine = engine_of(llama(), 1, watch)
-    fallback = engine.coat.watch.fallback
-    for tag, state in (("fallen", FALLEN), ("latest one", {})):
-        fallback.restore(state)
-        engine.save_checkpoint(folder, tag=tag)
-    engine.destroy()
-    to_universal(folder, "fallen")
-    found, path = {}, Path(folder, "fallen_universal/coat_watch.json")
-    for case in ("without", "copied", "cut off"):
-        if case == "copied":
-            shutil.copy(Path(folder, "fallen/coat_watch.json"), path)
-        if case == "cut off":
-            path.write_bytes(path.read_bytes()[:-4])
-        engine = engine_of(llama(), 1, watch, checkpoint={"load_universal": True})
-        with mock.patch.object(coat_ds.zero.watch, "say") as said:
-            try:
-                engine.load_checkpoint(folder)
-                error = None
-            except ValueError as raised:
-                error = str(raised)
-        lines = [call.args[0] for call in said.call_args_list]
-        found[case] = engine.coat.watch.fallback.state(), lines, error
-        engine.destroy()
-    return found
-
-
 def accumulated_run():
     """The steps with readings where two micro-batches make one, before the engine ends and after
     that."""
@@ -235,7 +202,6 @@ def everything(folder):
         ("outlier", act): outlier_run(f"{folder}/outlier", act) for act in ("bf16", "off", "warn", "act")
     }
     found["accumulated"], found["layers alone"] = accumulated_run(), layers_alone_run()
-    found["universal"] = universal_run(f"{folder}/universal")
     found |= {("states", stage): states_run(f"{folder}/states{stage}", stage) for stage in (1, 3)}
     return found
 
@@ -320,17 +286,6 @@ def test_the_checkpoint_remembers_and_the_way_back(folder):
     assert act["not taken"] == NOTHING
     held = json.loads((Path(folder) / "outlier/outlier/coat_watch.json").read_text())
     assert held == act["state"]
-
-
-def test_a_universal_checkpoint_remembers_what_was_copied(folder):
-    found = results(folder)["universal"]
-    state, lines, error = found["without"]
-    assert state == NOTHING and error is None
-    assert [line for line in lines if "fallen_universal has no coat_watch.json" in line] == lines != []
-    # that of "latest_universal"; "latest" is another one
-    assert found["copied"] == (FALLEN, [], None)
-    state, lines, error = found["cut off"]
-    assert state == NOTHING and "fallen_universal/coat_watch.json: expected the layers and states" in error
 
 
 @pytest.mark.parametrize("stage", [1, 3])

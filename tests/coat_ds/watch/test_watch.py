@@ -1,7 +1,5 @@
 """When readings are taken, and what they are of."""
 
-import copy
-
 import deepspeed
 import pytest
 import torch
@@ -108,33 +106,6 @@ def test_other_optimizers_are_refused_by_name():
         with pytest.raises(TypeError, match=f"CoatAdamW, .*{name}"):
             Watch(made, optimizer, {"every": 1})
     assert Watch(made, wrapped.optimizer).optimizers == [wrapped.optimizer]
-
-
-def test_copies_of_a_model_are_not_watched(tmp_path):
-    made = coat_ds.convert(model().bfloat16())
-    optimizer, readings = CoatAdamW(made.named_parameters(), min_numel=0), []
-    watch = Watch(made, optimizer, {"every": 1}, [readings.append])
-    torch.save(made, tmp_path / "model.pt")
-    for other in (copy.deepcopy(made), torch.load(tmp_path / "model.pt", weights_only=False)):
-        other(torch.ones(16, 64, dtype=torch.bfloat16)).sum().backward()
-    watch.end_step()
-    watch.close()
-    assert set(readings[0].groups) == {codes.OTHER}
-
-
-def test_tensors_of_two_optimizers_are_in_one_reading():
-    made, readings = torch.nn.ModuleDict({name: torch.nn.Linear(64, 64) for name in "ab"}), []
-    optimizers = [CoatAdamW(list(made[name].named_parameters()), min_numel=0) for name in "ab"]
-    made.forward = lambda x: made["b"](made["a"](x))
-    watch = Watch(made, optimizers, {"every": 2}, [readings.append])
-    for _ in range(2):
-        made(torch.randn(16, 64)).square().sum().backward()
-        for optimizer in optimizers:
-            optimizer.step()
-        watch.end_step()
-    watch.close()
-    for name in "ab":
-        assert 0 < readings[0].groups[f"{name}.weight"]["update_error"] < 0.1
 
 
 def test_a_loop_that_resumes_counts_on():
