@@ -16,7 +16,7 @@ HOSTS ?= 0.18.9
 PYTHON312 ?= python3.12
 MEGATRON := .venv-megatron-0.19.2
 
-.PHONY: setup quickstart check types test test-all test-gpu docs test-hostile test-hosts test-megatron \
+.PHONY: setup quickstart check types test test-all test-gpu docs test-hostile mutations test-hosts test-megatron \
 	test-megatron-main lint format clean
 
 setup: $(VENV)/.done
@@ -68,6 +68,10 @@ test-gpu: setup
 # the property-based tests with 100,000 inputs, about an hour on two cores
 test-hostile: setup
 	COAT_HOSTILE_EXAMPLES=100000 $(BIN)/python $(PYTEST) tests/hostile
+
+# forty mistakes, each made in a copy of the tree, which the tests have to catch: three quarters of an hour
+mutations: setup
+	$(BIN)/python -m tests.mutations
 
 test-hosts: $(HOSTS:%=.venv-deepspeed-%/.done)
 	set -e; for host in $(HOSTS); do TORCH_EXTENSIONS_DIR=$(CURDIR)/.venv-deepspeed-$$host/extensions \

@@ -1,10 +1,10 @@
 """Forty mistakes, each made in a copy of the tree. The tests have to fail for each one.
 
-    python -m tests.mutations          # all of them, one after the other
+    make mutations                     # all of them, one after the other
     python -m tests.mutations 3 12     # some
 
 Prints a table. Fails if the tests pass with a mistake, or if its text does not occur exactly once. Files are
-found by the text, wherever they are. It takes minutes, so no make target runs it.
+found by the text, wherever they are.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""The mistakes of `tests.mutations` still apply to the code. `python -m tests.mutations` checks that tests
+"""The mistakes of `tests.mutations` still apply to the code. `make mutations` checks that tests
 find them."""
 
 import pytest

@@ -201,48 +201,19 @@ STAGE_2 = {"zero_optimization": {"stage": 2}}
 
 
 @pytest.mark.parametrize(
-    "config, message",
+    "config, key",
     [
-        ({}, "stage: expected 1, 2 or 3, found 0. .* or set zero_optimization.stage"),
-        ({"zero_optimization": 3}, "zero_optimization: expected an object"),
-        (
-            {"zero_optimization": {"stage": "two"}},
-            "zero_optimization.stage: expected a whole number, found 'two'",
-        ),
-        (
-            {"zero_optimization": {"stage": 3, "sub_group_size": float("inf")}},
-            "zero_optimization.sub_group_size: expected a whole number, found inf",
-        ),
-        (
-            {"zero_optimization": {"stage": 2, "offload_optimizer": "cpu"}},
-            "zero_optimization.offload_optimizer: expected an object, found 'cpu'. Use braces",
-        ),
-        (
-            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "gpu"}}},
-            "zero_optimization.offload_optimizer.device: expected cpu or nvme, found 'gpu'",
-        ),
-        (
-            STAGE_2 | {"train_batch_size": 6},
-            "global batch: 6 is no multiple of micro-batch times data parallel size, 1 x 4",
-        ),
-        (
-            {"zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "fp32"}},
-            "data_types.grad_accum_dtype: FP32 is not planned at stage 1",
-        ),
-        *(
-            (STAGE_2 | {outer: {inner: value}}, f"{outer}.{inner}: found {value}, which is not planned")
-            for outer, inner, value in (
-                ("tensor_parallel", "autotp_size", 2),
-                ("activation_checkpointing", "partition_activations", True),
-                ("compile", "deepcompile", True),
-            )
-        ),
-        (STAGE_2 | {"sequence_parallel_size": 4}, "sequence_parallel_size: found 4, which is not planned"),
+        ({}, "stage"),
+        ({"zero_optimization": {"stage": "two"}}, "zero_optimization.stage"),
+        ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "gpu"}}}, "zero_optimization"),
+        (STAGE_2 | {"train_batch_size": 6}, "global batch"),
+        (STAGE_2 | {"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel.autotp_size"),
+        (STAGE_2 | {"sequence_parallel_size": 4}, "sequence_parallel_size"),
     ],
     ids=lambda value: json.dumps(value) if isinstance(value, dict) else "",
 )
-def test_what_of_a_json_cannot_be_planned_is_named(config, message):
-    with pytest.raises(PlanError, match=message):
+def test_what_of_a_json_cannot_be_planned_is_named(config, key):
+    with pytest.raises(PlanError, match=f"^{key}"):
         from_deepspeed(config, SMALL, gpus=4)
 
 

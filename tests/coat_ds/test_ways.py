@@ -89,12 +89,6 @@ def test_accelerate_without_deepspeed(two):
         assert {"ratio8", "log8", "fp32"} == set(rank["Accelerate alone"]["bytes"])
 
 
-def test_auto_in_the_block(two):
-    """Accelerate refuses the word, and names the key."""
-    for rank in two:
-        assert "`coat.enabled`" in rank["auto"] and "without `auto`" in rank["auto"]
-
-
 def work_gpu(folder):
     warnings.simplefilter("ignore")
     import deepspeed

@@ -183,13 +183,6 @@ def accelerated(block, stage=3):
     return {"losses": losses, "coat": str(engine.coat)}
 
 
-def refusal_of_auto():
-    try:
-        accelerated({"enabled": "auto"})
-    except ValueError as error:
-        return str(error)
-
-
 def without_deepspeed(folder, layout="stock", resume=None, **more):
     """Trainer alone: the two lines of the README."""
     from transformers import Trainer, TrainingArguments
@@ -392,7 +385,6 @@ def work(folder):
         "DPO": lambda: dpo(f"{folder}/dpo"),
         "Accelerate": lambda: accelerated(BLOCK),
         "Accelerate alone": lambda: accelerated_alone(f"{folder}/accelerate"),
-        "auto": refusal_of_auto,
     }  # fmt: skip
     with listening() as lines, contextlib.redirect_stdout(io.StringIO()):
         for name, run in runs.items():

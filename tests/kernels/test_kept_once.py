@@ -89,28 +89,6 @@ def test_checkpoints_keep_nothing_more_and_recompute_the_same(inputs, reentrant)
     check(found, gradients(inputs, lambda x: outputs(x, weights)))
 
 
-def test_what_hooks_keep_elsewhere_is_not_kept_here(inputs):
-    leaf, weights, _ = inputs
-    x, before = leaf * 1, codes_alive()
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.float(), lambda t: t):
-        y = outputs(x, weights)
-    assert codes_alive() == before and y.requires_grad
-
-
-def test_evaluation_keeps_nothing(inputs):
-    leaf, weights, _ = inputs
-    x, before = leaf * 1, codes_alive()
-    with torch.no_grad():
-        y = outputs(x, weights)
-    assert codes_alive() == before
-    # a training pass after evaluation saves what it needs
-    check(
-        gradients(inputs, lambda _: outputs(leaf * 1, weights)),
-        gradients(inputs, lambda x: outputs(x, weights)),
-    )
-    assert torch.equal(outputs(x, weights), y)
-
-
 def by_reference(a, b, scale_a, scale_b, bias, dtype, fast):
     return scaled_matmul_reference(a, b, scale_a, scale_b, dtype)
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-import threading
 import weakref
 
 import pytest
@@ -21,7 +20,7 @@ from coat_kernels.autograd.checkpointing import (
     packed_bytes,
     packing_function,
 )
-from coat_kernels.autograd.origin import PACKED, noted, origin_of
+from coat_kernels.autograd.origin import origin_of
 from coat_kernels.linear import fp8_linear
 from coat_kernels.norm import rms_norm
 from tests.util import rel_rms
@@ -301,33 +300,6 @@ def test_a_function_that_always_packs_keeps_inputs_inside_a_region_as_they_are()
         y.square().sum().backward()
         found.append(leaf.grad)
     assert found[0].any() and found[0].equal(found[1])
-
-
-@both
-def test_each_thread_has_its_own(reentrant):
-    """Three threads at the same time, each in the middle of its forward while the others enter or leave their
-    context."""
-    kept = {}
-    together = threading.Barrier(3, timeout=300)
-
-    def run(number):
-        with compressed_checkpoints() if number != 1 else contextlib.nullcontext():
-            together.wait()
-            h = torch.randn(ROWS, WIDTH, requires_grad=True) * 1
-            y = checkpoint(torch.exp, h, use_reentrant=reentrant)
-            kept[number] = noted(h, PACKED) is not None
-            together.wait()
-            y.sum().backward()
-        together.wait()
-        assert not compressing()
-
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert kept == {0: True, 1: False, 2: True}
-    assert kept_of_a_region(reentrant) == 0
 
 
 @both
