@@ -14,7 +14,6 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import coat_ds
 from coat_ds.config import ActivationsConfig
-from coat_ds.layers.inventory import layers_of
 from coat_ds.layers.modules.replaced import replaced
 from coat_kernels import tensorwise
 from coat_kernels.linear import op as products
@@ -138,25 +137,6 @@ def test_averages_of_weights(weight_cache):
     same(run(average.module, batch), run(coat_ds.convert(stock, activations), batch))
 
 
-def test_weights_that_are_exchanged():
-    """With an option torch exchanges what is in parameters, if nothing refers to them weakly."""
-    activations, batch = {"weight_cache": "fp8"}, LLAMA.batch()
-    model, stock = coat_ds.convert(LLAMA.build(), activations), LLAMA.build()
-    halves = {name: p / 2 for name, p in stock.state_dict().items()}
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        run(model, batch)
-        before = list(model.parameters())
-        model.load_state_dict(halves)
-        stock.load_state_dict(halves)
-        run(model, batch)
-        model.to(torch.float32).to(torch.bfloat16)
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(False)
-    assert all(p is old for p, old in zip(model.parameters(), before, strict=True))
-    same(run(model, batch), run(coat_ds.convert(stock, activations), batch))
-
-
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("attention_format", ["bf16", "recompute"])
 def test_evaluation_keeps_no_weights_and_training_goes_on(attention_format, mode):
@@ -173,20 +153,6 @@ def test_evaluation_keeps_no_weights_and_training_goes_on(attention_format, mode
         )
         assert not any(cache.nbytes for cache in caches)
     same(*(run(model, batch) for model in models))
-
-
-@pytest.mark.parametrize("weight_cache", ["none", "fp8"])
-def test_a_model_that_inference_mode_has_made(weight_cache):
-    """Its weights count no changes."""
-    activations, batch = {"weight_cache": weight_cache}, LLAMA.batch()
-    reference = coat_ds.convert(LLAMA.build(), activations)
-    with torch.inference_mode():
-        model = coat_ds.convert(LLAMA.build(), activations)
-    for one in (reference, model):
-        one.requires_grad_(False).eval()
-    for mode in (torch.inference_mode, torch.no_grad, torch.enable_grad):
-        with mode():
-            assert model(**batch).loss.equal(reference(**batch).loss)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "mixtral", "qwen3_moe_grouped"])
@@ -284,14 +250,6 @@ def test_the_filter_and_the_reasons():
     }
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe_grouped"])
-def test_any_number_of_experts_multiply_in_fp8_and_save_8_bits(family):
-    model = coat_ds.convert(FAMILIES[family].build())
-    conversion, name = coat_ds.conversion_of(model), "model.layers.0.mlp.experts"
-    assert name in conversion.converted["feed_forward"] and name in conversion.converted["linear"]
-    assert "2 feed-forwards save 8 bits (sqrt8, groups of 16)" in layers_of(model, "").summary()
-
-
 def test_an_input_on_another_device_is_refused():
     model = coat_ds.convert(plain())
     # as nn.DataParallel's copies call it
@@ -329,16 +287,6 @@ def test_patched_forwards_are_known_by_what_they_compute():
     }
     coat_ds.unconvert(model)
     assert model[0].up.forward.__func__ is rewritten and model[1].up.forward.__func__ is doubled
-
-
-def test_the_activation_of_a_replaced_forward_is_left():
-    model = LLAMA.build()
-    mlp = model.model.layers[0].mlp
-    mlp.forward = types.MethodType(lambda self, x: self.down_proj(self.up_proj(x).sinh()), mlp)
-    conversion = coat_ds.conversion_of(coat_ds.convert(model))
-    assert conversion.converted["feed_forward"] == ["model.layers.1.mlp"]
-    assert "computes something else" in conversion.left["model.layers.0.mlp"]
-    assert conversion.converted["layer"] == ["model.layers.1"]
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "gemma3"])

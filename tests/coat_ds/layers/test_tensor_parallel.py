@@ -1,6 +1,5 @@
 """Converted models under torch's tensor parallelism, of two ranks, and with FSDP2 of four."""
 
-import logging
 import warnings
 from unittest import mock
 
@@ -12,7 +11,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -263,61 +262,10 @@ def test_a_tied_model_is_watched_and_resumed(two):
     check_watched([watches[1] for _, watches, _ in ranks])
 
 
-def _sharded(net, mesh):
-    return fully_shard(net, mesh=mesh)
-
-
-def _in_parts(net, mesh):
-    return parallelize_module(net, mesh, {"0": ROWS(), "1": COLUMNS()})
-
-
-def _replicated(net, mesh):
-    net = distribute_module(net, mesh)
-    return lambda x: net(DTensor.from_local(x, mesh, [Replicate()]))
-
-
-def _compiled(net, mesh):
-    return torch.compile(_in_parts(net, mesh), backend="eager")
-
-
-# outputs of the first layer, what is done to the model, and the reason that is given
-CASES = {
-    "compiled": (64, _compiled, "torch.compile traces them"),
-    "sharded": (64, _sharded, None),
-    "in parts": (64, _in_parts, None),
-    "too small": (48, _in_parts, "a rank's part is 24 x 64, not multiples of 16"),
-    "replicated": (64, _replicated, "they are laid out as"),
-}
-
-
-def warned():
-    """The warnings of two forwards of each case."""
-    found, mesh = {}, init_device_mesh("cpu", (2,))
-    handler, x = logging.Handler(logging.WARNING), torch.ones(4, 64).bfloat16()
-    logging.getLogger("coat_ds").addHandler(handler)
-    for name, (outputs, prepare, _) in CASES.items():
-        found[name] = said = []
-        layers = nn.Linear(64, outputs, bias=False), nn.Linear(outputs, 64, bias=False)
-        handler.emit = lambda record: None
-        net = coat_ds.convert(nn.Sequential(*layers).bfloat16())
-        # after convert's own line
-        handler.emit = lambda record: said.append(record.getMessage())  # noqa: B023
-        net = prepare(net, mesh)
-        for _ in range(2):
-            net(x)
-    handler.emit = lambda record: None
-    net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).bfloat16()
-    coat_ds.convert(net, {"weight_cache": "fp8"})
-    handler.emit = lambda record: found.setdefault("cached", []).append(record.getMessage())
-    _in_parts(net, mesh)(x)
-    logging.getLogger("coat_ds").removeHandler(handler)
-    return found
-
-
 def work(folder):
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo")
-    found = {"llama": llama("cpu"), "products": products(), "tied": tied(folder), "warned": warned()}
+    found = {"llama": llama("cpu"), "products": products(), "tied": tied(folder)}
     product = Fp8Linear._product
 
     def plain(self, x, *rest):
@@ -331,19 +279,3 @@ def work(folder):
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
     return run_distributed(work, 2, str(tmp_path_factory.mktemp("checkpoint")))
-
-
-def test_weights_that_are_not_cached_are_named(two):
-    first, other = (rank["warned"] for rank in two)
-    (line,) = first["cached"]
-    assert "coat.activations.weight_cache: found 'fp8', of no effect" in line and "cached" not in other
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_layers_that_compute_as_before_say_why(two, name):
-    first, other = (rank["warned"] for rank in two)
-    reason = CASES[name][2]
-    assert not other[name] and len(first[name]) <= 2
-    assert bool(first[name]) == (reason is not None)
-    assert all("multiply as before they were converted" in line for line in first[name])
-    assert reason is None or reason in first[name][0]
