@@ -134,8 +134,9 @@ SECTIONS: dict[str, list[Row]] = {
         Row("MoE of transformers with biases or an own gate (GPT-OSS)", cpu=1, h200=1,
             condition="experts: grouped FP8 GEMMs; GPU: tests of single layers",
             proof=("tests/kernels/test_experts.py",)),
-        Row("Expert parallelism of transformers", "BF16", cpu=1,
-            condition="the experts' forward is transformers'"),
+        Row("Expert parallelism of transformers (`ep_size`)", cpu=2,
+            condition="transformers 5.24, `ep_implementation` `auto` and `all_to_all`, with `fsdp_size`; rows "
+                      "are sent in BF16, no cached weights. Other versions and ways: experts in BF16"),
         Row("AutoEP (`expert_parallel`)", "BF16", cpu=2,
             condition="with a repaired DeepSpeed ([why](known_bugs.md#deepspeed))"),
         Row("MoE of Megatron, sequential experts", cpu=2, h200=1,

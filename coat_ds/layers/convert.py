@@ -20,7 +20,7 @@ from coat_ds.layers.modules.feed_forward import Fp8Activation, Fp8GatedFeedForwa
 from coat_ds.layers.modules.linear import Fp8Linear
 from coat_ds.layers.modules.norm import Fp8Norm
 from coat_ds.layers.modules.replaced import DTYPES, Replaced, replaced, wraps_compiled
-from coat_ds.layers.parallel import autotp, transformers_tp
+from coat_ds.layers.parallel import autotp, transformers_ep, transformers_tp
 from coat_ds.log import say_anew, say_once
 from coat_kernels import libraries
 from coat_kernels.fp8 import ALIGNMENT
@@ -367,8 +367,13 @@ def _build_activation(module, activations, projections):
 
 
 def _build_experts(module, activations, projections):
-    reason = experts.why_not(module, activations.group_size)
-    return (None, reason) if reason else (experts.Fp8Experts(module, activations), None)
+    dispatch = transformers_ep.dispatch_of(module)
+    reason = experts.why_not(module, activations.group_size, dispatched=dispatch is not None)
+    if dispatch is None:
+        return (None, reason) if reason else (experts.Fp8Experts(module, activations), None)
+    if reason := reason or transformers_ep.why_not(dispatch):
+        return None, reason
+    return transformers_ep.TransformersEPExperts(module, activations, dispatch), None
 
 
 _BUILDERS = {

@@ -53,12 +53,14 @@ def _asks_interface(forward: Callable) -> bool:
     return getattr(forward, "__globals__", {}).get("__name__") == "transformers.integrations.moe"
 
 
-def why_not(module: torch.nn.Module, group_size: int) -> str | None:
-    """Why an expert layer is not converted; None if it can be. group_size: of saved activations."""
+def why_not(module: torch.nn.Module, group_size: int, dispatched: bool) -> str | None:
+    """Why an expert layer is not converted; None if it can be. group_size: of saved activations. dispatched:
+    whether its forward on the instance is expert parallelism's."""
     cls = type(module)
     if not hasattr(cls, "_apply_gate") or not _is(module, "has_gate") or not _asks_interface(cls.forward):
         return "experts with a forward of their own"
-    if patched := [name for name in PATCHED if name in module.__dict__]:
+    patched = [name for name in PATCHED if name in module.__dict__ and not (dispatched and name == "forward")]
+    if patched:
         return f"experts with a replaced {' and '.join(patched)}"
     names = {"down_proj", "gate_up_proj"}
     if _is(module, "has_bias"):
@@ -81,6 +83,8 @@ class Fp8Experts(Replaced):
     Supports biases, transposed weights and gates of the model."""
 
     kind = "feed_forward"
+    # whether indices name experts of this rank only, also under expert parallelism
+    own_rows = False
 
     def __init__(self, module: torch.nn.Module, activations: ActivationsConfig):
         super().__init__(module, activations)
@@ -95,15 +99,15 @@ class Fp8Experts(Replaced):
         return "coat=FP8, 8-bit saved"
 
     def takes(self, x: torch.Tensor) -> bool:
-        """False also under expert parallelism, where indices may name experts of other ranks, under tensor
-        parallelism, where a rank holds a part of each expert, and if the activation or the gate has hooks or
-        was replaced, since the kernels call neither."""
+        """False also if indices may name experts of other ranks, under tensor parallelism, where a rank holds
+        a part of each expert, and if the activation or the gate has hooks or was replaced, since the kernels
+        call neither."""
         module, act = self.module, self.act
         if self.function is not None:
             watched = isinstance(act, torch.nn.Module) and is_watched(act)
             if watched or getattr(module, "act_fn", None) is not act or "_apply_gate" in module.__dict__:
                 return False
-        whole = not getattr(module, "_is_expert_parallel", False)
+        whole = self.own_rows or not getattr(module, "_is_expert_parallel", False)
         whole = whole and is_plain(module.gate_up_proj) and is_plain(module.down_proj)
         return whole and x.numel() > 0 and super().takes(x)
 

@@ -1,5 +1,5 @@
-"""Converted linear layers whose weights are split over ranks.
+"""Converted layers whose weights are split over ranks.
 
-This package may import the converted modules and `coat_kernels`. Start at dtensor.py; DeepSpeed's AutoTP and
-the tensor-parallel plans of transformers have a file each.
+This package may import the converted modules and `coat_kernels`. Start at dtensor.py; DeepSpeed's AutoTP,
+and the tensor-parallel and expert-parallel plans of transformers have a file each.
 """
