@@ -20,7 +20,7 @@ from coat_ds.layers.modules.feed_forward import Fp8Activation, Fp8GatedFeedForwa
 from coat_ds.layers.modules.linear import Fp8Linear
 from coat_ds.layers.modules.norm import Fp8Norm
 from coat_ds.layers.modules.replaced import DTYPES, Replaced, replaced, wraps_compiled
-from coat_ds.layers.parallel import autotp, transformers_ep, transformers_tp
+from coat_ds.layers.parallel import autoep, autotp, transformers_ep, transformers_tp
 from coat_ds.log import say_anew, say_once
 from coat_kernels import libraries
 from coat_kernels.fp8 import ALIGNMENT
@@ -148,8 +148,8 @@ def unconvert(model: nn.Module) -> nn.Module:
 
 
 def convert_again(model: nn.Module) -> None:
-    """Converts a model a second time, after AutoTP has replaced modules. All ranks must call it: a module
-    that one rank cannot convert, for example because its part is too small, is converted on none."""
+    """Converts a model a second time, after AutoTP or AutoEP has replaced modules. All ranks must call it: a
+    module that one rank cannot convert, for example because its part is too small, is converted on none."""
     conversion: Any = conversion_of(model)
     _give_back(model)
     convert_silently(model, conversion.activations)
@@ -275,7 +275,7 @@ _COUNTED = {
 def _kind_of(module: nn.Module) -> str | None:
     """The kind that the module looks like. Its builder then checks what the module computes."""
     parameters, children = module._parameters, module._modules
-    if experts.is_experts(module):
+    if experts.is_experts(module) or autoep.is_autoep(module):
         return "experts"
     if isinstance(module, nn.Linear):
         return "linear"
@@ -367,6 +367,9 @@ def _build_activation(module, activations, projections):
 
 
 def _build_experts(module, activations, projections):
+    if autoep.is_autoep(module):
+        reason = autoep.why_not(module, activations.group_size)
+        return (None, reason) if reason else (autoep.AutoEPExperts(module, activations), None)
     dispatch = transformers_ep.dispatch_of(module)
     reason = experts.why_not(module, activations.group_size, dispatched=dispatch is not None)
     if dispatch is None:

@@ -14,6 +14,7 @@ from torch import nn
 from coat_ds.config import ActivationsConfig, CoatConfigError, difference
 from coat_ds.layers.conversion import conversion_of, holder_of
 from coat_ds.layers.convert import convert_again, convert_silently, unconvert
+from coat_ds.layers.parallel.autoep import is_autoep
 from coat_ds.layers.parallel.autotp import is_autotp
 
 # models that were converted by an engine and not by the user
@@ -68,8 +69,8 @@ def prepare_layers(
 
 
 def take_exchanged(model: nn.Module) -> None:
-    """Converts AutoTP's layers if they have replaced linear layers that an engine has converted."""
-    if model in _of_engines and any(map(is_autotp, model.modules())):
+    """Converts AutoTP's and AutoEP's layers if they have replaced layers that an engine has converted."""
+    if model in _of_engines and any(is_autotp(m) or is_autoep(m) for m in model.modules()):
         convert_again(model)
 
 
