@@ -12,6 +12,7 @@ from benchmarks import (  # noqa: F401  (they register themselves)
     adamw,
     converge,
     evaluation,
+    expert_parallel,
     experts,
     finetune,
     first_step,

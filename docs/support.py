@@ -135,7 +135,7 @@ SECTIONS: dict[str, list[Row]] = {
             condition="experts: grouped FP8 GEMMs; GPU: tests of single layers",
             proof=("tests/kernels/test_experts.py",)),
         Row("Expert parallelism of transformers (`ep_size`)", cpu=2,
-            condition="transformers 5.24, `ep_implementation` `auto` and `all_to_all`, with `fsdp_size`; "
+            condition="from 5.23 on, `ep_implementation` `auto` and `all_to_all`, with `fsdp_size`; "
                       "rows are sent in BF16, no cached weights. Other versions and ways: experts in BF16"),
         Row("AutoEP (`expert_parallel`), also with ZeRO-3", cpu=2,
             condition="rows are sent in BF16; with transformers before 5.23, or a repaired DeepSpeed "

@@ -41,10 +41,13 @@ from benchmarks.converge.table import carry, complete_runs, differences, publish
 
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--recipe", choices=RECIPES, default="125m", help="model, batch and text (default: %(default)s)"
+        "--recipe",
+        choices=[*RECIPES, "moe"],
+        default="125m",
+        help="model, batch and text (default: %(default)s)",
     )
-    runs = f"{' '.join(RUNS)}; of 1b: {' '.join(CONFIGURATIONS)}"
-    run_options(parser, runs, "1.5e8, of 1b 1e8", "all of a step, 64; of 1b 16", "runs/converge")
+    runs = f"{' '.join(RUNS)}; of 1b: {' '.join(CONFIGURATIONS)}; of moe: the first six"
+    run_options(parser, runs, "1.5e8, of 1b 1e8, of moe 4.9e6", "all of a step; of 1b 16", "runs/converge")
     text_options(parser)
 
 
@@ -74,13 +77,15 @@ def converge(arguments, table: Table) -> None:
 
     Recipe 125m: 12 layers, h 768, sequence 1024, peak 6e-4; 1b: 16 layers, h 2048, f 8192, 8 groups of 32
     heads, tied, sequence 2048, peak 2e-4. 64 sequences a step, byte-pair tokenizer of 32,768 trained on the
-    spot, files held out by the hash of their content. AdamW 0.9, 0.95, or 0.999 in runs named so, weight
-    decay 0.1 of matrices, clip 1.0, peak after a tenth of the steps, of 1b after half of them, cosine to a
-    tenth; BF16 weights and FP32 masters under ZeRO-1, a run on one GPU. A seed decides weights and the order
-    of the data. Runs with the same data and recipe that are complete in benchmarks/results, next to --output
-    or in --work are not repeated; --minutes stops in the middle of one, and the next call with the same
-    --work goes on there. In the end it says of each kind of run whether what is claimed of COAT holds: a mean
-    that is not above the spread of BF16's seeds, and at most 0.01 nat above their mean. Columns:
+    spot. Recipe moe: transformers' Qwen3-MoE, 8 layers, h 512, 4 of 16 experts of 512 for a token, 300 steps
+    of 32 sequences of 512, tokenizer of 8,192, peak 1e-3. Files are held out by the hash of their content.
+    AdamW 0.9, 0.95, or 0.999 in runs named so, weight decay 0.1 of matrices, clip 1.0, peak after a tenth of
+    the steps, of 1b after half of them, cosine to a tenth; BF16 weights and FP32 masters under ZeRO-1, a run
+    on one GPU. A seed decides weights and the order of the data. Runs with the same data and recipe that are
+    complete in benchmarks/results, next to --output or in --work are not repeated; --minutes stops in the
+    middle of one, and the next call with the same --work goes on there. In the end it says of each kind of
+    run whether what is claimed of COAT holds: a mean that is not above the spread of BF16's seeds, and at
+    most 0.01 nat above their mean. Columns:
     - val_loss_start, val_loss: of 524,288 held-out tokens, nats per token, by the layers that were trained;
     - val_loss_bf16, val_loss_fp8: in the end, of the same weights in stock layers, and in COAT's;
     - to_bf16_mean, to_bf16_same_seed: relative distance to BF16's mean, and to BF16 of that seed;
@@ -94,11 +99,18 @@ def converge(arguments, table: Table) -> None:
     if arguments.collect:
         publish(output, table)
         return
-    names = arguments.runs or (RUNS if arguments.recipe == "125m" else CONFIGURATIONS)
-    recipe = TINY if arguments.quick or not torch.cuda.is_available() else RECIPES[arguments.recipe]
+    mixture = arguments.recipe == "moe"
+    if mixture:
+        # its model needs transformers
+        from benchmarks.converge import moe
+    names = arguments.runs or {"125m": RUNS, "1b": CONFIGURATIONS, "moe": RUNS[:6]}[arguments.recipe]
+    recipe = moe.RECIPE if mixture else RECIPES[arguments.recipe]
+    if arguments.quick or not torch.cuda.is_available():
+        recipe = TINY._replace(shape_file=None) if mixture else TINY
     data, identity = prepare_text(arguments, recipe)
     print(f"text ready after {time.monotonic() - started:.0f} s in {data}", flush=True)
-    setup, conditions = prepared(arguments, PRETRAINING, recipe, data, identity, output, started)
+    task = moe.MIXTURE if mixture else PRETRAINING
+    setup, conditions = prepared(arguments, task, recipe, data, identity, output, started)
     make_runs([Run.parse(name) for name in names], arguments.gpus, setup, conditions, table, publish)
 
 

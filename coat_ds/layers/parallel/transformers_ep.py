@@ -19,8 +19,9 @@ NAME = "all_to_all"
 
 def _transformers() -> Any:
     """transformers' module of expert parallelism; None if it is not imported, since no such layer exists
-    then."""
-    return sys.modules.get("transformers.distributed.expert_parallel")
+    then, and before transformers 5.23, which has no `EPImplementation`."""
+    module = sys.modules.get("transformers.distributed.expert_parallel")
+    return module if hasattr(module, "EPImplementation") else None
 
 
 def dispatch_of(module: torch.nn.Module) -> Any:

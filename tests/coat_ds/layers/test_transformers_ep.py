@@ -12,7 +12,9 @@ from tests.coat_ds.layers.measures import fp8_bound, relative, run
 from tests.families import FAMILIES
 from tests.util import run_distributed
 
-pytest.importorskip("transformers.distributed.expert_parallel")
+parallel = pytest.importorskip("transformers.distributed.expert_parallel")
+if not hasattr(parallel, "EPImplementation"):
+    pytest.skip("transformers before 5.23", allow_module_level=True)
 # all experts for each token, so that no rounding chooses others
 QWEN3 = FAMILIES["qwen3_moe"]
 BUILD = {"num_experts_per_tok": 4}

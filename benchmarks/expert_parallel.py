@@ -1,0 +1,151 @@
+"""Training steps of a mixture of experts whose experts are spread over two GPUs, in BF16 and with COAT."""
+
+import argparse
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+
+import coat_ds
+from benchmarks.common.environment import device
+from benchmarks.common.harness import Table, benchmark
+from benchmarks.common.spawn import Rank, join_deepspeed, run_ranks
+from benchmarks.common.timing import measure
+from benchmarks.common.wide_models import SHAPES
+
+RANKS, LAYERS, LR = 2, 4, 1e-4
+TINY = {
+    "hidden_size": 64,
+    "head_dim": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "vocab_size": 512,
+}
+SYSTEMS = {"BF16": False, "COAT": True}
+Step = Callable[[], float]
+
+
+def config_of(quick: bool):
+    import transformers
+
+    fields = SHAPES["qwen3-30b"].fields | {"num_hidden_layers": LAYERS, "output_router_logits": False}
+    return transformers.Qwen3MoeConfig(**fields | (TINY | {"num_hidden_layers": 1} if quick else {}))
+
+
+def batch_of(vocabulary: int, tokens: int) -> dict[str, torch.Tensor]:
+    """Another batch on each rank, in rows of 4,096 tokens or fewer."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    ids = torch.randint(vocabulary, (max(tokens // 4096, 1), min(tokens, 4096)), generator=generator)
+    return {"input_ids": ids.to(device()), "labels": ids.to(device()), "use_cache": False}
+
+
+def transformers_ep(coat: bool, config, tokens: int, folder: str) -> Step:
+    """transformers' `ep_size` on top of FSDP2, which needs a checkpoint to load."""
+    import transformers
+    from transformers.distributed import DistributedConfig
+
+    if dist.get_rank() == 0:
+        with device():
+            transformers.Qwen3MoeForCausalLM(config).bfloat16().save_pretrained(folder)
+    dist.barrier()
+    sizes = DistributedConfig(fsdp_size=RANKS, ep_size=RANKS)
+    model = transformers.Qwen3MoeForCausalLM.from_pretrained(
+        folder, dtype=torch.bfloat16, distributed_config=sizes
+    ).train()
+    if coat:
+        coat_ds.convert(model)
+        optimizer = coat_ds.CoatAdamW(model.named_parameters(), lr=LR)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+    batch = batch_of(config.vocab_size, tokens)
+
+    def step() -> float:
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+def autoep(coat: bool, config, tokens: int, folder: str) -> Step:
+    """DeepSpeed's AutoEP in ZeRO-2."""
+    import deepspeed
+    import transformers
+
+    torch.manual_seed(0)
+    with device():
+        model = transformers.Qwen3MoeForCausalLM(config).bfloat16()
+    engine = deepspeed.initialize(
+        model=model,
+        config={
+            "train_micro_batch_size_per_gpu": 1,
+            "bf16": {"enabled": True},
+            "optimizer": {"type": "AdamW", "params": {"lr": LR, "torch_adam": True}},
+            "zero_optimization": {"stage": 2},
+            "expert_parallel": {"enabled": True, "autoep_size": RANKS, "preset_model": "qwen3_moe"},
+            "coat": {"enabled": coat},
+        },
+    )[0]
+    batch = batch_of(config.vocab_size, tokens)
+
+    def step() -> float:
+        loss = engine(**batch).loss
+        engine.backward(loss)
+        engine.step()
+        return loss
+
+    return step
+
+
+FRAMEWORKS = {"transformers": transformers_ep, "AutoEP": autoep}
+
+
+def rank(place: Rank, framework: str, system: str, tokens: int, quick: bool) -> Iterator[dict]:
+    warnings.simplefilter("ignore")
+    join_deepspeed(place)
+    with tempfile.TemporaryDirectory() as own:
+        folder = [own]
+        dist.broadcast_object_list(folder)
+        step = FRAMEWORKS[framework](SYSTEMS[system], config_of(quick), tokens, folder[0])
+        first = step().item()
+        timing = measure(step, *((1, 1) if quick else (4, 15)))
+        on_gpu = torch.cuda.is_available()
+        yield {
+            "tokens_s": 1e3 * tokens / timing.median,
+            "ms": timing.median,
+            "ms_p20": timing.low,
+            "ms_p80": timing.high,
+            "peak_gb": torch.cuda.max_memory_allocated() / 1e9 if on_gpu else 0.0,
+            "first_loss": first,
+            "loss": step().item(),
+        }
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--frameworks", nargs="+", choices=FRAMEWORKS, default=list(FRAMEWORKS))
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
+    parser.add_argument("--tokens", type=int, default=8192, help="of a rank in a step")
+
+
+@benchmark(needs_gpu=False, options=options)
+def expert_parallel(arguments, table: Table) -> None:
+    """Steps of four layers of Qwen3-30B with expert parallelism 2: forward, backward and optimizer.
+
+    Columns: tokens_s, of one GPU; ms (median, 20th and 80th percentiles); peak_gb, all that torch holds on
+    rank 0 at its peak; the losses of the first and of the last step, on the same batch. Without a GPU, or
+    with --quick: a tiny layer.
+    """
+    quick = arguments.quick or not torch.cuda.is_available()
+    tokens = 128 if quick else arguments.tokens
+    for framework in arguments.frameworks:
+        for system in arguments.systems:
+            rows, failure = run_ranks(rank, RANKS, framework, system, tokens, quick)
+            head = {"framework": framework, "system": system, "tokens": tokens}
+            table.add(**head, **(rows[0][0] if rows[0] else {"note": failure}))
