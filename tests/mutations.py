@@ -172,8 +172,8 @@ MUTATIONS = (
     ),
     Mutation(
         "wrong order: rows of experts go back to other tokens",
-        "sums(rows, back.view(tokens, -1))",
-        "sums(rows, order.view(tokens, -1))",
+        "sums(rows, self, weights, bias)",
+        "sums(rows, self._replace(back=self.order.view_as(self.back)), weights, bias)",
         "kernels/test_experts.py",
     ),
     Mutation(

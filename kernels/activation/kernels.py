@@ -71,14 +71,13 @@ def value_and_slope(b_x, KIND: tl.constexpr):
 
 @PreparedKernel
 @triton.jit
-def activation_forward_kernel(p_x, p_weights, p_y, p_rows, p_codes, p_exponent, p_maxima,
+def activation_forward_kernel(p_x, p_y, p_rows, p_codes, p_exponent, p_maxima,
                               p_predicted, p_used, p_found, found, p_largest, p_true,
                               rows, f, groups, tiles,
                               KIND: tl.constexpr, PARTS: tl.constexpr,
                               E5M2: tl.constexpr, TO_CODES: tl.constexpr, EVEN: tl.constexpr,
                               ROWS: tl.constexpr, COLUMNS: tl.constexpr, G: tl.constexpr):  # fmt: skip
-    """Writes y, or its row-major FP8 codes; also the saved input and the maxima, if requested. Each row is
-    multiplied by its weight, if there are weights."""
+    """Writes y, or its row-major FP8 codes; also the saved input and the maxima, if requested."""
     DTYPE: tl.constexpr = p_x.dtype.element_ty
     scale, todo = scale_and_tiles(p_predicted, p_used, p_found, found, p_largest, p_true, tiles, E5M2)
     across = tl.cdiv(f, COLUMNS)
@@ -94,8 +93,6 @@ def activation_forward_kernel(p_x, p_weights, p_y, p_rows, p_codes, p_exponent, 
         if PARTS == 2:
             b_up = widen(load_tile(p_x + f, o_x, m_x, not EVEN))
             b_y *= b_up
-        if p_weights is not None:
-            b_y *= widen(tl.load(p_weights + o_row, mask=o_row < rows, other=0.0))[:, None]
         if p_y is not None:
             store_tile(p_y, o_y, cast(b_y, DTYPE), m_x, not EVEN)
         else:
@@ -254,10 +251,8 @@ def launch_forward(
     y: torch.Tensor | None = None,
     out: Quantized | None = None,
     scales: Scales = NO_SCALES,
-    weights: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
-    """Writes y or, with `scales`, its row-major codes. The first launch also writes q and returns maxima.
-    weights: factors of the rows, [rows]."""
+    """Writes y or, with `scales`, its row-major codes. The first launch also writes q and returns maxima."""
     rows, f = x.shape[0], x.shape[1] // (1 + gated)
     tiles, _, groups = _tiles(rows, f, FORWARD_ROWS, FORWARD_COLUMNS, group_size)
     first = scales.maxima is None
@@ -265,7 +260,6 @@ def launch_forward(
     keep = first and q is not None
     activation_forward_kernel[(scales.programs(tiles),)](
         x,
-        weights,
         y,
         out.rows.view(torch.uint8) if out else None,
         q.codes if keep else None,

@@ -131,23 +131,21 @@ def activation_operands(
     options: tuple[str, bool, int],
     keep: str | None,
     scale: PredictedScale,
-    weights: torch.Tensor | None = None,
 ) -> tuple[Quantized, torch.Tensor, Grouped | None]:
     """Returns the activation's output as row-major FP8 codes only, quantized at once: (operands, the amax,
     the saved input, None if `keep` is None).
 
     x: [rows, f or 2 f], contiguous.
     options: kind, gated, group_size.
-    weights: factors of the output's rows, [rows], or None.
     """
     rows, f = x.shape[0], x.shape[1] // (1 + options[1])
     if uses_kernels(x):
         kept = empty_grouped(rows, f, options[2], keep, x.device, 1 + options[1]) if keep else None
 
         def write(out, scales):
-            return launch_forward(x, kept, *options, out=out, scales=scales, weights=weights)
+            return launch_forward(x, kept, *options, out=out, scales=scales)
     else:
-        y, _, kept = activation_forward_reference(x, *options, keep, weights)
+        y, _, kept = activation_forward_reference(x, *options, keep)
         write = functools.partial(write_reference, y, fmt=scale.fmt)
     return *Attempt(write, scale, rows, f, x.device).finish(None), kept
 

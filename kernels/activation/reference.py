@@ -62,18 +62,13 @@ def _dequantize(q: Grouped, gated: bool, group_size: int) -> list[torch.Tensor]:
     return [dequantize_groups_reference(Grouped(*part, q.format), group_size) for part in parts]
 
 
-def activation_forward_reference(
-    x, kind: str, gated: bool, group_size: int, keep: str | None, weights: torch.Tensor | None = None
-):
+def activation_forward_reference(x, kind: str, gated: bool, group_size: int, keep: str | None):
     """x [rows, f or 2 f] -> (y [rows, f] in x's dtype, maxima of y, x in the saved format `keep`; None if
-    `keep` is None). The groups of gate come before the groups of up. Each row of y is multiplied by its
-    weight, if there are weights [rows]."""
+    `keep` is None). The groups of gate come before the groups of up."""
     parts = _parts(x, gated)
     y, _ = value_and_slope_reference(parts[0].float(), kind)
     if gated:
         y = y * parts[1].float()
-    if weights is not None:
-        y = y * weights[:, None].float()
     y = y.to(x.dtype)
     if not keep:
         return y, row_maxima(y), None

@@ -4,39 +4,45 @@ In forward a gate returns its output as FP8 codes, and saves its input in groups
 recomputes the output, and returns the operands of all GEMMs that follow.
 """
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
-from coat_kernels.activation.op import activation_operands
 from coat_kernels.device import uses_kernels
-from coat_kernels.experts.kernels import (
-    gate_grad_triton,
-    gate_output_triton,
-    gather_columns_triton,
-    quantize_each_row_triton,
-)
+from coat_kernels.experts.gate_kernels import gate_grad_triton, gate_output_triton, launch_gate_forward
+from coat_kernels.experts.kernels import gather_columns_triton, quantize_each_row_triton
 from coat_kernels.experts.matmul import Scaled
+from coat_kernels.experts.order import Places, Rows
 from coat_kernels.experts.reference import (
+    gate_forward_reference,
     gate_grad_reference,
     gate_output_reference,
     gather_columns_reference,
     quantize_each_row_reference,
+    weights_grad_reference,
 )
 from coat_kernels.fp8 import E4M3
-from coat_kernels.groups import DEFAULT_FORMAT, GROUP_FORMATS, Grouped, dequantize_groups, quantize_groups
+from coat_kernels.groups import (
+    DEFAULT_FORMAT,
+    GROUP_FORMATS,
+    Grouped,
+    dequantize_groups,
+    empty_grouped,
+    quantize_groups,
+)
 from coat_kernels.tensorwise.operands import fp8_operands
-from coat_kernels.tensorwise.predicted import PredictedScale
-from coat_kernels.tensorwise.quantize import Quantized, quantize_tensor
-from coat_kernels.tensorwise.scale import largest_of, largest_of_maxima
+from coat_kernels.tensorwise.predicted import Attempt, PredictedScale, write_reference
+from coat_kernels.tensorwise.quantize import Quantized
+from coat_kernels.tensorwise.scale import largest_of
 
 
 class GateGrads(NamedTuple):
     """The results of a gate's backward; None where one is not needed."""
 
     weights: torch.Tensor | None = None
-    """Gradient of the router's weights, FP32 [n]."""
+    """Gradient of the router's weights, [t, k]."""
     output: Scaled | None = None
     """The recomputed output, transposed: [f, p]."""
     rows: Scaled | None = None
@@ -54,59 +60,92 @@ class Needs(NamedTuple):
     columns: bool
 
 
-def quantize_each_row(x: torch.Tensor) -> Scaled:
-    """`x` [n, m], contiguous, as E4M3 codes with a scale for each row; by the kernel on CUDA."""
-    return (quantize_each_row_triton if uses_kernels(x) else quantize_each_row_reference)(x)
+class Gradient(NamedTuple):
+    """What a gate's backward reads: the gradient of its weighted output, [n, f]; the router's weights,
+    [t, k]; what its forward kept; the amax of its output; and what is added to the gradient of the weights,
+    FP32 [t, k], or None."""
+
+    of_output: torch.Tensor
+    weights: torch.Tensor
+    kept: tuple[torch.Tensor, ...]
+    largest: torch.Tensor
+    dots: torch.Tensor | None
 
 
-def gather_columns(codes: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """The rows `source` of FP8 codes, transposed; by the kernel on CUDA."""
-    return (gather_columns_triton if uses_kernels(codes) else gather_columns_reference)(codes, source)
+def quantize_each_row(
+    x: torch.Tensor, rows: Rows, bias: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """`x` [t, m], contiguous, as E4M3 codes of `rows` with a scale for each row, the amax, and the products
+    with a bias; by the kernel on CUDA."""
+    return (quantize_each_row_triton if uses_kernels(x) else quantize_each_row_reference)(x, rows, bias)
+
+
+def gather_columns(
+    x: torch.Tensor, source: torch.Tensor, largest: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The rows `source` of FP8 codes, or of values with the amax `largest`, as transposed codes, and their
+    scale; by the kernel on CUDA."""
+    return (gather_columns_triton if uses_kernels(x) else gather_columns_reference)(x, source, largest)
 
 
 class KernelGate(NamedTuple):
-    """a(gate) * up, where both = gate | up, by the kernels; `kind` is the function a, one of
+    """a(gate) * (up + offset), where both = gate | up, by the kernels; `kind` is the function a, one of
     `coat_kernels.activation.KINDS`.
 
-    gated: if False, a(x) without up. Then read 2 f as f in the shapes below.
+    gated: if False, a(x) without up. Then read 2 f as f in the shapes below. limit: gate is at most `limit`,
+    and up lies within +-limit, or None. interleaved: the columns of both are gate's and up's in turns.
+    GPT-OSS's gate is `KernelGate("quick_gelu", limit=7.0, offset=1.0, interleaved=True)`.
     """
 
     kind: str
     group_size: int = 16
     saved_format: str = DEFAULT_FORMAT
     gated: bool = True
+    limit: float | None = None
+    offset: float = 0.0
+    interleaved: bool = False
 
     def forward(
-        self, both: torch.Tensor, weights: torch.Tensor, scale: PredictedScale, trained: bool
+        self, both: torch.Tensor, weights, bias, rows: Rows, scale: PredictedScale, trained: bool
     ) -> tuple[Quantized, torch.Tensor, tuple[torch.Tensor, ...]]:
-        """both [n, 2 f] and the weight of each row [n] -> the codes of the output [n, f], its amax, and the
-        saved codes and exponents, none unless `trained`."""
-        keep = self.saved_format if trained else None
-        options = self.kind, self.gated, self.group_size
-        a, largest, kept = activation_operands(both, options, keep, scale, weights)
-        return a, largest, kept.tensors if trained else ()
+        """both [n, 2 f], the weights [t, k], and the bias [e, 2 f] of both or None -> the codes of the
+        weighted output [n, f], its amax, and the saved codes and exponents, none unless `trained`."""
+        n, f = both.shape[0], both.shape[1] // (1 + self.gated)
+        if uses_kernels(both):
+            kept = None
+            if trained:
+                parts = 1 + self.gated
+                kept = empty_grouped(n, f, self.group_size, self.saved_format, both.device, parts)
 
-    def backward(self, grad_a, weights, kept, largest, source, needs: Needs) -> GateGrads:
-        """From the gradient of the weighted output, [n, f], and what `forward` returned."""
-        q = Grouped(*kept, GROUP_FORMATS[self.saved_format])
-        options = self.kind, self.gated, self.group_size
+            def write(out, scales):
+                return launch_gate_forward(both, weights, bias, rows, self, kept, out, scales)
+        else:
+            a, kept = gate_forward_reference(both, weights, bias, rows, self, trained)
+            write = functools.partial(write_reference, a, fmt=scale.fmt)
+        found = Attempt(write, scale, n, f, both.device).finish(None)
+        return *found, kept.tensors if trained else ()
+
+    def backward(self, given: Gradient, rows: Rows, places: Places, needs: Needs) -> GateGrads:
+        """From what `forward` returned. Results that are not needed may be there."""
+        grad_a, source = given.of_output, places.row
+        q = Grouped(*given.kept, GROUP_FORMATS[self.saved_format])
+        known = grad_a, q, given.weights, rows, source
         gradient = needs.rows or needs.columns
         if not uses_kernels(grad_a):
-            columns, scale, grad_weights, maxima = gate_output_reference(
-                grad_a, q, weights, source, largest, *options
-            )
+            found = gate_output_reference(*known, given.largest, given.dots, self)
         else:
-            columns, scale, grad_weights, maxima = gate_output_triton(
-                grad_a, q, weights, source, largest, *options, needs.output, needs.weights, gradient
-            )
+            rest = needs.weights or gradient
+            found = gate_output_triton(*known, given.largest, given.dots, self, needs.output, rest)
+        columns, scale, grad_weights, maxima, largest = found
         found = GateGrads(grad_weights, (columns, scale))
         if not gradient:
             return found
-        arguments = grad_a, q, weights, source, maxima, largest_of_maxima(maxima), *options
         if not uses_kernels(grad_a):
-            codes, scales, columns, scale = gate_grad_reference(*arguments)
+            codes, scales, columns, scale = gate_grad_reference(*known, maxima, largest, self)
         else:
-            codes, scales, columns, scale = gate_grad_triton(*arguments, needs.rows, needs.columns)
+            codes, scales, columns, scale = gate_grad_triton(
+                *known, maxima, largest, self, needs.rows, needs.columns
+            )
         return found._replace(rows=(codes, scales), columns=(columns, scale))
 
 
@@ -120,33 +159,33 @@ class OwnGate(NamedTuple):
     gated: bool = True
 
     def forward(
-        self, both: torch.Tensor, weights: torch.Tensor, scale: PredictedScale, trained: bool
+        self, both: torch.Tensor, weights, bias, rows: Rows, scale: PredictedScale, trained: bool
     ) -> tuple[Quantized, torch.Tensor, tuple[torch.Tensor, ...]]:
-        a = _times(self.function(both).to(both.dtype), weights)
+        if bias is not None:
+            both += bias.to(both.dtype)[rows.experts(len(both))]
+        a = _times(self.function(both).to(both.dtype), rows.of_rows(weights))
         kept = quantize_groups(both, self.group_size, self.saved_format).tensors if trained else ()
         return *fp8_operands(a, E4M3, predicted=scale), kept
 
-    def backward(self, grad_a, weights, kept, largest, source, needs: Needs) -> GateGrads:
-        q = Grouped(*kept, GROUP_FORMATS[self.saved_format])
+    def backward(self, given: Gradient, rows: Rows, places: Places, needs: Needs) -> GateGrads:
+        q, weights = Grouped(*given.kept, GROUP_FORMATS[self.saved_format]), rows.of_rows(given.weights)
         both = dequantize_groups(q, self.group_size, torch.bfloat16).requires_grad_()
         with torch.enable_grad():
             a = self.function(both).to(both.dtype)
-        grad_weights = output = rows = columns = None
+        grad_weights = output = by_rows = columns = None
         if needs.weights:
-            grad_weights = (grad_a * a.detach()).sum(1, dtype=torch.float32)
+            of_rows = (given.of_output * a.detach()).sum(1, dtype=torch.float32)
+            grad_weights = weights_grad_reference(of_rows, given.weights, rows, given.dots)
         if needs.output:
-            codes = quantize_tensor(_times(a.detach(), weights), largest, E4M3)
-            output = gather_columns(codes.rows, source), codes.scale
-            del codes
+            output = gather_columns(_times(a.detach(), weights), places.row, given.largest)
         if needs.rows or needs.columns:
-            (grad,) = torch.autograd.grad(a, both, _times(grad_a, weights))
+            (grad,) = torch.autograd.grad(a, both, _times(given.of_output, weights))
             del a, both
             if needs.rows:
-                rows = quantize_each_row(grad)
+                by_rows = quantize_each_row(grad, Rows(rows.ends))[:2]
             if needs.columns:
-                codes = quantize_tensor(grad, largest_of(grad), E4M3)
-                columns = gather_columns(codes.rows, source), codes.scale
-        return GateGrads(grad_weights, output, rows, columns)
+                columns = gather_columns(grad, places.row, largest_of(grad))
+        return GateGrads(grad_weights, output, by_rows, columns)
 
 
 def _times(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -1,283 +1,334 @@
-"""The experts' kernels and their launchers.
-
-Kernels that transpose read the rows of `places` (`order.padded`) and write words of four places.
+"""The kernels around the experts' GEMMs that order, quantize and sum rows, and their launchers. `rows` is an
+`order.Rows`. Kernels that transpose read the rows of `order.Places`, and write words of four places.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from coat_kernels.activation.kernels import load_parts, value_and_slope
-from coat_kernels.fp8 import E4M3, cast, widen
-from coat_kernels.groups.reference import Grouped
+from coat_kernels.experts.reference import most_places
+from coat_kernels.fp8 import ALIGNMENT, E4M3, cast, widen
 from coat_kernels.prepared import PreparedKernel, cdiv, next_power_of_2
 from coat_kernels.tensorwise.quantize import to_tensor_codes, to_tensor_words
-from coat_kernels.tensorwise.scale import tensor_scale
+from coat_kernels.tensorwise.scale import largest_triton, tensor_scale
 from coat_kernels.tensorwise.transpose import COLUMNS_TILE, store_words
-from coat_kernels.tiles import finite_abs, load_tile, store_tile, tile_mask
+from coat_kernels.tiles import finite_abs, tile_mask
 
 # columns of a row that a program reads at a time
 ROW_BLOCK, SUM_BLOCK = 4096, 1024
-# places and columns of a tile of the gates' kernels, and their warps
-GATE_M, GATE_N, GATE_WARPS = 32, 128, 4
+# elements of a tile of choices and experts, and programs that order choices
+ORDER_TILE, ORDER_PROGRAMS = 4096, 256
+# words of a program that gathers rows
+GATHER_BLOCK = 1024
+
+
+@triton.jit
+def experts_of(p_ends, o_row, count, E: tl.constexpr):
+    """The expert of each row: the number of experts whose rows end before it."""
+    o_e = tl.arange(0, E)
+    b_ends = tl.load(p_ends + o_e, mask=o_e < count, other=2147483647)
+    return tl.sum((b_ends[None, :] <= o_row[:, None]).to(tl.int32), axis=1)
+
+
+@triton.jit
+def expert_of(p_ends, row, count, E: tl.constexpr):
+    """`experts_of` for one row."""
+    o_e = tl.arange(0, E)
+    b_ends = tl.load(p_ends + o_e, mask=o_e < count, other=2147483647)
+    return tl.sum((b_ends <= row).to(tl.int32), axis=0)
+
+
+@triton.jit
+def load_choices(p_chosen, o_choice, n, E: tl.constexpr):
+    """Which expert each choice is, [choices, E]."""
+    b_chosen = tl.load(p_chosen + o_choice, mask=o_choice < n, other=-1).to(tl.int32)
+    return (b_chosen[:, None] == tl.arange(0, E)[None, :]).to(tl.int32)
 
 
 @PreparedKernel
 @triton.jit
-def quantize_each_row_kernel(p_x, p_codes, p_scale, m, BLOCK: tl.constexpr):
+def count_choices_kernel(p_chosen, p_counts, n, count, chunks, C: tl.constexpr, E: tl.constexpr):
+    """How often each program's choices name each expert."""
+    program = tl.program_id(0)
+    o_e = tl.arange(0, E)
+    b_count = tl.zeros([E], dtype=tl.int32)
+    for i in range(chunks):
+        o_choice = (program * chunks + i) * C + tl.arange(0, C)
+        b_count += tl.sum(load_choices(p_chosen, o_choice, n, E), axis=0)
+    tl.store(p_counts + program * count + o_e, b_count, mask=o_e < count)
+
+
+@PreparedKernel
+@triton.jit
+def order_kernel(p_chosen, p_counts, p_ends, p_order, p_back, n, count, chunks, C: tl.constexpr,
+                 E: tl.constexpr):  # fmt: skip
+    """The row of each choice: after the rows of earlier experts, and of earlier choices of its expert."""
+    program = tl.program_id(0)
+    o_e = tl.arange(0, E)
+    b_all = tl.zeros([E], dtype=tl.int32)
+    b_next = b_all
+    for start in range(0, tl.num_programs(0), C):
+        o_program = start + tl.arange(0, C)
+        m_counts = tile_mask(o_program, o_e, tl.num_programs(0), count)
+        b_counts = tl.load(p_counts + o_program[:, None] * count + o_e[None, :], mask=m_counts, other=0)
+        b_all += tl.sum(b_counts, axis=0)
+        b_next += tl.sum(tl.where(o_program[:, None] < program, b_counts, 0), axis=0)
+    b_ends = tl.cumsum(b_all, axis=0)
+    # every program stores the same ends
+    tl.store(p_ends + o_e, b_ends, mask=o_e < count)
+    b_next += b_ends - b_all
+    for i in range(chunks):
+        o_choice = (program * chunks + i) * C + tl.arange(0, C)
+        b_is = load_choices(p_chosen, o_choice, n, E)
+        b_row = tl.sum(b_is * (b_next[None, :] + tl.cumsum(b_is, axis=0) - 1), axis=1)
+        tl.store(p_back + o_choice, b_row, mask=o_choice < n)
+        tl.store(p_order + b_row, o_choice, mask=o_choice < n)
+        b_next += tl.sum(b_is, axis=0)
+
+
+def order_triton(chosen: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`order_reference` in two launches."""
+    chosen, n, e = chosen.contiguous(), chosen.numel(), next_power_of_2(count)
+    c = max(ORDER_TILE // e, 16)
+    chunks = cdiv(n, ORDER_PROGRAMS * c) or 1
+    programs = cdiv(n, chunks * c) or 1
+    new = {"dtype": torch.int32, "device": chosen.device}
+    counts, ends = torch.empty(programs, count, **new), torch.empty(count, **new)
+    order, back = torch.empty(n, **new), torch.empty(chosen.shape, **new)
+    count_choices_kernel[(programs,)](chosen, counts, n, count, chunks, C=c, E=e)
+    order_kernel[(programs,)](chosen, counts, ends, order, back, n, count, chunks, C=c, E=e)
+    return ends, order, back
+
+
+@PreparedKernel
+@triton.jit
+def places_kernel(p_ends, p_order, p_row, p_token, p_place_ends, n, k, count, places, ALIGNMENT: tl.constexpr,
+                  E: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    o_e = tl.arange(0, E)
+    b_ends = tl.load(p_ends + o_e, mask=o_e < count, other=0)
+    b_starts = tl.load(p_ends + o_e - 1, mask=(o_e < count) & (o_e > 0), other=0)
+    b_places = tl.cdiv(tl.maximum(b_ends - b_starts, 1), ALIGNMENT) * ALIGNMENT
+    b_places = tl.where(o_e < count, b_places, 0)
+    b_place_ends = tl.cumsum(b_places, axis=0)
+    # every program stores the same ends
+    tl.store(p_place_ends + o_e, b_place_ends, mask=o_e < count)
+    o_place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    # the row of each place, if it is the expert's
+    b_rows = o_place[:, None] + (b_starts + b_places - b_place_ends)[None, :]
+    b_is = (b_rows >= b_starts[None, :]) & (b_rows < b_ends[None, :])
+    b_is &= o_place[:, None] < b_place_ends[None, :]
+    b_row = n + tl.sum(tl.where(b_is, b_rows - n, 0), axis=1)
+    tl.store(p_row + o_place, b_row, mask=o_place < places)
+    if p_order is not None:
+        b_token = tl.load(p_order + b_row, mask=b_row < n, other=n) // k
+        tl.store(p_token + o_place, b_token, mask=o_place < places)
+
+
+def places_triton(rows, n: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`places_reference` in one launch."""
+    count, new = len(rows.ends), {"dtype": torch.int32, "device": rows.ends.device}
+    places, e = most_places(n, count), next_power_of_2(count)
+    row, ends = torch.empty(places, **new), torch.empty(count, **new)
+    token = row if rows.order is None else torch.empty(places, **new)
+    block = max(ORDER_TILE // e, 16)
+    places_kernel[(cdiv(places, block),)](
+        rows.ends,
+        rows.order,
+        row,
+        token,
+        ends,
+        n,
+        rows.k,
+        count,
+        places,
+        ALIGNMENT=ALIGNMENT,
+        E=e,
+        BLOCK=block,
+    )
+    return row, token, ends
+
+
+@PreparedKernel
+@triton.jit
+def gather_rows_kernel(p_codes, p_order, p_rows, words, k, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    p_x += row * m
-    p_codes += row * m
+    token = (tl.load(p_order + row) // k).to(tl.int64)
+    o_word = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    b_words = tl.load(p_codes + token * words + o_word, mask=o_word < words)
+    tl.store(p_rows + row * words + o_word, b_words, mask=o_word < words)
+
+
+def gather_rows_triton(codes: torch.Tensor, rows) -> torch.Tensor:
+    """`gather_rows_reference` as a kernel; m is a multiple of 4."""
+    n, m = len(rows.order), codes.shape[1]
+    found, words = torch.empty(n, m, dtype=codes.dtype, device=codes.device), m // 4
+    block = min(next_power_of_2(words), GATHER_BLOCK)
+    gather_rows_kernel[n, cdiv(words, block)](
+        codes.view(torch.int32), rows.order, found.view(torch.int32), words, rows.k, BLOCK=block
+    )
+    return found
+
+
+@PreparedKernel
+@triton.jit
+def quantize_each_row_kernel(p_x, p_back, p_ends, p_bias, p_codes, p_scale, p_maxima, p_dots, m, count,
+                             K: tl.constexpr, E: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    p_x += token * m
     b_most = tl.zeros([BLOCK], dtype=tl.float32)
     for start in range(0, m, BLOCK):
         o_x = start + tl.arange(0, BLOCK)
         b_most = tl.maximum(b_most, finite_abs(widen(tl.load(p_x + o_x, mask=o_x < m, other=0.0))))
-    scale = tensor_scale(tl.max(b_most, axis=0), False)
-    tl.store(p_scale + row, scale)
+    largest = tl.max(b_most, axis=0)
+    scale = tensor_scale(largest, False)
+    tl.store(p_maxima + token, largest)
     for start in range(0, m, BLOCK):
         o_x = start + tl.arange(0, BLOCK)
         b_x = widen(tl.load(p_x + o_x, mask=o_x < m, other=0.0))
-        tl.store(p_codes + o_x, to_tensor_codes(b_x, scale, False), mask=o_x < m)
+        b_codes = to_tensor_codes(b_x, scale, False)
+        for i in tl.static_range(K):
+            row = token if p_back is None else tl.load(p_back + token * K + i).to(tl.int64)
+            tl.store(p_codes + row * m + o_x, b_codes, mask=o_x < m)
+    for i in tl.static_range(K):
+        row = token if p_back is None else tl.load(p_back + token * K + i).to(tl.int64)
+        tl.store(p_scale + row, scale)
+        if p_bias is not None:
+            p_own = p_bias + expert_of(p_ends, row, count, E).to(tl.int64) * m
+            b_sum = tl.zeros([BLOCK], dtype=tl.float32)
+            for start in range(0, m, BLOCK):
+                o_x = start + tl.arange(0, BLOCK)
+                b_x = widen(tl.load(p_x + o_x, mask=o_x < m, other=0.0))
+                b_sum += b_x * widen(tl.load(p_own + o_x, mask=o_x < m, other=0.0))
+            tl.store(p_dots + token * K + i, tl.sum(b_sum, axis=0))
 
 
-def quantize_each_row_triton(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`quantize_each_row_reference` as a kernel, bit for bit. `x` is contiguous."""
-    n, m = x.shape
-    codes = torch.empty(n, m, dtype=E4M3.dtype, device=x.device)
-    scale = torch.empty(n, dtype=torch.float32, device=x.device)
-    block = min(next_power_of_2(m), ROW_BLOCK)
-    quantize_each_row_kernel[(n,)](x, codes.view(torch.uint8), scale, m, BLOCK=block, num_warps=4)
-    return codes, scale
+def quantize_each_row_triton(
+    x: torch.Tensor, rows, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """`quantize_each_row_reference` as a kernel, the codes and scales bit for bit. `x` is contiguous."""
+    (t, m), k, count = x.shape, rows.k, len(rows.ends)
+    new = {"dtype": torch.float32, "device": x.device}
+    codes = torch.empty(t * k, m, dtype=E4M3.dtype, device=x.device)
+    scale, maxima = torch.empty(t * k, **new), torch.empty(t, **new)
+    dots = None if bias is None else torch.empty(t, k, **new)
+    quantize_each_row_kernel[(t,)](
+        x,
+        rows.back,
+        rows.ends,
+        bias,
+        codes.view(torch.uint8),
+        scale,
+        maxima,
+        dots,
+        m,
+        count,
+        K=k,
+        E=next_power_of_2(count),
+        BLOCK=min(next_power_of_2(m), ROW_BLOCK),
+        num_warps=4,
+    )
+    return codes, scale, largest_triton(maxima), dots
 
 
 @PreparedKernel
 @triton.jit
-def gather_columns_kernel(p_codes, p_source, p_columns, n, m, places, M: tl.constexpr, N: tl.constexpr):
+def gather_columns_kernel(p_x, p_source, p_largest, p_columns, p_scale, n, m, places, M: tl.constexpr,
+                          N: tl.constexpr):  # fmt: skip
+    """Of codes; if there is an amax, of values, which are quantized."""
     across = tl.cdiv(m, N)
     tile = tl.program_id(0)
     o_word = (tile // across) * (M // 4) + tl.arange(0, M // 4)
     o_m = (tile % across) * N + tl.arange(0, N)
     b_words = tl.zeros([M // 4, N], dtype=tl.int32)
-    for i in tl.static_range(4):
-        o_place = o_word * 4 + i
-        o_row = tl.load(p_source + o_place, mask=o_place < places, other=n).to(tl.int64)
-        b_codes = tl.load(
-            p_codes + o_row[:, None] * m + o_m[None, :], mask=tile_mask(o_row, o_m, n, m), other=0
-        )
-        b_words |= b_codes.to(tl.int32) << (8 * i)
-    store_words(p_columns, b_words, o_word, o_m, m, places)
-
-
-def gather_columns_triton(codes: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """`gather_columns_reference` as a kernel. The codes are contiguous, and the number of places is a
-    multiple of 4."""
-    (n, m), places, (tile_m, tile_n) = codes.shape, len(source), COLUMNS_TILE
-    columns = torch.empty(m, places, dtype=codes.dtype, device=codes.device)
-    gather_columns_kernel[(cdiv(places, tile_m) * cdiv(m, tile_n),)](
-        codes.view(torch.uint8), source, columns.view(torch.int32), n, m, places, M=tile_m, N=tile_n
-    )
-    return columns
-
-
-@PreparedKernel
-@triton.jit
-def sum_to_tokens_kernel(p_rows, p_back, p_y, h, K: tl.constexpr, BLOCK: tl.constexpr):
-    token = tl.program_id(0).to(tl.int64)
-    o_h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    b_sum = tl.zeros([BLOCK], dtype=tl.float32)
-    for k in tl.static_range(K):
-        row = tl.load(p_back + token * K + k)
-        b_sum += widen(tl.load(p_rows + row * h + o_h, mask=o_h < h, other=0.0))
-    tl.store(p_y + token * h + o_h, cast(b_sum, p_y.dtype.element_ty), mask=o_h < h)
-
-
-def sum_to_tokens_triton(rows: torch.Tensor, back: torch.Tensor) -> torch.Tensor:
-    """`sum_to_tokens_reference` as a kernel. Both tensors are contiguous; `back` is int64."""
-    (tokens, k), h = back.shape, rows.shape[1]
-    y = torch.empty(tokens, h, dtype=rows.dtype, device=rows.device)
-    sum_to_tokens_kernel[tokens, cdiv(h, SUM_BLOCK)](rows, back, y, h, K=k, BLOCK=SUM_BLOCK, num_warps=4)
-    return y
-
-
-@triton.jit
-def load_gate(p_grad, p_codes, p_exponent, p_weights, p_source, o_place, column, rows, f, groups, places,
-              KIND: tl.constexpr, PARTS: tl.constexpr, N: tl.constexpr, FROM_CODES: tl.constexpr,
-              G: tl.constexpr):  # fmt: skip
-    """The rows of these places, their weights and tiles of the gradient, of the gate's output without the
-    weight, and of the two parts of its slope; all zero without a row."""
-    o_f = column + tl.arange(0, N)
-    o_row = tl.load(p_source + o_place, mask=o_place < places, other=rows).to(tl.int64)
-    b_weight = widen(tl.load(p_weights + o_row, mask=o_row < rows, other=0.0))[:, None]
-    o_x = o_row[:, None] * f + o_f[None, :]
-    b_grad = widen(load_tile(p_grad, o_x, tile_mask(o_row, o_f, rows, f), True))
-    b_x, b_up = load_parts(
-        p_codes, p_exponent, o_row, column, rows, f, groups, PARTS, N, FROM_CODES, G, False
-    )
-    b_value, b_slope = value_and_slope(b_x, KIND)
-    b_output = b_value
-    if PARTS == 2:
-        b_output = b_value * b_up
-        b_slope *= b_up
-    return o_row, b_weight, b_grad, b_output, b_slope, b_value
-
-
-@PreparedKernel
-@triton.jit
-def gate_output_kernel(p_grad, p_codes, p_exponent, p_weights, p_source, p_largest, p_columns, p_scale,
-                       p_sums, p_maxima, rows, f, groups, places,
-                       KIND: tl.constexpr, PARTS: tl.constexpr, FROM_CODES: tl.constexpr, M: tl.constexpr,
-                       N: tl.constexpr, G: tl.constexpr):  # fmt: skip
-    """The transposed output, and for each tile's columns the row sums and the row maxima, as requested."""
-    across = tl.cdiv(f, N)
-    tile = tl.program_id(0)
-    part = (tile % across).to(tl.int64)
-    o_word = (tile // across) * (M // 4) + tl.arange(0, M // 4)
-    column = (tile % across) * N
-    b_words = tl.zeros([M // 4, N], dtype=tl.int32)
-    scale = tensor_scale(tl.load(p_largest), False)
-    if p_scale is not None:
+    if p_largest is not None:
+        scale = tensor_scale(tl.load(p_largest), False)
         # every program stores the same scale
         tl.store(p_scale, scale)
     for i in tl.static_range(4):
-        o_row, b_weight, b_grad, b_output, b_slope, b_value = load_gate(
-            p_grad, p_codes, p_exponent, p_weights, p_source, o_word * 4 + i, column, rows, f, groups, places,
-            KIND, PARTS, N, FROM_CODES, G)  # fmt: skip
-        if p_columns is not None:
-            b_words |= to_tensor_words(b_output * b_weight, scale, False) << (8 * i)
-        if p_sums is not None:
-            tl.store(p_sums + part * rows + o_row, tl.sum(b_grad * b_output, axis=1), mask=o_row < rows)
-        if p_maxima is not None:
-            b_grad *= b_weight
-            # maxima ignore NaN
-            b_most = tl.maximum(finite_abs(b_grad * b_slope), 0.0)
-            if PARTS == 2:
-                b_most = tl.maximum(finite_abs(b_grad * b_value), b_most)
-            tl.store(p_maxima + part * rows + o_row, tl.max(b_most, axis=1), mask=o_row < rows)
-    if p_columns is not None:
-        store_words(p_columns, b_words, o_word, column + tl.arange(0, N), f, places)
+        o_place = o_word * 4 + i
+        o_row = tl.load(p_source + o_place, mask=o_place < places, other=n).to(tl.int64)
+        b_x = tl.load(p_x + o_row[:, None] * m + o_m[None, :], mask=tile_mask(o_row, o_m, n, m), other=0)
+        if p_largest is not None:
+            b_words |= to_tensor_words(widen(b_x), scale, False) << (8 * i)
+        else:
+            b_words |= b_x.to(tl.int32) << (8 * i)
+    store_words(p_columns, b_words, o_word, o_m, m, places)
+
+
+def gather_columns_triton(
+    x: torch.Tensor, source: torch.Tensor, largest: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`gather_columns_reference` as a kernel. `x` is contiguous, and the number of places is a multiple of
+    4."""
+    (n, m), places, (tile_m, tile_n) = x.shape, len(source), COLUMNS_TILE
+    columns = torch.empty(m, places, dtype=E4M3.dtype, device=x.device)
+    scale = None if largest is None else torch.empty(1, dtype=torch.float32, device=x.device)
+    gather_columns_kernel[(cdiv(places, tile_m) * cdiv(m, tile_n),)](
+        x.view(torch.uint8) if largest is None else x,
+        source,
+        largest,
+        columns.view(torch.int32),
+        scale,
+        n,
+        m,
+        places,
+        M=tile_m,
+        N=tile_n,
+    )
+    return columns, scale
 
 
 @PreparedKernel
 @triton.jit
-def gate_grad_kernel(p_grad, p_codes, p_exponent, p_weights, p_source, p_maxima, p_largest, p_rows, p_scales,
-                     p_columns, p_scale, rows, f, groups, places,
-                     KIND: tl.constexpr, PARTS: tl.constexpr, FROM_CODES: tl.constexpr, M: tl.constexpr,
-                     N: tl.constexpr, G: tl.constexpr):  # fmt: skip
-    """The gradient's rows, each with its own scale, and its columns with one scale, as requested."""
-    across = tl.cdiv(f, N)
-    tile = tl.program_id(0)
-    o_word = (tile // across) * (M // 4) + tl.arange(0, M // 4)
-    column = (tile % across) * N
-    o_f = column + tl.arange(0, N)
-    b_words = tl.zeros([M // 4, N], dtype=tl.int32)
-    b_up_words = b_words
-    scale = tensor_scale(tl.load(p_largest), False)
-    if p_scale is not None:
-        tl.store(p_scale, scale)
-    for i in tl.static_range(4):
-        o_row, b_weight, b_grad, b_output, b_slope, b_value = load_gate(
-            p_grad, p_codes, p_exponent, p_weights, p_source, o_word * 4 + i, column, rows, f, groups, places,
-            KIND, PARTS, N, FROM_CODES, G)  # fmt: skip
-        b_grad *= b_weight
-        b_gate, b_up = b_grad * b_slope, b_grad * b_value
-        if p_rows is not None:
-            b_scales = tensor_scale(tl.load(p_maxima + o_row, mask=o_row < rows, other=0.0), False)
-            tl.store(p_scales + o_row, b_scales, mask=o_row < rows)
-            o_x = o_row[:, None] * (PARTS * f) + o_f[None, :]
-            m_x = tile_mask(o_row, o_f, rows, f)
-            store_tile(p_rows, o_x, to_tensor_codes(b_gate, b_scales[:, None], False), m_x, True)
-            if PARTS == 2:
-                store_tile(p_rows, o_x + f, to_tensor_codes(b_up, b_scales[:, None], False), m_x, True)
-        if p_columns is not None:
-            b_words |= to_tensor_words(b_gate, scale, False) << (8 * i)
-            b_up_words |= to_tensor_words(b_up, scale, False) << (8 * i)
-    if p_columns is not None:
-        store_words(p_columns, b_words, o_word, o_f, f, places)
-        if PARTS == 2:
-            store_words(p_columns + f.to(tl.int64) * (places // 4), b_up_words, o_word, o_f, f, places)
+def sum_to_tokens_kernel(p_rows, p_back, p_ends, p_weights, p_bias, p_y, h, count, K: tl.constexpr,
+                         E: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    o_h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    b_sum = tl.zeros([BLOCK], dtype=tl.float32)
+    for i in tl.static_range(K):
+        row = token if p_back is None else tl.load(p_back + token * K + i).to(tl.int64)
+        b_sum += widen(tl.load(p_rows + row * h + o_h, mask=o_h < h, other=0.0))
+        if p_bias is not None:
+            p_own = p_bias + expert_of(p_ends, row, count, E).to(tl.int64) * h
+            weight = widen(tl.load(p_weights + token * K + i))
+            b_sum += weight * widen(tl.load(p_own + o_h, mask=o_h < h, other=0.0))
+    tl.store(p_y + token * h + o_h, cast(b_sum, p_y.dtype.element_ty), mask=o_h < h)
 
 
-def _tiles(q: Grouped, source: torch.Tensor, gated: bool, group_size: int) -> tuple[tuple, int, dict]:
-    """The grid, the number of tiles across, and the constants of a launch of the gates' kernels."""
-    f, n = q.codes.shape[1] // (1 + gated), max(GATE_N, group_size)
-    across = cdiv(f, n)
-    constants = {
-        "PARTS": 1 + gated,
-        "FROM_CODES": q.format.from_codes_tile,
-        "M": GATE_M,
-        "N": n,
-        "G": group_size,
-    }
-    return (cdiv(len(source), GATE_M) * across,), across, constants | {"num_warps": GATE_WARPS}
-
-
-def gate_output_triton(
-    grad_a, q: Grouped, weights, source, largest, kind: str, gated: bool, group_size: int,
-    needs_columns: bool = True, needs_sums: bool = True, needs_maxima: bool = True,
-):  # fmt: skip
-    """`gate_output_reference` in one pass; None in the place of results that are not needed."""
-    (rows, f), device = grad_a.shape, grad_a.device
-    grid, across, constants = _tiles(q, source, gated, group_size)
-    columns = scale = sums = maxima = None
-    if needs_columns:
-        columns = torch.empty(f, len(source), dtype=E4M3.dtype, device=device)
-        scale = torch.empty(1, dtype=torch.float32, device=device)
-    if needs_sums:
-        sums = torch.empty(across, rows, dtype=torch.float32, device=device)
-    if needs_maxima:
-        maxima = torch.empty(across, rows, dtype=torch.float32, device=device)
-    gate_output_kernel[grid](
-        grad_a,
-        q.codes,
-        q.exponent,
+def sum_to_tokens_triton(rows_of: torch.Tensor, rows, weights, bias) -> torch.Tensor:
+    """`sum_to_tokens_reference` as a kernel. All tensors are contiguous."""
+    (n, h), k, count = rows_of.shape, rows.k, len(rows.ends)
+    y = torch.empty(n // k, h, dtype=rows_of.dtype, device=rows_of.device)
+    sum_to_tokens_kernel[n // k, cdiv(h, SUM_BLOCK)](
+        rows_of,
+        rows.back,
+        rows.ends,
         weights,
-        source,
-        largest,
-        None if columns is None else columns.view(torch.int32),
-        scale,
-        sums,
-        maxima,
-        rows,
-        f,
-        cdiv(f, group_size),
-        len(source),
-        KIND=kind,
-        **constants,
+        bias,
+        y,
+        h,
+        count,
+        K=k,
+        E=next_power_of_2(count),
+        BLOCK=SUM_BLOCK,
+        num_warps=4,
     )
-    return columns, scale, sums.sum(0) if needs_sums else None, maxima.amax(0) if needs_maxima else None
+    return y
 
 
-def gate_grad_triton(
-    grad_a, q: Grouped, weights, source, maxima, largest, kind: str, gated: bool, group_size: int,
-    needs_rows: bool = True, needs_columns: bool = True,
-):  # fmt: skip
-    """`gate_grad_reference` in one pass; None in the place of results that are not needed."""
-    (rows, f), device = grad_a.shape, grad_a.device
-    grid, _, constants = _tiles(q, source, gated, group_size)
-    codes = scales = columns = scale = None
-    if needs_rows:
-        codes = torch.empty(q.codes.shape, dtype=E4M3.dtype, device=device)
-        scales = torch.empty(rows, dtype=torch.float32, device=device)
-    if needs_columns:
-        columns = torch.empty(q.codes.shape[1], len(source), dtype=E4M3.dtype, device=device)
-        scale = torch.empty(1, dtype=torch.float32, device=device)
-    gate_grad_kernel[grid](
-        grad_a,
-        q.codes,
-        q.exponent,
-        weights,
-        source,
-        maxima,
-        largest,
-        None if codes is None else codes.view(torch.uint8),
-        scales,
-        None if columns is None else columns.view(torch.int32),
-        scale,
-        rows,
-        f,
-        cdiv(f, group_size),
-        len(source),
-        KIND=kind,
-        **constants,
-    )
-    return codes, scales, columns, scale
+@PreparedKernel
+@triton.jit
+def repeat_scales_kernel(p_a, p_b, p_out, n_a, n_b, start, BLOCK: tl.constexpr):
+    """Two numbers, each repeated: `p_a` from the start, `p_b` from `start` on."""
+    o_x = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(p_out + o_x, tl.zeros([BLOCK], dtype=tl.float32) + tl.load(p_a), mask=o_x < n_a)
+    tl.store(p_out + start + o_x, tl.zeros([BLOCK], dtype=tl.float32) + tl.load(p_b), mask=o_x < n_b)
+
+
+def repeat_scales(a: torch.Tensor, n_a: int, b: torch.Tensor, n_b: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two scales [1] on a GPU as vectors [n_a] and [n_b], in one launch."""
+    # both begin at multiples of 128 bytes
+    start, block = n_a + -n_a % 32, 1024
+    out = torch.empty(start + n_b, dtype=torch.float32, device=a.device)
+    repeat_scales_kernel[(cdiv(max(n_a, n_b), block),)](a, b, out, n_a, n_b, start, BLOCK=block)
+    return out[:n_a], out[start:]

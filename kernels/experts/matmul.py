@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from coat_kernels.device import capability
+from coat_kernels.experts.kernels import repeat_scales
 
 Scaled = tuple[torch.Tensor, torch.Tensor]
 """FP8 codes [n, m] and their scale, FP32 [1], or [n] for a scale of each row."""
@@ -34,9 +35,17 @@ def matmul_of_rows(rows: Scaled, weights: Scaled, ends: torch.Tensor, fast: bool
     (a, scale_a), (b, scale_b) = rows, weights
     if not _multiplies_fp8(a.device):
         return _by_codes(a, b.transpose(1, 2), (scale_a * scale_b)[:, None], ends)
-    of_rows, of_columns = scale_a.expand(len(a)).contiguous(), scale_b.expand(b.shape[:2]).contiguous()
+    of_each = len(scale_a) > 1
+    # scales of each row are used as they are
+    of_a, of_b = repeat_scales(scale_a, 0 if of_each else len(a), scale_b, b.shape[0] * b.shape[1])
     return torch._scaled_grouped_mm(
-        a, b.transpose(1, 2), of_rows, of_columns, offs=ends, out_dtype=torch.bfloat16, use_fast_accum=fast
+        a,
+        b.transpose(1, 2),
+        scale_a if of_each else of_a,
+        of_b.view(b.shape[:2]),
+        offs=ends,
+        out_dtype=torch.bfloat16,
+        use_fast_accum=fast,
     )
 
 
@@ -49,7 +58,7 @@ def matmul_over_rows(columns_a: Scaled, columns_b: Scaled, ends: torch.Tensor, f
     (a, scale_a), (b, scale_b) = columns_a, columns_b
     if not _multiplies_fp8(a.device):
         return _by_codes(a, b.t(), scale_a * scale_b, ends)
-    of_a, of_b = (s.expand(len(ends) * len(t)).contiguous() for t, s in (columns_a, columns_b))
+    of_a, of_b = repeat_scales(scale_a, len(ends) * len(a), scale_b, len(ends) * len(b))
     return torch._scaled_grouped_mm(
         a, b.t(), of_a, of_b, offs=ends, out_dtype=torch.bfloat16, use_fast_accum=fast
     )

@@ -21,16 +21,20 @@ import torch
 
 from coat_kernels.activation import KINDS
 from coat_kernels.autograd.derivatives import once_differentiable
-from coat_kernels.device import require_fp8, uses_kernels
-from coat_kernels.experts.gates import KernelGate, Needs, OwnGate, gather_columns, quantize_each_row
-from coat_kernels.experts.kernels import sum_to_tokens_triton
+from coat_kernels.device import require_fp8
+from coat_kernels.experts.gates import (
+    Gradient,
+    KernelGate,
+    Needs,
+    OwnGate,
+    gather_columns,
+    quantize_each_row,
+)
 from coat_kernels.experts.matmul import Scaled, matmul_of_rows, matmul_over_rows
-from coat_kernels.experts.order import by_expert, padded
-from coat_kernels.experts.reference import sum_to_tokens_reference
+from coat_kernels.experts.order import Rows, by_expert
 from coat_kernels.fp8 import ALIGNMENT, E4M3
 from coat_kernels.tensorwise.operands import fp8_operands
 from coat_kernels.tensorwise.predicted import PredictedScale
-from coat_kernels.tensorwise.quantize import quantize_tensor
 from coat_kernels.weights import WeightCache
 
 
@@ -42,8 +46,8 @@ def _predicted() -> PredictedScale:
 class ExpertsState:
     """What a layer of experts keeps from one call to the next. It belongs to the caller.
 
-    gate_up, down: the FP8 copies of the weights. x_scale, a_scale, grad_scale: predict the scales of the
-    input, of the gate's output and of the output's gradient. fast: GEMMs accumulate with fewer bits on
+    gate_up, down: the FP8 copies of the weights. x_scale, a_scale: predict the scales of the input and of the
+    gate's output. fast: GEMMs accumulate with fewer bits on
     Hopper; the errors are the same, and without it many small experts are slower than in BF16.
     """
 
@@ -51,7 +55,6 @@ class ExpertsState:
     down: WeightCache = field(default_factory=WeightCache)
     x_scale: PredictedScale = field(default_factory=_predicted)
     a_scale: PredictedScale = field(default_factory=_predicted)
-    grad_scale: PredictedScale = field(default_factory=_predicted)
     fast: bool = True
 
 
@@ -93,99 +96,79 @@ class _Weight:
         return matmul_over_rows(*operands, ends, fast).to(self.weight.dtype)
 
 
-def _gathered(x: torch.Tensor, token: torch.Tensor | None) -> torch.Tensor:
-    """The rows `token` of FP8 codes, a multiple of 8 to a row; `x` if token is None."""
-    return x if token is None else x.view(torch.int64)[token].view(x.dtype)
-
-
-def _to_tokens(rows: torch.Tensor, order: torch.Tensor | None, tokens: int) -> torch.Tensor:
-    """The sum of `rows` [t k, h], which are in the experts' order, over each token's experts: [t, h]."""
-    if order is None:
-        return rows
-    back = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=order.device))
-    sums = sum_to_tokens_triton if uses_kernels(rows) else sum_to_tokens_reference
-    return sums(rows, back.view(tokens, -1))
-
-
 class _Experts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weights, gate_up, down, bias, order, expert, ends, gate, transposed, state, trained):
-        token = None if order is None else order // weights.shape[1]
+    def forward(
+        ctx, x, weights, gate_up, down, gate_up_bias, down_bias, rows, gate, transposed, state, keeps
+    ):
+        """keeps: "x" or "codes", the form in which the input is kept for backward; None without backward."""
+        x, weights, trained = x.contiguous(), weights.contiguous(), keeps is not None
         first, second = _Weight(state.gate_up, gate_up, transposed), _Weight(state.down, down, transposed)
         (codes, _, scale, _), largest_x = fp8_operands(x, E4M3, predicted=state.x_scale)
         w_1, largest_1 = first.forward(trained)
-        both = matmul_of_rows((_gathered(codes, token), scale), w_1, ends, state.fast)
+        both = matmul_of_rows((rows.gather(codes), scale), w_1, rows.ends, state.fast)
         del w_1
-        if bias is not None:
-            both += bias.to(both.dtype)[expert]
-        w = weights.flatten() if order is None else weights.flatten()[order]
-        a, largest_a, kept = gate.forward(both, w, state.a_scale, trained)
+        a, largest_a, kept = gate.forward(both, weights, gate_up_bias, rows, state.a_scale, trained)
         del both
         w_2, largest_2 = second.forward(trained)
-        y = matmul_of_rows((a.rows, a.scale), w_2, ends, state.fast)
+        y = matmul_of_rows((a.rows, a.scale), w_2, rows.ends, state.fast)
         of_x = ()
         if trained and ctx.needs_input_grad[2]:
-            of_x = (codes, scale) if order is None else (x, largest_x)
+            of_x = (codes, scale) if keeps == "codes" else (x, largest_x)
         ctx.save_for_backward(
-            weights, gate_up, down, ends, order, largest_1, largest_2, largest_a, *kept, *of_x
+            *(weights, gate_up, down, gate_up_bias, down_bias, *rows),
+            *(largest_1, largest_2, largest_a, *kept, *of_x),
         )
-        ctx.gate, ctx.transposed, ctx.state = gate, transposed, state
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        return _to_tokens(y, order, len(x))
+        ctx.gate, ctx.transposed, ctx.state, ctx.keeps = gate, transposed, state, keeps
+        return rows.to_tokens(y, weights, down_bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_y):
-        weights, gate_up, down, ends, order, largest_1, largest_2, largest_a, *kept = ctx.saved_tensors
-        kept, of_x = kept[:2], kept[2:]
-        needs_x, needs_weights, needs_gate_up, needs_down, needs_bias = ctx.needs_input_grad[:5]
+        weights, gate_up, down, gate_up_bias, down_bias, *saved = ctx.saved_tensors
+        rows, (largest_1, largest_2, largest_a), kept, of_x = (
+            Rows(*saved[:3]),
+            saved[3:6],
+            saved[6:8],
+            saved[8:],
+        )
+        needs_x, needs_weights, needs_gate_up, needs_down, needs_bias, needs_down_bias = ctx.needs_input_grad[
+            :6
+        ]
         state, fast = ctx.state, ctx.state.fast
         first = _Weight(state.gate_up, gate_up, ctx.transposed)
         second = _Weight(state.down, down, ctx.transposed)
-        grad_y, n = grad_y.contiguous(), weights.numel()
-        token = None if order is None else order // weights.shape[1]
-        w = weights.flatten() if order is None else weights.flatten()[order]
-        codes, scales = quantize_each_row(grad_y)
-        if order is not None:
-            codes, scales = _gathered(codes, token), scales[token]
-        grad_a = matmul_of_rows((codes, scales), second.backward(largest_2), ends, fast)
-        del codes
-        # the row of each place, and its token
-        row, place_ends = padded(ends, n)
-        of_token = row
-        if order is not None:
-            of_token = torch.cat((token, token.new_full((1,), len(grad_y)))).to(row.dtype)[row]
+        grad_y, places = grad_y.contiguous(), rows.places(weights.numel())
+        grad_x = grad_gate_up = grad_down = grad_bias = grad_down_bias = None
+        *grad_rows, largest_grad, dots = quantize_each_row(grad_y, rows, down_bias if needs_weights else None)
+        grad_a = matmul_of_rows(grad_rows, second.backward(largest_2), rows.ends, fast)
+        del grad_rows
         needs = Needs(needs_weights, needs_down, needs_x, needs_gate_up or needs_bias)
-        found = ctx.gate.backward(grad_a, w, kept, largest_a, row, needs)
-        del grad_a
-        grad_x = grad_weights = grad_gate_up = grad_down = grad_bias = None
-        if needs_weights:
-            grad_weights = found.weights
-            if order is not None:
-                grad_weights = torch.empty_like(grad_weights).index_copy_(0, order, grad_weights)
-            grad_weights = grad_weights.view_as(weights).to(weights.dtype)
+        given = Gradient(grad_a, weights, kept, largest_a, dots)
+        found = ctx.gate.backward(given, rows, places, needs)
+        del grad_a, given
         if needs_down:
-            q, _ = fp8_operands(grad_y, E4M3, predicted=state.grad_scale)
-            columns = gather_columns(q.rows, of_token), q.scale
-            grad_down = second.grad(columns, found.output, place_ends, fast)
-            del q, columns
+            columns = gather_columns(grad_y, places.token, largest_grad)
+            grad_down = second.grad(columns, found.output, places.ends, fast)
+            del columns
+        if needs_down_bias:
+            grad_down_bias = _down_bias_grad(grad_y, weights, rows).to(down_bias.dtype)
         found = found._replace(output=None)
         if needs_gate_up:
-            if order is None:
-                codes, scale = of_x
+            if ctx.keeps == "codes":
+                columns = gather_columns(of_x[0], places.token)[0], of_x[1]
             else:
-                x, largest_x = of_x
-                codes, _, scale, _ = quantize_tensor(x.contiguous(), largest_x, E4M3)
-            columns = gather_columns(codes, of_token), scale
-            grad_gate_up = first.grad(found.columns, columns, place_ends, fast)
-            del codes, columns
+                columns = gather_columns(of_x[0], places.token, of_x[1])
+            grad_gate_up = first.grad(found.columns, columns, places.ends, fast)
+            del columns
         if needs_bias:
-            grad_bias = _sums(found.columns, place_ends, fast).to(ctx.bias_dtype)
+            grad_bias = _sums(found.columns, places.ends, fast).to(gate_up_bias.dtype)
         found = found._replace(columns=None)
         if needs_x:
-            rows = matmul_of_rows(found.rows, first.backward(largest_1), ends, fast)
-            grad_x = _to_tokens(rows, order, len(grad_y))
-        return grad_x, grad_weights, grad_gate_up, grad_down, grad_bias, *(None,) * 7
+            of_rows = matmul_of_rows(found.rows, first.backward(largest_1), rows.ends, fast)
+            grad_x = rows.to_tokens(of_rows)
+        grad_weights = found.weights if needs_weights else None
+        return grad_x, grad_weights, grad_gate_up, grad_down, grad_bias, grad_down_bias, *(None,) * 5
 
 
 def _sums(columns: Scaled, ends: torch.Tensor, fast: bool) -> torch.Tensor:
@@ -193,6 +176,17 @@ def _sums(columns: Scaled, ends: torch.Tensor, fast: bool) -> torch.Tensor:
     codes, scale = columns
     ones = torch.ones(ALIGNMENT, codes.shape[1], device=codes.device).to(codes.dtype)
     return matmul_over_rows(columns, (ones, torch.ones_like(scale)), ends, fast)[..., 0]
+
+
+def _down_bias_grad(grad_y: torch.Tensor, weights: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """The sums of the tokens' gradients, each times its weight, over the rows of each expert, [e, h], as a
+    GEMM with each token's weights of all experts."""
+    expert = rows.experts(weights.numel())
+    if rows.back is not None:
+        expert = expert[rows.back.flatten()]
+    of_all = grad_y.new_zeros(len(grad_y), len(rows.ends))
+    of_all.scatter_(1, expert.view(weights.shape), weights.to(grad_y.dtype))
+    return of_all.T @ grad_y
 
 
 class _NoRows(torch.autograd.Function):
@@ -241,9 +235,9 @@ def grouped_experts(
     unknown kind, another dtype, sizes that do not match or are not multiples of 16, or an f that is not a
     multiple of the group size; RuntimeError on a GPU without FP8.
     """
-    order, expert, ends = by_expert(chosen, len(gate_up))
-    parts = x, chosen, weights, gate_up, down, gate_up_bias, down_bias
-    return _experts(*parts, gate, order, expert, ends, transposed, state)
+    rows = by_expert(chosen, len(gate_up))
+    biases = gate_up_bias, down_bias
+    return _experts(x, weights, gate_up, down, *biases, rows, chosen.shape, gate, transposed, state, "x")
 
 
 def permuted_experts(
@@ -270,20 +264,16 @@ def permuted_experts(
     Returns [n, h] in BF16. The reference is `experts_reference` for tokens with one expert each. Backward
     saves h + 2 f bytes per row, and scales; 2 f if gate_up is frozen. Raises as `grouped_experts` does.
     """
-    ends = tokens_per_expert.cumsum(0).to(rows.device, torch.int32, non_blocking=True)
-    expert = None
-    if gate_up_bias is not None or down_bias is not None:
-        places = torch.arange(len(rows), dtype=torch.int32, device=rows.device)
-        expert = torch.searchsorted(ends, places, right=True)
-    chosen = None if expert is None else expert[:, None]
-    parts = rows, chosen, weights[:, None], gate_up, down, gate_up_bias, down_bias
-    return _experts(*parts, gate, None, expert, ends, False, state)
+    ends = tokens_per_expert.cumsum(0, dtype=torch.int32).to(rows.device, non_blocking=True)
+    parts, shape = (rows, weights[:, None], gate_up, down, gate_up_bias, down_bias), (len(rows), 1)
+    return _experts(*parts, Rows(ends), shape, gate, False, state, "codes")
 
 
 def _experts(
-    x, chosen, weights, gate_up, down, gate_up_bias, down_bias, gate, order, expert, ends, transposed, state
+    x, weights, gate_up, down, gate_up_bias, down_bias, rows: Rows, shape, gate, transposed, state, keeps: str
 ) -> torch.Tensor:
-    """Common part of both functions. Without an order, x holds rows."""
+    """What both functions share. shape: expected of the weights. keeps: whether backward reads the input "x",
+    or its "codes"."""
     require_fp8(x.device)
     if isinstance(gate, KernelGate) and gate.kind not in KINDS:
         raise ValueError(f"experts: expected one of {', '.join(KINDS)}; found {gate.kind!r}")
@@ -292,26 +282,27 @@ def _experts(
             f"experts: expected x in BF16 and weights in BF16 or FP32, found {x.dtype} and weights in "
             f"{gate_up.dtype}, {down.dtype}"
         )
-    (t, h), (e, *of_down) = x.shape, down.shape
+    (t, h), (e, *of_down), count = x.shape, down.shape, len(rows.ends)
     f = of_down[0 if transposed else 1]
     sizes = [((1 + gate.gated) * f, h), (h, f)]
-    expected = [(e, *(size[::-1] if transposed else size)) for size in sizes]
-    expected.append((t, 1 if order is None else chosen.shape[1]))
+    expected = [(e, *(size[::-1] if transposed else size)) for size in sizes] + [tuple(shape)]
     found = [tuple(part.shape) for part in (gate_up, down, weights)]
-    if found != expected or len(ends) != e or h % ALIGNMENT or f % ALIGNMENT or f % gate.group_size:
+    if (
+        found != expected
+        or len(x) != shape[0]
+        or count != e
+        or h % ALIGNMENT
+        or f % ALIGNMENT
+        or f % gate.group_size
+    ):
         up = "2 f" if gate.gated else "f"
         raise ValueError(
             f"experts: expected gate_up [e, {up}, h] and down [e, h, f], with h and f in multiples of "
             f"{ALIGNMENT} and f in groups of {gate.group_size}, and weights [t, k] for x {(t, h)} and "
-            f"{len(ends)} experts; found {found}"
+            f"{count} experts; found {found}"
         )
-    inputs = x, weights, gate_up, down, gate_up_bias
+    inputs = x, weights, gate_up, down, gate_up_bias, down_bias
     if not t:
-        return _NoRows.apply(*inputs, down_bias)
-    trained = torch.is_grad_enabled() and any(p is not None and p.requires_grad for p in inputs)
-    y = _Experts.apply(*inputs, order, expert, ends, gate, transposed, state or ExpertsState(), trained)
-    if down_bias is None:
-        return y
-    # sum_k w_k b_k as a GEMM with each token's weights of all experts
-    of_all = torch.zeros(t, e, dtype=x.dtype, device=x.device).scatter(1, chosen, weights.to(x.dtype))
-    return torch.addmm(y, of_all, down_bias.to(x.dtype))
+        return _NoRows.apply(*inputs)
+    trains = torch.is_grad_enabled() and any(p is not None and p.requires_grad for p in inputs)
+    return _Experts.apply(*inputs, rows, gate, transposed, state or ExpertsState(), keeps if trains else None)

@@ -3,34 +3,81 @@
 Nothing here synchronizes with the GPU: the number of rows of each expert is known there alone.
 """
 
+from typing import NamedTuple
+
 import torch
 
-from coat_kernels.fp8 import ALIGNMENT
+from coat_kernels.device import uses_kernels
+from coat_kernels.experts.kernels import gather_rows_triton, order_triton, places_triton, sum_to_tokens_triton
+from coat_kernels.experts.reference import (
+    gather_rows_reference,
+    order_reference,
+    places_reference,
+    sum_to_tokens_reference,
+)
 
 
-def by_expert(chosen: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """For the experts `chosen` [t, k] of each token, the rows in the order of the `count` experts: the
-    position of each row in `chosen`, flattened, [n]; the expert of each row, [n]; the end of each expert,
-    int32 [count]."""
-    expert, order = chosen.flatten().sort(stable=True)
-    experts = torch.arange(count, device=chosen.device)
-    return order, expert, torch.searchsorted(expert, experts, right=True, out_int32=True)
+class Places(NamedTuple):
+    """Where GEMMs that sum over the rows of each expert find them: each expert has a multiple of 16 places,
+    at least 16, because not every GEMM writes an empty sum.
 
-
-def padded(ends: torch.Tensor, n: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where GEMMs that sum over the `n` rows of each expert find them: each expert has a multiple of 16
-    places, at least 16, because not every GEMM writes an empty sum.
-
-    Returns the row of each place, int32 [p], which is n for places without a row; and the end of each
-    expert's places, int32 [e]. p is the largest number of places that the experts may need.
+    row: the row of each place, int32 [p]; the number of rows for places without a row. token: the same for
+    its token. ends: the end of each expert's places, int32 [e]. p is the largest number of places that the
+    experts may need.
     """
-    rows = ends.diff(prepend=ends.new_zeros(1))
-    places = (rows.clamp_min(1) + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
-    place_ends = places.cumsum(0, dtype=torch.int32)
-    # an expert without rows has 16 places, and any other at most 15 without a row
-    most = (n + ALIGNMENT * len(ends)) // ALIGNMENT * ALIGNMENT
-    place = torch.arange(most, dtype=torch.int32, device=ends.device)
-    # places past the last expert's count as its own, and lie past its end
-    expert = torch.searchsorted(place_ends, place, right=True).clamp_max_(len(ends) - 1)
-    row = place + (ends - rows - place_ends + places)[expert]
-    return torch.where(row < ends[expert], row, n), place_ends
+
+    row: torch.Tensor
+    token: torch.Tensor
+    ends: torch.Tensor
+
+
+class Rows(NamedTuple):
+    """Rows in the order of their experts: one for each of the k experts of t tokens, n = t k.
+
+    ends: the end of each expert's rows, int32 [e]. order: the choice of each row, where token i's choices are
+    i k to i k + k - 1, int32 [n]. back: the row of each choice, int32 [t, k]. order and back are None for
+    rows that are tokens in this order, each with one expert.
+    """
+
+    ends: torch.Tensor
+    order: torch.Tensor | None = None
+    back: torch.Tensor | None = None
+
+    @property
+    def k(self) -> int:
+        return 1 if self.back is None else self.back.shape[1]
+
+    def gather(self, codes: torch.Tensor) -> torch.Tensor:
+        """FP8 codes of tokens [t, m], m a multiple of 16, as codes of rows [n, m]."""
+        if self.order is None:
+            return codes
+        return (gather_rows_triton if uses_kernels(codes) else gather_rows_reference)(codes, self)
+
+    def of_rows(self, weights: torch.Tensor) -> torch.Tensor:
+        """The weights [t, k] in the order of rows, [n]."""
+        return weights.flatten() if self.order is None else weights.flatten()[self.order]
+
+    def experts(self, n: int) -> torch.Tensor:
+        """The expert of each of the `n` rows, int64."""
+        row = torch.arange(n, dtype=self.ends.dtype, device=self.ends.device)
+        return torch.searchsorted(self.ends, row, right=True)
+
+    def places(self, n: int) -> Places:
+        """The places of the `n` rows."""
+        return Places(*(places_triton if uses_kernels(self.ends) else places_reference)(self, n))
+
+    def to_tokens(
+        self, rows: torch.Tensor, weights: torch.Tensor | None = None, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The sum of `rows` [n, h] over each token's experts: [t, h]. bias: [e, h], added to each row times
+        the weights [t, k], or None."""
+        if self.order is None and bias is None:
+            return rows
+        sums = sum_to_tokens_triton if uses_kernels(rows) else sum_to_tokens_reference
+        return sums(rows, self, weights, bias)
+
+
+def by_expert(chosen: torch.Tensor, count: int) -> Rows:
+    """The rows of the experts `chosen` [t, k] of each token, out of `count`. An expert's rows are in the
+    order of tokens."""
+    return Rows(*(order_triton if uses_kernels(chosen) else order_reference)(chosen, count))

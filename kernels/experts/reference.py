@@ -1,12 +1,13 @@
-"""Experts in plain PyTorch: without rounding, and the work of each kernel."""
+"""Experts in plain PyTorch: without rounding, and the work of each kernel. `rows` is an `order.Rows`, `gate`
+a `gates.KernelGate`."""
 
 from collections.abc import Callable
 
 import torch
 
 from coat_kernels.activation.reference import value_and_slope_reference
-from coat_kernels.fp8 import E4M3
-from coat_kernels.groups.reference import Grouped, dequantize_groups_reference
+from coat_kernels.fp8 import ALIGNMENT, E4M3
+from coat_kernels.groups.reference import Grouped, dequantize_groups_reference, quantize_groups_reference
 from coat_kernels.tensorwise.quantize import quantize_tensor_reference, to_tensor_codes_reference
 from coat_kernels.tensorwise.scale import row_maxima, tensor_scale_reference
 
@@ -32,65 +33,177 @@ def experts_reference(
     return y
 
 
-def quantize_each_row_reference(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`x` [n, m] as E4M3 codes with a scale for each row: the codes, and the scales, FP32 [n]."""
-    scale = tensor_scale_reference(row_maxima(x), E4M3)
-    return to_tensor_codes_reference(x, scale[:, None], E4M3), scale
+def order_reference(chosen: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The fields of `Rows` for the experts `chosen` [t, k], out of `count`."""
+    expert, order = chosen.flatten().sort(stable=True)
+    experts = torch.arange(count, device=chosen.device)
+    ends = torch.searchsorted(expert, experts, right=True, out_int32=True)
+    place = torch.arange(len(order), dtype=torch.int32, device=chosen.device)
+    back = torch.empty_like(place).index_copy_(0, order, place)
+    return ends, order.int(), back.view(chosen.shape)
 
 
-def gather_columns_reference(codes: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """The rows `source` [p] of FP8 codes [n, m], transposed: [m, p]. Row n is zero."""
+def places_reference(rows, n: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The fields of `Places` for `n` rows."""
+    ends = rows.ends
+    of_each = ends.diff(prepend=ends.new_zeros(1))
+    places = (of_each.clamp_min(1) + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+    place_ends = places.cumsum(0, dtype=torch.int32)
+    place = torch.arange(most_places(n, len(ends)), dtype=torch.int32, device=ends.device)
+    # places past the last expert's count as its own, and lie past its end
+    expert = torch.searchsorted(place_ends, place, right=True).clamp_max_(len(ends) - 1)
+    row = place + (ends - of_each - place_ends + places)[expert]
+    row = torch.where(row < ends[expert], row, n)
+    if rows.order is None:
+        return row, row, place_ends
+    token = rows.order // rows.k
+    return row, torch.cat((token, token.new_full((1,), n // rows.k)))[row], place_ends
+
+
+def most_places(n: int, count: int) -> int:
+    """The largest number of places of `n` rows of `count` experts: an expert without rows has 16, and any
+    other at most 15 without a row."""
+    return (n + ALIGNMENT * count) // ALIGNMENT * ALIGNMENT
+
+
+def gather_rows_reference(codes: torch.Tensor, rows) -> torch.Tensor:
+    """The codes [t, m] of the token of each row: [n, m]."""
+    return codes[rows.order // rows.k]
+
+
+def quantize_each_row_reference(
+    x: torch.Tensor, rows, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """`x` [t, m] as E4M3 codes with a scale for each row, in the order of `rows`: the codes [n, m], the
+    scales, FP32 [n], the amax of x, FP32 [1], and the products of each token with the bias, of [e, m], of its
+    experts, FP32 [t, k], or None without a bias."""
+    maxima, token, dots = row_maxima(x), None, None
+    scale = tensor_scale_reference(maxima, E4M3)
+    codes = to_tensor_codes_reference(x, scale[:, None], E4M3)
+    if rows.order is not None:
+        token = rows.order // rows.k
+        codes, scale = codes[token], scale[token]
+    if bias is not None:
+        of_rows = (x if token is None else x[token]).float()
+        dots = (of_rows * bias[rows.experts(len(of_rows))].float()).sum(1)
+        if rows.order is not None:
+            dots = torch.empty_like(dots).index_copy_(0, rows.order.long(), dots)
+        dots = dots.view(-1, rows.k)
+    return codes, scale, maxima.amax().reshape(1), dots
+
+
+def gather_columns_reference(
+    x: torch.Tensor, source: torch.Tensor, largest: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The rows `source` [p] of `x` [n, m], transposed, as FP8 codes [m, p]: of FP8 codes, or quantized with
+    the scale of the amax `largest`, which is also returned. Row n is zero."""
+    codes, scale = x, None
+    if largest is not None:
+        codes, _, scale, _ = quantize_tensor_reference(x, largest, E4M3)
     padded = torch.cat((codes, codes.new_zeros(1, codes.shape[1])))
-    return padded[source].t().contiguous()
+    return padded[source].t().contiguous(), scale
 
 
-def sum_to_tokens_reference(rows: torch.Tensor, back: torch.Tensor) -> torch.Tensor:
-    """The sums of the rows `back` [t, k] of `rows` [n, h]: [t, h], summed in FP32."""
-    return rows[back].sum(1, dtype=torch.float32).to(rows.dtype)
+def sum_to_tokens_reference(rows_of, rows, weights, bias) -> torch.Tensor:
+    """The sums of the rows [n, h] of each token, [t, h], summed in FP32, and of the bias of their experts
+    times the weights [t, k], if there is a bias."""
+    found = rows_of if rows.back is None else rows_of[rows.back.flatten()]
+    found = found.view(-1, rows.k, found.shape[1]).float()
+    if bias is not None:
+        expert = rows.experts(len(rows_of))
+        expert = (expert if rows.back is None else expert[rows.back.flatten()]).view(-1, rows.k)
+        found = found + weights[..., None].float() * bias[expert].float()
+    return found.sum(1).to(rows_of.dtype)
 
 
-def _saved(q: Grouped, gated: bool, group_size: int) -> list[torch.Tensor]:
-    """gate and up, FP32 [n, f] each; without a gate, the input and 1."""
-    parts = (q.codes.chunk(2, 1), q.exponent.chunk(2, 1)) if gated else ((q.codes,), (q.exponent,))
-    found = [dequantize_groups_reference(Grouped(*p, q.format), group_size) for p in zip(*parts, strict=True)]
-    return found if gated else [*found, torch.ones_like(found[0])]
+def gate_reference(x: torch.Tensor, up: torch.Tensor | None, gate) -> tuple[torch.Tensor, ...]:
+    """The output of a gate of `x` and `up`, FP32, and its derivatives by both; without a gate, up is None."""
+    near = x if gate.limit is None else x.clamp(max=gate.limit)
+    value, slope = value_and_slope_reference(near, gate.kind)
+    if gate.limit is not None:
+        slope = torch.where(x > gate.limit, 0.0, slope)
+    if up is None:
+        return value, slope, value
+    factor, of_up = up, value
+    if gate.limit is not None:
+        factor, of_up = up.clamp(-gate.limit, gate.limit), torch.where(up.abs() > gate.limit, 0.0, value)
+    factor = factor + gate.offset
+    return value * factor, slope * factor, of_up
 
 
-def gate_output_reference(grad_a, q: Grouped, weights, source, largest, kind: str, gated: bool, group_size):
+def gate_forward_reference(
+    both, weights, bias, rows, gate, keep: bool
+) -> tuple[torch.Tensor, Grouped | None]:
+    """The input [n, 2 f] of a gate -> its output times the weights [t, k], [n, f], and the saved input, gate
+    before up, if `keep`. bias: [e, 2 f], added to the input, or None."""
+    both, dtype = both.float(), both.dtype
+    if bias is not None:
+        both = both + bias.float()[rows.experts(len(both))]
+    if not gate.gated:
+        parts = both, None
+    else:
+        parts = (both[:, ::2], both[:, 1::2]) if gate.interleaved else both.chunk(2, 1)
+    output, _, _ = gate_reference(*parts, gate)
+    a = (output * rows.of_rows(weights)[:, None].float()).to(dtype)
+    if not keep:
+        return a, None
+    kept = [quantize_groups_reference(x, gate.group_size, gate.saved_format) for x in parts if x is not None]
+    codes, exponent = (torch.cat(tensors, 1) for tensors in zip(*(q.tensors for q in kept), strict=True))
+    return a, Grouped(codes, exponent, kept[0].format)
+
+
+def _saved(q: Grouped, gate) -> list[torch.Tensor | None]:
+    """gate and up, FP32 [n, f] each; without a gate, the input and None."""
+    if not gate.gated:
+        return [dequantize_groups_reference(q, gate.group_size), None]
+    parts = zip(q.codes.chunk(2, 1), q.exponent.chunk(2, 1), strict=True)
+    return [dequantize_groups_reference(Grouped(*p, q.format), gate.group_size) for p in parts]
+
+
+def gate_output_reference(grad_a, q: Grouped, weights, rows, source, largest, dots, gate):
     """What the backward of a gate finds first, from the gradient `grad_a` [n, f] of its weighted output.
 
-    q: the saved input. weights: the router's, [n]. source: as in `gather_columns_reference`. largest: the
-    amax of the weighted output in forward.
+    q: the saved input. weights: the router's, [t, k]. source: as in `gather_columns_reference`. largest: the
+    amax of the weighted output in forward. dots: added to the gradient of the weights, FP32 [t, k], or None.
 
     Returns the recomputed weighted output, transposed, E4M3 [f, p], and its scale; the gradient of `weights`,
-    FP32 [n]; the amax of each row of the gradient of the gate's input, FP32 [n].
+    in their shape and dtype; the amax of each row of the gradient of the gate's input, FP32 [n]; and the
+    largest of them, FP32 [1].
     """
-    gate, up = _saved(q, gated, group_size)
-    value, _ = value_and_slope_reference(gate, kind)
-    codes = quantize_tensor_reference(value * up * weights[:, None].float(), largest, E4M3)
-    grad = _gate_grad(grad_a, q, weights, kind, gated, group_size)
-    columns = gather_columns_reference(codes.rows, source)
-    return columns, codes.scale, (grad_a.float() * value * up).sum(1), row_maxima(grad)
+    output, _, _ = gate_reference(*_saved(q, gate), gate)
+    columns, scale = gather_columns_reference(
+        output * rows.of_rows(weights)[:, None].float(), source, largest
+    )
+    maxima = row_maxima(_gate_grad(grad_a, q, weights, rows, gate))
+    grad_weights = weights_grad_reference((grad_a.float() * output).sum(1), weights, rows, dots)
+    return columns, scale, grad_weights, maxima, maxima.amax().reshape(1)
 
 
-def gate_grad_reference(grad_a, q: Grouped, weights, source, maxima, largest, kind, gated, group_size):
+def weights_grad_reference(of_rows: torch.Tensor, weights: torch.Tensor, rows, dots) -> torch.Tensor:
+    """The gradient of the weights [t, k] from that of each row's weight, FP32 [n]."""
+    if rows.order is not None:
+        of_rows = torch.empty_like(of_rows).index_copy_(0, rows.order.long(), of_rows)
+    of_rows = of_rows.view(weights.shape)
+    return (of_rows if dots is None else of_rows + dots).to(weights.dtype)
+
+
+def gate_grad_reference(grad_a, q: Grouped, weights, rows, source, maxima, largest, gate):
     """The gradient of a gate's input. maxima: the amax of each of its rows; largest: their largest. The other
     arguments are those of `gate_output_reference`.
 
     Returns E4M3 codes [n, 2 f] with a scale for each row, the scales [n], codes [2 f, p] with one scale, and
     that scale [1].
     """
-    grad, scales = (
-        _gate_grad(grad_a, q, weights, kind, gated, group_size),
-        tensor_scale_reference(maxima, E4M3),
-    )
-    whole = quantize_tensor_reference(grad, largest, E4M3)
-    rows = to_tensor_codes_reference(grad, scales[:, None], E4M3)
-    return rows, scales, gather_columns_reference(whole.rows, source), whole.scale
+    grad = _gate_grad(grad_a, q, weights, rows, gate)
+    scales = tensor_scale_reference(maxima, E4M3)
+    of_rows = to_tensor_codes_reference(grad, scales[:, None], E4M3)
+    return of_rows, scales, *gather_columns_reference(grad, source, largest)
 
 
-def _gate_grad(grad_a, q: Grouped, weights, kind: str, gated: bool, group_size: int) -> torch.Tensor:
-    gate, up = _saved(q, gated, group_size)
-    value, slope = value_and_slope_reference(gate, kind)
-    grad = grad_a.float() * weights[:, None].float()
-    return torch.cat((grad * slope * up, grad * value), 1) if gated else grad * slope
+def _gate_grad(grad_a, q: Grouped, weights, rows, gate) -> torch.Tensor:
+    _, by_gate, by_up = gate_reference(*_saved(q, gate), gate)
+    grad = grad_a.float() * rows.of_rows(weights)[:, None].float()
+    if not gate.gated:
+        return grad * by_gate
+    parts = grad * by_gate, grad * by_up
+    return torch.stack(parts, 2).flatten(1) if gate.interleaved else torch.cat(parts, 1)

@@ -95,7 +95,6 @@ class CoatGroupedMLP(TakesActivations, SequentialMLP):
         del self.local_experts
         # ZeRO-3 empties the parameters
         _, *self._sizes = self.linear_fc2.weight.shape
-        self._kind = kernel_kind(self.config)
         self.register_state_dict_post_hook(_to_sequential)
         self.register_load_state_dict_pre_hook(_from_others)
         self.begin()
@@ -111,8 +110,13 @@ class CoatGroupedMLP(TakesActivations, SequentialMLP):
             )
         caches = (WeightCache(activations.weight_cache) for _ in _PROJECTIONS)
         self._state = ExpertsState(*caches, fast=activations.fast_accumulation != "none")
-        gated, kept = self.config.gated_linear_unit, (size, activations.saved_format)
-        self._gate = KernelGate(self._kind, *kept, gated) if self._kind else OwnGate(self._act, *kept, gated)
+        config, gated, kept = self.config, self.config.gated_linear_unit, (size, activations.saved_format)
+        self._gate = OwnGate(self._act, *kept, gated)
+        if kind := kernel_kind(config):
+            limit, offset = (
+                (config.activation_func_clamp_value, config.glu_linear_offset) if gated else (None, 0.0)
+            )
+            self._gate = KernelGate(kind, *kept, gated, limit, offset)
 
     def _act(self, x: torch.Tensor) -> torch.Tensor:
         """The activation as Megatron defines it."""

@@ -2,7 +2,7 @@
 
 import torch
 import torch.nn.functional as F
-from megatron.core.activations import squared_relu
+from megatron.core.activations import quick_gelu, squared_relu
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 
 from coat_ds.layers.conversion import grouped
@@ -27,13 +27,12 @@ def check_activation(config, name: str) -> None:
 
 
 def kernel_kind(config) -> str | None:
-    """The activation's name in `coat_kernels.activation`; None where there is no kernel."""
-    if config.activation_func_clamp_value is not None or config.glu_linear_offset:
-        return None
+    """The activation's name in `coat_kernels.activation`; None where there is no kernel. Experts' kernels
+    also clamp gate and up, and add an offset to up."""
     if config.activation_func is F.gelu:
         # Megatron's fused GELU is the tanh approximation, torch's own is exact
         return "gelu_tanh" if config.bias_activation_fusion else "gelu"
-    kinds = ((F.silu, "silu"), (squared_relu, "squared_relu"))
+    kinds = ((F.silu, "silu"), (squared_relu, "squared_relu"), (quick_gelu, "quick_gelu"))
     return next((kind for function, kind in kinds if config.activation_func is function), None)
 
 

@@ -64,7 +64,7 @@ def kernels(takes_kernels, monkeypatch):
         for module in (
             act.op,
             experts.gates,
-            experts.op,
+            experts.order,
             operands,
             norm.op,
             rope.op,
@@ -77,8 +77,11 @@ def kernels(takes_kernels, monkeypatch):
             monkeypatch.setattr(act.kernels, f"{tile}_ROWS", 16)
             monkeypatch.setattr(act.kernels, f"{tile}_COLUMNS", 32)
         monkeypatch.setattr(act.kernels, "SUMMED_ROWS", 32)
-        for tile, size in {"GATE_M": 16, "GATE_N": 32, "ROW_BLOCK": 32, "SUM_BLOCK": 32}.items():
+        sizes = {"ROW_BLOCK": 32, "SUM_BLOCK": 32, "GATHER_BLOCK": 8, "ORDER_TILE": 128, "ORDER_PROGRAMS": 4}
+        for tile, size in sizes.items():
             monkeypatch.setattr(experts.kernels, tile, size)
+        for tile, size in {"GATE_M": 16, "GATE_N": 32, "FORWARD_COLUMNS": 32, "FINISH_ROWS": 32}.items():
+            monkeypatch.setattr(experts.gate_kernels, tile, size)
         monkeypatch.setattr(experts.kernels, "COLUMNS_TILE", (16, 32))
         monkeypatch.setattr(norm.kernels, "FORWARD_TILE", 1024)
         monkeypatch.setattr(rope.kernels, "OPERANDS_TOKENS", 8)

@@ -128,17 +128,29 @@ def others() -> None:
 
 
 def experts_layer() -> None:
-    """Experts whose weights and router are trained, and frozen ones."""
-    for trained, gated in ((True, True), (False, True), (True, False)):
-        ones = functools.partial(torch.ones, dtype=torch.bfloat16)
+    """Experts whose weights and router are trained, frozen ones, GPT-OSS's with biases, and rows in order."""
+    ones = functools.partial(torch.ones, dtype=torch.bfloat16)
+    gpt_oss = experts.KernelGate("quick_gelu", limit=7.0, offset=1.0, interleaved=True)
+    for trained, gate, biased in (
+        (True, experts.KernelGate("silu"), False),
+        (False, experts.KernelGate("silu"), False),
+        (True, experts.KernelGate("silu", gated=False), False),
+        (True, gpt_oss, True),
+    ):
         x = ones(256, 128, requires_grad=True)
         weights = torch.ones(256, 2, requires_grad=trained)
-        gate_up = ones(4, (1 + gated) * 256, 128, requires_grad=trained)
+        gate_up = ones(4, (1 + gate.gated) * 256, 128, requires_grad=trained)
         down = ones(4, 128, 256, requires_grad=trained)
+        biases = {}
+        if biased:
+            biases = {"gate_up_bias": ones(4, 512, requires_grad=True), "down_bias": ones(4, 128)}
         chosen = torch.zeros(256, 2, dtype=torch.int64)
-        experts.grouped_experts(
-            x, chosen, weights, gate_up, down, experts.KernelGate("silu", gated=gated)
+        experts.grouped_experts(x, chosen, weights, gate_up, down, gate, **biases).sum().backward()
+        experts.permuted_experts(
+            x, torch.full((4,), 64), weights[:, 0], gate_up, down, gate, **biases
         ).sum().backward()
+    scale = torch.ones(1)
+    experts.kernels.repeat_scales(scale, 256, scale, 128)
 
 
 if __name__ == "__main__":

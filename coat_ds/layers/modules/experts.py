@@ -5,10 +5,11 @@ from collections.abc import Callable
 import torch
 
 from coat_ds.config import ActivationsConfig
-from coat_ds.layers.detection.probe import activation_kind, shape_of
+from coat_ds.layers.detection.probe import activation_kind, close, run, shape_of
 from coat_ds.layers.modules.hooks import is_watched
 from coat_ds.layers.modules.replaced import Replaced, is_plain
 from coat_kernels.experts import ExpertsState, KernelGate, OwnGate, grouped_experts
+from coat_kernels.experts.reference import gate_reference
 from coat_kernels.fp8 import ALIGNMENT
 from coat_kernels.weights import WeightCache
 
@@ -42,10 +43,23 @@ def _sizes(module: torch.nn.Module) -> tuple[int, int, int, int]:
     return count, h, f, both[1] if _is(module, "is_transposed") else both[0]
 
 
-def _kind(module: torch.nn.Module) -> str | None:
-    """The kernels' name of its activation, if gate and up are concatenated and nothing else is computed."""
-    stock_gate = type(module)._apply_gate.__name__ == "_default_apply_gate"
-    return activation_kind(module.act_fn) if stock_gate and _is(module, "is_concatenated") else None
+def _kernel_gate(module: torch.nn.Module, kept: dict) -> KernelGate | None:
+    """The kernels' gate that computes what the module's does: an activation times up, or GPT-OSS's gate. None
+    if there is none. kept: `group_size` and `saved_format`."""
+    if type(module)._apply_gate.__name__ == "_default_apply_gate":
+        kind = activation_kind(module.act_fn) if _is(module, "is_concatenated") else None
+        return kind and KernelGate(kind, **kept)
+    limit = getattr(module, "limit", None)
+    if not isinstance(limit, float | int):
+        return None
+    interleaved = not _is(module, "is_concatenated")
+    gate = KernelGate("quick_gelu", **kept, limit=float(limit), offset=1.0, interleaved=interleaved)
+    # all pairs of values below and above the limits
+    steps = torch.linspace(-2, 2, 33) * limit
+    parts = steps.repeat(33), steps.repeat_interleave(33)
+    both = (torch.stack(parts, 1).flatten() if interleaved else torch.cat(parts))[None]
+    same = close(run(module._apply_gate, both.clone()), gate_reference(*parts, gate)[0][None])
+    return gate if same else None
 
 
 def _asks_interface(forward: Callable) -> bool:
@@ -88,10 +102,10 @@ class Fp8Experts(Replaced):
 
     def __init__(self, module: torch.nn.Module, activations: ActivationsConfig):
         super().__init__(module, activations)
-        self.function = _kind(module)
         # a plain function in LFM2; GPT-OSS has none
         self.act = getattr(module, "act_fn", None)
         self.kept = {"group_size": activations.group_size, "saved_format": activations.saved_format}
+        self.gate = _kernel_gate(module, self.kept)
         caches = (WeightCache(activations.weight_cache) for _ in range(2))
         self.state = ExpertsState(*caches, fast=activations.fast_accumulation != "none")
 
@@ -103,7 +117,7 @@ class Fp8Experts(Replaced):
         a part of each expert, and if the activation or the gate has hooks or was replaced, since the kernels
         call neither."""
         module, act = self.module, self.act
-        if self.function is not None:
+        if self.gate is not None:
             watched = isinstance(act, torch.nn.Module) and is_watched(act)
             if watched or getattr(module, "act_fn", None) is not act or "_apply_gate" in module.__dict__:
                 return False
@@ -120,9 +134,6 @@ class Fp8Experts(Replaced):
         module = self.module
         if not self.takes(hidden_states):
             return self.stock(hidden_states, top_k_index, top_k_weights)
-        gate = OwnGate(module._apply_gate, **self.kept)
-        if self.function is not None:
-            gate = KernelGate(self.function, **self.kept)
         biases = {}
         if _is(module, "has_bias"):
             biases = {"gate_up_bias": module.gate_up_proj_bias, "down_bias": module.down_proj_bias}
@@ -132,7 +143,7 @@ class Fp8Experts(Replaced):
             top_k_weights,
             module.gate_up_proj,
             module.down_proj,
-            gate,
+            self.gate or OwnGate(module._apply_gate, **self.kept),
             transposed=_is(module, "is_transposed"),
             state=self.state,
             **biases,
