@@ -13,9 +13,6 @@ from coat_ds.optim.fragments import Fragment, piece_begins
 from coat_ds.optim.options import BOTH_FP32, FormatNames, Rule, codec_of, keeps_fp32
 from coat_kernels.codecs import Codec, get_codec
 
-# the name of this type in pickles of earlier versions
-TensorSet = set
-
 
 @dataclasses.dataclass(eq=False)
 class Layouts:

@@ -5,12 +5,8 @@ from typing import Any
 
 import torch
 
-from coat_ds.log import say
 from coat_ds.optim.options import MOMENTS, FormatNames, rounds_stochastically
 from coat_kernels.codecs import Codec
-
-# the name of this function in pickles of earlier versions
-to_logging = say
 
 
 def states_line(optimizer, held: Mapping[str, Any]) -> str:

@@ -110,10 +110,8 @@ def load_state(
     state, device = optimizer.state[p], optimizer.state_device(p, group)
     remainder = state.pop("remainder", None)
     if _is_remainder(remainder) and has_remainder(p, group):
-        held = shard_of(remainder, p)
-        # bits viewed as FP16; earlier versions wrote int16, or int32 for DTensors
-        held = held.view(torch.int16) if held.dtype == torch.float16 else held
-        state["remainder"] = laid_out_like(p, held.to(device, torch.int16, copy=True))
+        held = shard_of(remainder, p).view(torch.int16)
+        state["remainder"] = laid_out_like(p, held.to(device, copy=True))
     moment, all_exact = None, True
     for name in SECOND_FIRST:
         layout = optimizer._layouts.layout_of(p, group, name)
@@ -185,8 +183,9 @@ def _check_layout(state_dict: dict[str, Any]) -> None:
 
 
 def _is_remainder(value: Any) -> bool:
-    """Whether `value` is still a remainder: other optimizers cast it to the moments' dtype and ignore it."""
-    return isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.int16, torch.int32)
+    """Whether `value` is still a remainder, viewed as FP16: other optimizers cast it to the moments' dtype
+    and ignore it."""
+    return isinstance(value, torch.Tensor) and value.dtype == torch.float16
 
 
 def _said(value: Any) -> str:

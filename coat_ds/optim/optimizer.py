@@ -29,7 +29,7 @@ from coat_ds.optim.checks import (
 from coat_ds.optim.fragments import Fragment
 from coat_ds.optim.host_states import HostStates, Passages, host_bytes
 from coat_ds.optim.layouts import Layouts
-from coat_ds.optim.lines import frozen_line, stalling, states_line, to_logging
+from coat_ds.optim.lines import frozen_line, stalling, states_line
 from coat_ds.optim.loading import check_groups, load_state, loading_states, say_conversions
 from coat_ds.optim.moment import Moment, as_plain
 from coat_ds.optim.options import (
@@ -199,18 +199,8 @@ class CoatAdamW(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # torch also calls this when it loads a state dict, with states and parameter groups only
-        if "_kept" in state:
-            # pickled by an earlier version; `_named` held all parameters that `keep_fp32` was called with
-            state = {key: value for key, value in state.items() if key != "_named"}
-            names = ("_keep_fp32", "_kept", "_fragments", "_group_index")
-            rule, kept, *rest = (state.pop(name) for name in names)
-            state["_layouts"] = Layouts(rule, dict.fromkeys(kept, True), *rest)
         if "_layouts" in state:
-            # pickled by an earlier version: the log of a framework, or `to_logging`
-            has_log = state.get("log", to_logging) is not to_logging
-            state = {"_in_framework": has_log, "_offload": "none", **state, "_given_back": GivenBack()}
-            state.pop("log", None)
-            state["_host"] = _host_states(state["_offload"])
+            state = {**state, "_given_back": GivenBack(), "_host": _host_states(state["_offload"])}
         torch.optim.Optimizer.__setstate__(self, state)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

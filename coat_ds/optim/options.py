@@ -146,8 +146,6 @@ def formats_of(group: dict[str, Any]) -> FormatNames:
     """The formats of its moments that a parameter group of a checkpoint names; FP32 if it names none, as
     groups of other optimizers do."""
     first, second = (group.get(name) for name in FORMATS)
-    # earlier versions wrote "auto" for None
-    first = None if first == "auto" else first
     if first not in EXP_AVG_FORMATS or second not in EXP_AVG_SQ_FORMATS:
         return BOTH_FP32
     codec = get_codec(second)

@@ -92,7 +92,7 @@ def _rebuild(pieces: list[tuple], group_size: int, shape: tuple[int, ...]) -> Gi
     return moment
 
 
-# the module name in files, including those of earlier versions
+# the module name in files
 _rebuild.__module__ = "coat_ds.state"
 # Hugging Face's Trainer and torch.load by default read with weights_only=True
 torch.serialization.add_safe_globals([_rebuild])

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from coat_ds import CoatAdamW, state_bytes
-from coat_ds.optim.fragments import Fragment
 from coat_ds.optim.moment import Moment
 from coat_ds.optim.options import MOMENTS
 from coat_ds.optim.recover import SAME_VALUE
@@ -158,29 +157,6 @@ def test_copies_of_the_optimizer():
     twin.step()
     assert_equal(twin.param_groups[0]["params"], params)
     assert_equal(codes(twin), codes(optimizer))
-
-
-def test_an_optimizer_that_an_earlier_version_pickled_goes_on():
-    params, optimizer = trained()
-    optimizer.keep(params[0])
-    optimizer.set_fragments([(params[1], [Fragment(0, params[1].numel(), 0, True)], 0)])
-    state = optimizer.__getstate__()
-    layouts = state.pop("_layouts")
-    # the first versions had none
-    del state["_in_framework"]
-    state |= {"_keep_fp32": layouts.keep_fp32, "_kept": {params[0]}}
-    state |= {"_fragments": layouts.fragments, "_group_index": layouts.group_index}
-    twin = CoatAdamW.__new__(CoatAdamW)
-    twin.__setstate__(copy.deepcopy(state))
-    assert_equal(codes(twin), codes(optimizer))
-    others = twin.param_groups[0]["params"]
-    for held, of in ((params, optimizer), (others, twin)):
-        set_grads(held, 3)
-        of.step()
-        of.keep(held[0], False)
-    assert_equal(others, params)
-    assert_equal(codes(twin), codes(optimizer))
-    assert twin.layout() == optimizer.layout()
 
 
 def test_a_plain_tensor_in_the_state_is_encoded_by_the_next_step():

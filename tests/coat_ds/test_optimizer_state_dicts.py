@@ -253,7 +253,7 @@ LOAD_ERRORS = [
     (lambda d: d["param_groups"][0].update(lr="1e-3"), "group 0: CoatAdamW: lr must be a number, found"),
     (lambda d: d["param_groups"][0].update(lr=torch.ones(2)), r"a tensor lr must have 1 element, found"),
     (lambda d: d["param_groups"][0].update(step=2.5), "step of parameter group 0 is a float: 2.5"),
-    (lambda d: d["state"][0].update(remainder=torch.zeros(5).short()), r"remainder of .* 0 is \(5,\)"),
+    (lambda d: d["state"][0].update(remainder=torch.zeros(5).half()), r"remainder of .* 0 is \(5,\)"),
     (
         lambda d: d["state"][0].update(exp_avg=torch.zeros(33, 70, dtype=torch.complex64)),
         "exp_avg of parameter 0 is torch.complex64, .* Expected a dense tensor",
