@@ -2,7 +2,7 @@
 
 import argparse
 import functools
-import gc
+import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -15,8 +15,7 @@ from benchmarks.common.memory import release
 from benchmarks.common.spawn import Rank, join, run_ranks
 from benchmarks.common.timing import measure
 from coat_ds.saved_bytes import SavedStorages
-from coat_kernels.agreement import rel_rms
-from coat_kernels.experts import ExpertsState, KernelGate, OwnGate, grouped_experts
+from coat_kernels.experts import ExpertsState, KernelGate, grouped_experts
 from coat_kernels.experts.order import by_expert
 from coat_kernels.weights import WeightCache
 
@@ -40,7 +39,12 @@ MODELS = {
     "deepseek_v3_ep32": Sizes(8, 7168, 2048, 8, of=1 / 32),
     "gpt_oss_20b": Sizes(32, 2880, 2880, 4, biases=True),
 }
-TOKENS, TINY = (32768, 8192), Sizes(5, 64, 48, 2)
+TOKENS, TINY = (8192, 32768), Sizes(5, 64, 48, 2)
+LOADS = {"balanced": False, "skewed": True}
+# most tokens of the pass that errors are found in
+ERROR_TOKENS = 4096
+# of GPT-OSS's gate
+LIMIT = 7.0
 # of the log-normal loads of experts
 SKEW = 0.8
 
@@ -52,7 +56,7 @@ def silu(both: torch.Tensor) -> torch.Tensor:
 
 def clamped(both: torch.Tensor) -> torch.Tensor:
     """GPT-OSS's gate."""
-    gate, up = both[:, ::2].clamp(max=7), both[:, 1::2].clamp(-7, 7)
+    gate, up = both[:, ::2].clamp(max=LIMIT), both[:, 1::2].clamp(-LIMIT, LIMIT)
     return (up + 1) * gate * torch.sigmoid(1.702 * gate)
 
 
@@ -87,7 +91,18 @@ def inputs_of(sizes: Sizes, tokens: int, skewed: bool) -> Inputs:
     return Inputs(tensors, chosen, draw(tokens, h).bfloat16(), clamped if sizes.biases else silu)
 
 
-def stock(given: Inputs, sizes: Sizes) -> Callable[[], torch.Tensor]:
+class Layer(NamedTuple):
+    """call: one forward. parameters: by name, the tensors whose gradients are the names'; those of several
+    experts are stacked."""
+
+    call: Callable[[], torch.Tensor]
+    parameters: dict[str, torch.Tensor | list[torch.Tensor]]
+
+    def leaves(self) -> list[torch.Tensor]:
+        return [q for p in self.parameters.values() for q in (p if isinstance(p, list) else [p])]
+
+
+def stock(given: Inputs, sizes: Sizes) -> Layer:
     """transformers' experts by grouped BF16 GEMMs (`grouped_mm`)."""
     from transformers.integrations.moe import grouped_mm_experts_forward
 
@@ -100,63 +115,85 @@ def stock(given: Inputs, sizes: Sizes) -> Callable[[], torch.Tensor]:
     for name, p in t.items():
         if name not in ("x", "weights"):
             setattr(module, name.replace("gate_up", "gate_up_proj").replace("down", "down_proj"), p)
-    return lambda: grouped_mm_experts_forward(module, t["x"], given.chosen, t["weights"])
+    return Layer(lambda: grouped_mm_experts_forward(module, t["x"], given.chosen, t["weights"]), t)
 
 
-def ours(given: Inputs, sizes: Sizes, keep: str = "none") -> Callable[[], torch.Tensor]:
-    gate = OwnGate(clamped) if sizes.biases else KernelGate("silu")
+def ours(given: Inputs, sizes: Sizes, keep: str = "none") -> Layer:
+    gate = KernelGate("silu")
+    if sizes.biases:
+        gate = KernelGate("quick_gelu", limit=LIMIT, offset=1.0, interleaved=True)
     state = ExpertsState(WeightCache(keep), WeightCache(keep))
     options = {"gate": gate, "transposed": sizes.biases, "state": state}
-    return lambda: grouped_experts(chosen=given.chosen, **options, **given.tensors)
+    return Layer(lambda: grouped_experts(chosen=given.chosen, **options, **given.tensors), given.tensors)
 
 
-def torchao(given: Inputs, sizes: Sizes) -> Callable[[], torch.Tensor]:
-    """torchao's FP8 grouped GEMM, a scale a row, between transformers' permutations."""
-    from torchao.prototype.moe_training.scaled_grouped_mm import _scaled_grouped_mm
+class Padded:
+    """Tokens in the order of experts, each expert with a multiple of 16 rows, as the peers' GEMMs need them.
+    The order is made before the measured time begins."""
+
+    def __init__(self, given: Inputs, sizes: Sizes):
+        rows, self.t = by_expert(given.chosen, sizes.experts), given.tensors
+        places = rows.places(given.chosen.numel())
+        self.ends, most = places.ends, int(places.ends[-1])
+        self.of_each = places.ends.diff(prepend=places.ends.new_zeros(1)).tolist()
+        # rows that are only padding read token 0, with weight 0
+        padding = places.row[:most] == given.chosen.numel()
+        self.token = places.token[:most].long().masked_fill(padding, 0)
+        self.choice = rows.order.long()[places.row[:most].long().masked_fill(padding, 0)]
+        self.factor = (~padding).to(self.t["x"].dtype)[:, None]
+
+    def rows(self) -> torch.Tensor:
+        return self.t["x"][self.token]
+
+    def to_tokens(self, rows: torch.Tensor) -> torch.Tensor:
+        weights = self.t["weights"].flatten()[self.choice, None] * self.factor
+        return torch.zeros_like(self.t["x"]).index_add(0, self.token, rows * weights)
+
+
+def torchao(given: Inputs, sizes: Sizes) -> Layer:
+    """torchao's FP8 training of grouped GEMMs, a scale a row."""
+    from torchao.prototype.moe_training import _to_fp8_rowwise_then_scaled_grouped_mm
 
     if sizes.biases:
-        raise ValueError("torchao's rows are measured without biases")
-    t, chosen = given.tensors, given.chosen
-    order, _, ends = by_expert(chosen, sizes.experts)
-    token = order // chosen.shape[1]
+        raise ValueError("torchao has no biases, and no weights stored transposed")
+    t, padded = given.tensors, Padded(given, sizes)
+    multiply = functools.partial(
+        _to_fp8_rowwise_then_scaled_grouped_mm, offs=padded.ends, pad_token_groups_for_grouped_mm=False
+    )
 
     def call() -> torch.Tensor:
-        a = silu(_scaled_grouped_mm(t["x"][token], t["gate_up"].transpose(1, 2), offs=ends))
-        rows = _scaled_grouped_mm(a, t["down"].transpose(1, 2), offs=ends)
-        return torch.zeros_like(t["x"]).index_add(0, token, rows * t["weights"].flatten()[order, None])
+        a = given.gate(multiply(padded.rows(), t["gate_up"].transpose(1, 2)))
+        return padded.to_tokens(multiply(a, t["down"].transpose(1, 2)))
 
-    return call
+    return Layer(call, t)
 
 
-def transformer_engine(given: Inputs, sizes: Sizes) -> Callable[[], torch.Tensor]:
-    """TransformerEngine's GroupedLinear, current scaling; rows are padded to multiples of 16."""
+def transformer_engine(given: Inputs, sizes: Sizes) -> Layer:
+    """TransformerEngine's GroupedLinear, current scaling."""
     import transformer_engine.pytorch as te
     from transformer_engine.common.recipe import Float8CurrentScaling
 
-    if sizes.biases:
-        raise ValueError("TransformerEngine's rows are measured without biases")
-    t, chosen, e = given.tensors, given.chosen, sizes.experts
-    expert, order = chosen.flatten().sort(stable=True)
-    of_each = torch.bincount(expert, minlength=e).tolist()
-    options = {"bias": False, "params_dtype": torch.bfloat16, "device": device()}
+    t, e, padded = given.tensors, sizes.experts, Padded(given, sizes)
+    options = {"bias": sizes.biases, "params_dtype": torch.bfloat16, "device": device()}
     first = te.GroupedLinear(e, sizes.hidden, 2 * sizes.ffn, **options)
     second = te.GroupedLinear(e, sizes.ffn, sizes.hidden, **options)
+    parameters = {name: t[name] for name in ("x", "weights")}
     for module, name in ((first, "gate_up"), (second, "down")):
-        for i in range(e):
-            setattr(module, f"weight{i}", torch.nn.Parameter(t[name].detach()[i].clone()))
-    pad, unpad = te.Fp8Padding(e), te.Fp8Unpadding(e)
-    token = order // chosen.shape[1]
+        kinds = {"weight": name, "bias": f"{name}_bias"} if sizes.biases else {"weight": name}
+        for kind, source in kinds.items():
+            parameters[source] = [getattr(module, f"{kind}{i}") for i in range(e)]
+            for p, value in zip(parameters[source], t[source].detach(), strict=True):
+                p.data.copy_(value.T if sizes.biases and kind == "weight" else value)
 
     def call() -> torch.Tensor:
         with te.fp8_autocast(fp8_recipe=Float8CurrentScaling()):
-            rows, padded = pad(t["x"][token], of_each)
-            rows = unpad(second(silu(first(rows, padded)), padded), of_each)
-        return torch.zeros_like(t["x"]).index_add(0, token, rows * t["weights"].flatten()[order, None])
+            rows = second(given.gate(first(padded.rows(), padded.of_each)), padded.of_each)
+        return padded.to_tokens(rows)
 
-    return call
+    return Layer(call, parameters)
 
 
-ROWS: dict[str, Callable[[Inputs, Sizes], Callable[[], torch.Tensor]]] = {
+ROWS: dict[str, Callable[[Inputs, Sizes], Layer]] = {
     "transformers, BF16 grouped_mm": stock,
     "COAT": ours,
     "COAT, weights cached": functools.partial(ours, keep="fp8"),
@@ -167,8 +204,8 @@ ROWS: dict[str, Callable[[Inputs, Sizes], Callable[[], torch.Tensor]]] = {
 APART = "TransformerEngine FP8"
 
 
-def eager(given: Inputs) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """The output and the gradients in FP32, expert by expert."""
+def eager(given: Inputs) -> dict[str, torch.Tensor]:
+    """The output, as "y", and the gradients, in FP32, expert by expert."""
     t, chosen = given.tensors, given.chosen
     transposed = "down_bias" in t
     y = torch.zeros(t["x"].shape, device=device())
@@ -181,47 +218,88 @@ def eager(given: Inputs) -> tuple[torch.Tensor, list[torch.Tensor]]:
         if transposed:
             rows = rows + t["down_bias"][i].float()
         y = y.index_add(0, token, t["weights"][token, place, None].float() * rows)
-    return y.detach(), list(torch.autograd.grad(y, list(t.values()), given.grad.float()))
+    return {"y": y.detach()} | dict(
+        zip(t, torch.autograd.grad(y, list(t.values()), given.grad.float()), strict=True)
+    )
 
 
-def row_of(name: str, given: Inputs, sizes: Sizes, wanted: tuple | None) -> dict:
-    call = ROWS[name](given, sizes)
-    # TransformerEngine's weights are its own parameters
-    leaves = [p for n, p in given.tensors.items() if name != APART or n in ("x", "weights")]
+def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """The RMS of the difference over that of `expected`, summed on the device."""
+    return ((found - expected).norm(dtype=torch.float32) / expected.norm(dtype=torch.float32)).item()
+
+
+def errors_of(name: str, given: Inputs, sizes: Sizes, wanted: dict) -> dict:
+    """The error of the output, and of each gradient."""
+    layer = ROWS[name](given, sizes)
+    y = layer.call()
+    row = {"y_error": relative(y, wanted["y"])}
+    found = iter(torch.autograd.grad(y, layer.leaves(), given.grad))
+    for kind, p in layer.parameters.items():
+        grad = torch.stack([next(found) for _ in p]) if isinstance(p, list) else next(found)
+        if grad.shape != wanted[kind].shape:
+            grad = grad.transpose(1, 2)
+        row[f"{kind}_error"] = relative(grad, wanted[kind])
+    return row
+
+
+def time_of(name: str, given: Inputs, sizes: Sizes) -> dict:
+    layer = ROWS[name](given, sizes)
+    leaves = layer.leaves()
 
     def step() -> None:
-        call().backward(given.grad)
+        layer.call().backward(given.grad)
         for p in leaves:
             p.grad = None
 
-    known = {p.untyped_storage().data_ptr() for p in given.tensors.values()}
+    known = {p.untyped_storage().data_ptr() for p in (*leaves, *given.tensors.values())}
     kept = SavedStorages(known.__contains__)
     with kept.counting():
-        y = call()
-    row = {"saved_mb": kept.nbytes / 1e6}
-    if wanted is not None:
-        expected, gradients = wanted
-        row["y_error"] = rel_rms(y, expected)
-        found = torch.autograd.grad(y, leaves, given.grad)
-        for (n, _), a, e in zip(given.tensors.items(), found, gradients, strict=False):
-            row[f"{n}_error"] = rel_rms(a, e)
-        del found
+        y = layer.call()
+    saved = kept.nbytes / 1e6
     del y
-    gc.collect()
-    timing = measure(step, warmup=5, repeats=20)
+    timing = measure(step, warmup=3, repeats=10)
     times = {"ms": timing.median, "ms_p20": timing.low, "ms_p80": timing.high}
-    return times | {"peak_mb": timing.peak / 1e6} | row
+    return times | {"peak_mb": timing.peak / 1e6, "saved_mb": saved}
 
 
-def apart(place: Rank, sizes: Sizes, tokens: int, skewed: bool) -> Iterator[dict]:
+class Case(NamedTuple):
+    model: str
+    sizes: Sizes
+    tokens: int
+    skewed: bool
+
+
+def rows_of(case: Case, names: list[str]) -> Iterator[dict]:
+    """The rows of these layers. A layer that fails gives a note."""
+    given = inputs_of(case.sizes, case.tokens, case.skewed)
+    few = inputs_of(case.sizes, min(case.tokens, ERROR_TOKENS), case.skewed)
+    wanted = eager(few)
+    for name in names:
+        start = time.perf_counter()
+        row = {"model": case.model, "tokens": case.tokens, "skewed": case.skewed, "layer": name}
+        try:
+            row |= time_of(name, given, case.sizes) | errors_of(name, few, case.sizes, wanted)
+        except ImportError:
+            row |= {"note": "not installed"}
+        # whatever a peer stumbles over, the others go on
+        except Exception as error:
+            row |= {"note": reason(error)}
+        # not in the handler: the traceback holds the tensors
+        release()
+        yield row | {"seconds": time.perf_counter() - start}
+
+
+def apart(place: Rank, cases: list[Case]) -> Iterator[dict]:
     join(place)
-    given = inputs_of(sizes, tokens, skewed)
-    yield row_of(APART, given, sizes, eager(given))
+    for case in cases:
+        yield from rows_of(case, [APART])
+        release()
 
 
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
+    parser.add_argument("--loads", nargs="+", choices=LOADS, default=list(LOADS))
     parser.add_argument("--rows", nargs="+", help="only rows with one of these in their name")
 
 
@@ -229,33 +307,31 @@ def options(parser: argparse.ArgumentParser) -> None:
 def experts(arguments, table: Table) -> None:
     """The experts of one MoE layer, forward and backward with all gradients, balanced and skewed.
 
-    Columns: ms (median, 20th and 80th percentiles); saved_mb, what autograd keeps without parameters and
-    input; peak_mb, over what is held before a pass; errors of the output and of each gradient, relative RMS
-    against FP32. deepseek_v3_ep32 has the rows that one of 32 GPUs gets. Cached weights are those of the
-    later micro-batches of a step. Skewed: loads are log-normal with sigma 0.8. Without a GPU, or with
-    --quick: a tiny layer; on a CPU times mean nothing.
+    Columns: ms (median, 20th and 80th percentiles); peak_mb, over what is held before a pass; saved_mb, what
+    autograd keeps without parameters and input; errors of the output and of each gradient, relative RMS
+    against FP32, of a pass of at most 4,096 tokens; the seconds that a row took, with compilation.
+    deepseek_v3_ep32 has the rows that one of 32 GPUs gets. Cached weights are those of the later
+    micro-batches of a step. Skewed: loads are log-normal with sigma 0.8. The peers' rows begin with tokens
+    whose order is known, and exclude the time to find it. Without a GPU, or with --quick: a tiny layer; on a
+    CPU times mean nothing. Whole models: `python -m benchmarks models --shape mixtral --layers 4`.
     """
     models = {name: MODELS[name] for name in arguments.model}
     tokens = arguments.tokens
     if arguments.quick or not torch.cuda.is_available():
-        models, tokens = {"tiny": TINY}, [100]
-    for (name, sizes), count in ((m, n) for m in models.items() for n in tokens):
-        for skewed in (False, True):
-            given = inputs_of(sizes, count, skewed)
-            wanted = eager(given)
-            for row in ROWS:
-                if arguments.rows and not any(part in row for part in arguments.rows):
-                    continue
-                head = {"model": name, "tokens": count, "skewed": skewed, "layer": row}
-                if row == APART:
-                    found, failure = run_ranks(apart, 1, sizes, count, skewed)
-                    table.add(**head, **(found[0][0] if found[0] else {"note": failure}))
-                    continue
-                try:
-                    table.add(**head, **row_of(row, given, sizes, wanted))
-                # whatever a peer stumbles over, the others go on
-                except Exception as error:
-                    table.add(**head, note=reason(error))
-                release()
-            del given, wanted
-            release()
+        models, tokens = {"tiny": TINY, "tiny, biases": TINY._replace(biases=True)}, [100]
+    cases = [
+        Case(name, sizes, count, LOADS[load])
+        for name, sizes in models.items()
+        for count in tokens
+        for load in arguments.loads
+    ]
+    names = [name for name in ROWS if not arguments.rows or any(part in name for part in arguments.rows)]
+    for case in cases:
+        for row in rows_of(case, [name for name in names if name != APART]):
+            table.add(**row)
+        release()
+    if APART in names:
+        # one process for all of them, because it starts slowly
+        _, failure = run_ranks(apart, 1, cases, take=lambda row: table.add(**row))
+        if failure:
+            table.add(layer=APART, note=failure)

@@ -63,6 +63,21 @@ SHAPES = {
         | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
         _tokens,
     ),
+    "mixtral": Shape("MixtralConfig", _LLAMA3 | {"num_local_experts": 8, "num_experts_per_tok": 2}, _tokens),
+    "olmoe": Shape(
+        "OlmoeConfig",
+        _LLAMA3
+        | {"hidden_size": 2048, "intermediate_size": 1024, "num_attention_heads": 16}
+        | {"num_key_value_heads": 16, "num_experts": 64, "num_experts_per_tok": 8},
+        _tokens,
+    ),
+    "gpt-oss-20b": Shape(
+        "GptOssConfig",
+        _LLAMA3
+        | {"hidden_size": 2880, "intermediate_size": 2880, "num_attention_heads": 64, "head_dim": 64}
+        | {"num_local_experts": 32, "num_experts_per_tok": 4},
+        _tokens,
+    ),
     "vlm": Shape(
         "LlavaConfig",
         {
