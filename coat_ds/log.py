@@ -8,6 +8,7 @@ import functools
 import logging
 import os
 import sys
+from collections.abc import Iterable
 
 import torch
 
@@ -39,6 +40,11 @@ def say(line: str, level: int = logging.INFO) -> None:
     """Logs `line` on rank 0."""
     if is_first_rank():
         say_here(line, level)
+
+
+def listed(title: str, lines: Iterable[str]) -> str:
+    """`title`, with each of `lines` indented on a line of its own."""
+    return "\n    ".join([title, *lines])
 
 
 def say_here(line: str, level: int = logging.WARNING, error: BaseException | None = None) -> None:

@@ -53,10 +53,10 @@ class Conversion:
         self.left[name] = reason
 
     def summary(self) -> str:
-        """One line for the log."""
+        """What the start log says of the layers, in one line."""
         converted = {kind: len(names) for kind, names in self.converted.items() if names}
         made = {kind: {how_of(kind, self.activations): number} for kind, number in converted.items()}
-        return report(made, self.found["linear"], self.left)
+        return "; ".join(report(made, self.found["linear"], self.left))
 
     def idle_keys(self) -> list[str]:
         """A line for each key of the block that has no effect on this model."""
@@ -88,28 +88,32 @@ class Conversion:
             register()
 
 
-def report(made: Mapping[str, Mapping[str, int]], linears: int, left: Mapping[str, str]) -> str:
-    """One line on how the layers of a model compute and what they save.
+def report(made: Mapping[str, Mapping[str, int]], linears: int, left: Mapping[str, str]) -> list[str]:
+    """Lines on what the layers of a model compute in FP8, what they save, and what stays as it was.
 
     made: by kind of module and by how it computes or saves, the number of modules. linears: the number of all
         linear layers. left: by name of a module that the framework's own code runs, the reason.
     """
     in_fp8 = made.get("linear", {})
-    parts = [f"{sum(in_fp8.values())} of {linears} linear layers in FP8"]
-    if len(in_fp8) == 1:
-        parts[0] += f" ({next(iter(in_fp8))})"
-    else:
-        parts += [f"{number} in {how}" for how, number in in_fp8.items()]
-    for kind, plural in PLURALS.items():
-        if kind != "linear":
-            parts += [f"{number} {plural} {how}" for how, number in sorted(made.get(kind, {}).items())]
+    formats = ", ".join(how if len(in_fp8) == 1 else f"{n} in {how}" for how, n in in_fp8.items())
+    lines = [f"{sum(in_fp8.values())} of {linears} linear layers in FP8" + f" ({formats})" * bool(formats)]
+    saved = [
+        f"{number} {plural} {how}"
+        for kind, plural in PLURALS.items()
+        if kind not in ("linear", "layer")
+        for how, number in sorted(made.get(kind, {}).items())
+    ]
+    if saved:
+        lines.append(f"saved for backward: {', '.join(saved)}")
+    if fused := sum(made.get("layer", {}).values()):
+        lines.append(f"{fused} layers run fused")
     reasons: dict[str, list[str]] = {}
     for name, why in left.items():
         reasons.setdefault(why, []).append(name or "the model")
     for why, names in reasons.items():
         listed = ", ".join(names[:NAMED]) + (", ..." if len(names) > NAMED else "")
-        parts.append(f"{len(names)} left as before ({listed}): {why}")
-    return "; ".join(parts)
+        lines.append(f"{len(names)} not converted ({listed}): {why}")
+    return lines
 
 
 def how_of(kind: str, activations: ActivationsConfig) -> str:
@@ -117,7 +121,7 @@ def how_of(kind: str, activations: ActivationsConfig) -> str:
     if kind == "linear":
         return multiplied(formats(activations), activations)
     if kind == "layer":
-        return "run as fused blocks"
+        return "run fused"
     return attended(activations) if kind == "attention" else grouped(activations)
 
 
@@ -129,18 +133,18 @@ def multiplied(linear: LinearFormats, activations: ActivationsConfig) -> str:
 
 def grouped(activations: ActivationsConfig) -> str:
     """How an activation is saved."""
-    return f"save 8 bits ({activations.saved_format}, groups of {activations.group_size})"
+    return f"in 8 bits ({activations.saved_format})"
 
 
 def attended(activations: ActivationsConfig) -> str:
     """How attention's tensors are saved."""
     kept = activations.attention_format
     if kept == "bf16":
-        return "save BF16"
+        return "in BF16"
     if kept == "recompute":
         # outside of a fused block attention cannot recompute its inputs
-        return f"{grouped(activations)}, in fused blocks the output alone"
-    return f"save 8 bits ({kept}, groups of {activations.group_size})"
+        return f"{grouped(activations)}, in fused layers the output alone"
+    return f"in 8 bits ({kept})"
 
 
 def holder_of(model: nn.Module) -> nn.Module | None:

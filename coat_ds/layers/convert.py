@@ -21,7 +21,7 @@ from coat_ds.layers.modules.linear import Fp8Linear
 from coat_ds.layers.modules.norm import Fp8Norm
 from coat_ds.layers.modules.replaced import DTYPES, Replaced, replaced, wraps_compiled
 from coat_ds.layers.parallel import autoep, autotp, transformers_ep, transformers_tp
-from coat_ds.log import say_anew, say_once
+from coat_ds.log import listed, say_anew, say_once
 from coat_kernels import libraries
 from coat_kernels.fp8 import ALIGNMENT
 
@@ -40,7 +40,7 @@ def convert(
 ) -> nn.Module:
     """Makes `model` compute its GEMMs in FP8 and save its activations in 8 bits, in place; returns it.
 
-    Rank 0 logs one line about what was converted.
+    Rank 0 logs what was converted.
 
     Linear layers, norms, feed-forward layers and attention each get another forward, set on the instance.
     Classes, parameters, buffers and their names are unchanged, so checkpoints are those of the stock model.
@@ -63,11 +63,11 @@ def convert(
     convert_silently(model, activations, filter)
     done = conversion_of(model)
     if done is not None and done is not before:
-        summary = layers_of(model, "").summary()
+        layers = layers_of(model, "")
         if any(done.converted.values()):
-            say_once(summary, logging.INFO)
+            say_once(listed("layers converted; coat_ds.unconvert restores them", layers.lines()), logging.INFO)
         else:
-            say_once(f"nothing was converted: {summary}")
+            say_once(f"nothing was converted: {layers.summary()}")
     return model
 
 

@@ -50,13 +50,17 @@ class Layers:
         """The number of COAT's modules of a kind, and of all modules of this kind."""
         return sum(self.made.get(kind, {}).values()), self.found.get(kind, 0)
 
-    def summary(self) -> str:
-        """One line for the log."""
-        line = report(self.made, self.found.get("linear", 0), self.left)
+    def lines(self) -> list[str]:
+        """What the layers compute in FP8, what they save for backward, and what stays as it was."""
+        lines = report(self.made, self.found.get("linear", 0), self.left)
         shares = [f"{kind} {share:.1%}" for kind, share in self.weights_left.items() if share >= LEAST_SHARE]
         if self.in_fp8 and shares:
-            line += f"; parameters that no FP8 GEMM reads: {', '.join(shares)}"
-        return line
+            lines.append(f"parameters outside FP8 GEMMs: {', '.join(shares)}")
+        return lines
+
+    def summary(self) -> str:
+        """`lines` in one line."""
+        return "; ".join(self.lines())
 
     def _take(self, name: str, part: Part) -> None:
         self.found[part.kind] = self.found.get(part.kind, 0) + 1

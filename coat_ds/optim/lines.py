@@ -15,7 +15,7 @@ def states_line(optimizer, held: Mapping[str, Any]) -> str:
     held: what `state_bytes` or `planned_bytes` returns.
     """
     by_codec = ", ".join(f"{size:,} in {name}" for name, size in sorted(held["by_codec"].items()))
-    line = f"AdamW states {held['bytes_per_parameter']:.3f} bytes per parameter, 8 in FP32 ({by_codec})"
+    line = f"AdamW states {held['bytes_per_parameter']:.3f} bytes per parameter instead of 8 ({by_codec})"
     found = {
         rounds_stochastically(group, codec)
         for i, group in enumerate(optimizer.param_groups)

@@ -7,6 +7,7 @@ import torch
 
 from coat_ds.config import CoatConfig, CoatConfigError
 from coat_ds.layers.inventory import Layers
+from coat_ds.log import listed
 from coat_ds.optim.accounting import state_bytes
 from coat_ds.optim.lines import states_line
 from coat_ds.watch.watch import Watch
@@ -15,7 +16,7 @@ from coat_ds.zero.layer_units import LayerUnits
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """What COAT does in one engine. Its `str()` is the line that rank 0 logs."""
+    """What COAT does in one engine. Its `str()` is what rank 0 logs."""
 
     config: CoatConfig
     """The block."""
@@ -38,14 +39,16 @@ class Status:
         return None if self.optimizer is None else state_bytes(self.optimizer)
 
     def __str__(self) -> str:
-        parts = []
+        lines = []
         if self.optimizer is not None:
-            parts.append(states_line(self.optimizer, self.states))
+            lines.append(states_line(self.optimizer, self.states))
         if self.config.activations.enabled:
-            parts.append(self.layers.summary())
+            lines += self.layers.lines()
         if gathered := self.units.summary():
-            parts.append(gathered)
-        return "; ".join(parts) or "nothing enabled"
+            lines.append(gathered)
+        if not lines:
+            return "nothing enabled"
+        return listed('on; "enabled": false in the coat block switches it off', lines)
 
 
 def idle_layers(coat: CoatConfig, layers: Layers) -> str | None:

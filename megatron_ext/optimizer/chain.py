@@ -14,7 +14,7 @@ from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
 
 from coat_ds.config import CoatConfigError
 from coat_ds.layers.inventory import layers_of
-from coat_ds.log import say
+from coat_ds.log import listed, say
 from megatron_ext import options
 from megatron_ext.layers.grouped_experts import GroupedLinear
 from megatron_ext.optimizer.chunks import CHUNKS, chunks_of_chain, whole_model
@@ -68,12 +68,12 @@ def watching(init: Callable) -> Callable:
 
 
 def _say_layers(chunks: list[torch.nn.Module]) -> None:
-    """Logs one line on the layers of this rank, as DeepSpeed's engines do, if any is COAT's; once per model,
+    """Logs a list on the layers of this rank, as DeepSpeed's engines do, if any is COAT's; once per model,
     though Megatron may build several chains for it."""
     layers = layers_of(whole_model(chunks), "Megatron's own")
     if layers.made and not hasattr(chunks[0], SAID):
         setattr(chunks[0], SAID, True)
-        say(layers.summary())
+        say(listed("layers of rank 0", layers.lines()))
 
 
 def _say_left_to_adam(chain: ChainedOptimizer) -> None:

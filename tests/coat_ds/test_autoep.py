@@ -81,7 +81,7 @@ def ranks(device: str) -> dict:
 def check(results, exact: bool) -> None:
     for rank in results:
         for stock, ours, again, said in rank.values():
-            assert "2 feed-forwards save 8 bits" in said and "in log8" in said
+            assert "2 feed-forwards in 8 bits" in said and "in log8" in said
             # an operand is off by at most 2^-4 of itself in E4M3, the loss by less of its fall
             fall = stock[0] - stock[-1]
             assert fall > 0.05 * stock[0] and ours != stock

@@ -226,7 +226,7 @@ def test_say_what_they_do(megatron):
     layers = layers_of(model.decoder, "")
     assert not layers.left and layers.made["linear"]["e4m3, 4 experts in one grouped GEMM"] == 2
     # those of a dense layer, of the shared expert, and of the routed experts
-    assert layers.made["feed_forward"] == {"save 8 bits (sqrt8, groups of 16)": 3}
+    assert layers.made["feed_forward"] == {"in 8 bits (sqrt8)": 3}
 
 
 def test_recompute_changes_nothing(megatron):

@@ -156,13 +156,13 @@ def test_engine_says_what_layers_are(found):
     layers, said = found["engine"]
     assert layers.count("linear") == (8, 9) and layers.made == {
         "linear": {"e4m3, gradients in e4m3": 8},
-        "norm": {"save 8 bits (e4m3, groups of 32)": 4},
-        "feed_forward": {"save 8 bits (e4m3, groups of 32)": 2},
-        "attention": {"save 8 bits (sqrt8, groups of 32)": 2},
+        "norm": {"in 8 bits (e4m3)": 4},
+        "feed_forward": {"in 8 bits (e4m3)": 2},
+        "attention": {"in 8 bits (sqrt8)": 2},
     }
     assert layers.left == {"output_layer": "the model's own"}
     assert "8 of 9 linear layers in FP8 (e4m3, gradients in e4m3)" in said
-    assert "1 left as before (output_layer): the model's own" in said
+    assert "1 not converted (output_layer): the model's own" in said
     # after the table of states
     level, line = found["lines"][-1]
     assert level == "INFO" and line.endswith(said)

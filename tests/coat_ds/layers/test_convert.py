@@ -88,7 +88,7 @@ def test_plain_torch(norm, act):
     assert coat_ds.conversion_of(model).converted["feed_forward"] == ["0.act", "1.act"]
     summary = coat_ds.conversion_of(model).summary()
     assert all(
-        words in summary for words in ("4 of 4 linear layers", "2 norms save 8 bits", "2 feed-forwards")
+        words in summary for words in ("4 of 4 linear layers", "2 norms in 8 bits", "2 feed-forwards")
     )
     x, grad = torch.randn(2, 3, 40, 64).bfloat16()
     found, expected = ([m(x)] for m in (model, stock))
