@@ -21,7 +21,15 @@ from coat_ds.layers.modules.packed import SLOTS, PackedMask, Slots, coat_mask
 from coat_ds.layers.modules.replaced import replaced
 from coat_kernels.attention import Packed
 from coat_kernels.graphs import WARM_UP, Graphs
-from tests.coat_ds.layers.measures import blocks_taken, fp8_bound, relative, run, same, saved_bytes
+from tests.coat_ds.layers.measures import (
+    blocks_taken,
+    fp8_bound,
+    fp8_forward_bound,
+    relative,
+    run,
+    same,
+    saved_bytes,
+)
 from tests.families import FAMILIES, VOCABULARY
 
 FORMATS = pytest.mark.parametrize("attention_format", ["bf16", "sqrt8", "recompute"])
@@ -123,6 +131,26 @@ def test_no_mask_is_saved(name, attention_format):
     lengths = LENGTHS["several"]
     packed, plain = (saved_bytes(model, flat(given)) for given in (lengths, [sum(lengths)]))
     assert abs(packed - plain) <= 4 * (len(lengths) + 1)
+
+
+def test_log_probabilities_of_a_policy_and_its_reference():
+    """Of sequences without padding, as verl packs them. A frozen reference agrees with its policy in training
+    to the bit, and sequences one by one up to the rounding of FP8."""
+    lengths = LENGTHS["several"]
+    policy, reference = (coat_ds.convert(FAMILIES["llama"].build()) for _ in range(2))
+    reference.eval().requires_grad_(False)
+    batch = {name: flat(lengths)[name] for name in ("input_ids", "position_ids")}
+    logits = policy(**batch, use_cache=False).logits[0].float()
+    found = logits.log_softmax(-1)
+    assert found.requires_grad
+    ids = batch["input_ids"][0].split(lengths)
+    with torch.no_grad():
+        assert reference(**batch, use_cache=False).logits[0].float().equal(logits)
+        apart = torch.cat([reference(one[None], use_cache=False).logits[0].float() for one in ids])
+    # The logits of both have errors of 14 FP8 products. The sum of a token's exponentials is off by no more
+    # than its logits, so that a log-probability has at most twice the error of a logit.
+    error = (found - apart.log_softmax(-1)).square().mean().sqrt()
+    assert error < 2 * 2**0.5 * fp8_forward_bound(14) * logits.square().mean().sqrt()
 
 
 def test_borders_that_miss_tokens_are_refused():
