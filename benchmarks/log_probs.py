@@ -15,7 +15,7 @@ from benchmarks.finetune.pretrained import Pretrained, hugging_face
 # the arguments of convert(); None for stock layers
 SYSTEMS = {"FP32": None, "BF16": None, "COAT": {}}
 FORMS = ("one by one", "padded", "packed")
-# tokens of the documents, and of those of a quick run
+# tokens of the documents, and tokens of the documents of a quick run
 LENGTHS, QUICK = (61, 350, 17, 1001, 128, 245, 7, 512), (61, 17, 128, 7)
 
 Documents = list[list[int]]
@@ -51,7 +51,8 @@ def batches(form: str, tokens: Documents) -> list[tuple[dict, Documents]]:
 
 @torch.no_grad()
 def log_probs(model: torch.nn.Module, form: str, tokens: Documents) -> torch.Tensor:
-    """Of each token of each document except the first one, FP32, one document after another."""
+    """The log-probability of each token of each document except its first one, FP32, in the order of
+    `tokens`."""
     found = []
     for given, inside in batches(form, tokens):
         logits = model(**{k: v.to(device()) for k, v in given.items()}, use_cache=False).logits
