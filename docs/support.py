@@ -129,7 +129,7 @@ SECTIONS: dict[str, list[Row]] = {
     ],
     "MoE without ZeRO-3": [
         Row("MoE + ZeRO-0, 1, 2, transformers (Mixtral, Qwen3-MoE)", cpu=2,
-            condition="experts: grouped FP8 GEMMs"),
+            condition="experts: grouped FP8 GEMMs; also FSDP2, Trainer"),
         Row("MoE + ZeRO-0, 1, 2, `deepspeed.moe`", cpu=2, condition="with expert parallelism too"),
         Row("MoE of transformers with biases or an own gate (GPT-OSS)", cpu=1, h200=1,
             condition="experts: grouped FP8 GEMMs; GPU: tests of single layers",
@@ -244,6 +244,8 @@ SECTIONS: dict[str, list[Row]] = {
         Row("LoRA (PEFT)", cpu=2,
             condition="base weights in FP8, no fused layers; with `tp_plan` on column-parallel layers "
                       "only ([why](known_bugs.md#hugging-face))"),
+        Row("LoRA on experts (`target_parameters`)", cpu=1,
+            condition="weights with adapters are quantized in each forward, also with `weight_cache`"),
         Row("LoRA kernels that replace PEFT's (Axolotl, Unsloth)", "BF16",
             condition="a warning under DeepSpeed only; Unsloth: not run"),
         Row("QLoRA and other quantized models", *NOT_RUN),
