@@ -60,16 +60,10 @@ class CoatNorm(TakesActivations, torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., hidden_size], BF16 or FP32 -> the same shape and dtype, carrying its origin."""
         adds = torch.is_grad_enabled() and x.requires_grad and not torch.compiler.is_compiling()
-        options = {
-            "zero_centered": self.zero_centered,
-            "group_size": self.group_size,
-            "saved_format": self.saved_format,
-            "residual": adds,
-        }
         if self.bias is None:
-            y = rms_norm(x, self.weight, self.eps, **options)
+            y = rms_norm(x, self.weight, self.eps, **self._how(), residual=adds)
         else:
-            y = layer_norm(x, self.weight, self.bias, self.eps, **options)
+            y = layer_norm(x, self.weight, self.bias, self.eps, **self._how(), residual=adds)
         if adds:
             # Megatron adds x to the branch after this norm. It reads x through this node, so that both
             # gradients of x are added in the norm's backward, without another pass.
@@ -77,6 +71,13 @@ class CoatNorm(TakesActivations, torch.nn.Module):
             with_stand_in(x, handed_on, y)
         before_hooks(self, y)
         return y
+
+    def _how(self) -> dict:
+        return {
+            "zero_centered": self.zero_centered,
+            "group_size": self.group_size,
+            "saved_format": self.saved_format,
+        }
 
     def extra_repr(self) -> str:
         return f"{self.weight.numel()}, eps={self.eps}, zero_centered={self.zero_centered}"
@@ -93,13 +94,6 @@ class CoatHeadNorm(CoatNorm):
         if cos is None:
             return rms_norm(x, self.weight, self.eps, **self._how())
         return head_norm(x, self.weight, cos, sin, self.eps, **self._how())
-
-    def _how(self) -> dict:
-        return {
-            "zero_centered": self.zero_centered,
-            "group_size": self.group_size,
-            "saved_format": self.saved_format,
-        }
 
 
 def coat_bias_dropout_add(training: bool, fused: bool):

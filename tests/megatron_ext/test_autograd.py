@@ -8,11 +8,12 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from coat_ds.config import ActivationsConfig
-from coat_kernels.autograd.origin import maxima_of, share_notes
+from coat_kernels.autograd.origin import maxima_of, share_notes, take_stand_in
 from megatron_ext.layer_specs import coat_layer_spec
 from megatron_ext.layers.norm import CoatNorm
 from megatron_ext.ledger import cached_weight_bytes
 from tests.megatron_ext.layers import GPT, LINEARS, B, H, S, batch, build, config, loss_and_grads
+from tests.util import rel_rms
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
@@ -50,6 +51,24 @@ def test_inference_and_training_leave_each_other_alone(device, variant, cache):
             again, found = loss_and_grads(model, device)
             assert again.equal(loss) and all(found[name].equal(grad) for name, grad in grads.items())
         assert in_inference_mode(model, device).equal(logits)
+
+
+def test_residual_takes_its_way_through_the_norm(device):
+    """The norm's backward computes the sum of both gradients, equal to autograd's sum."""
+    layer = build(coat_layer_spec).decoder.layers[0]
+    x = torch.randn(S, B, H, dtype=torch.bfloat16, device=device, requires_grad=True)
+    normed = layer.input_layernorm(x)
+    add = layer.self_attn_bda(True, False)
+    y = add((2 * normed, None), x, 0.0)
+    assert take_stand_in(x) is x
+    grad = torch.randn_like(y)
+    (fused,) = torch.autograd.grad(y, x, grad)
+    normed = layer.input_layernorm(x)
+    # another object with the same values: autograd adds its gradient
+    y = add((2 * normed, None), x.view_as(x), 0.0)
+    (summed,) = torch.autograd.grad(y, x, grad)
+    # rounded to BF16 once, and a second time after the sum
+    assert rel_rms(fused, summed) < 2**-8
 
 
 @pytest.mark.parametrize("behind_a_node", [False, True])

@@ -24,6 +24,8 @@ from tests.megatron_ext.layers import GPT
 from tests.megatron_ext.ranks import join
 from tests.util import rel_rms, run_distributed
 
+pytestmark = pytest.mark.usefixtures("megatron")
+
 S, B, VOCAB = 32, 2, 64
 H, FFN, HEADS = 64, 96, 4
 # fields of Megatron's config, and of the block's activations
@@ -92,7 +94,6 @@ def node(layer, device, **arguments) -> str:
     return type(y.grad_fn).__name__
 
 
-@pytest.mark.usefixtures("megatron")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_blocks_give_the_bits_of_the_modules(variant, device):
     model = build(*VARIANTS[variant])
@@ -111,7 +112,6 @@ def test_blocks_give_the_bits_of_the_modules(variant, device):
             assert torch.equal(once[name], value), name
 
 
-@pytest.mark.usefixtures("megatron")
 @pytest.mark.parametrize("name", ["llama", "gpt", "cached", "8-bit attention", "head norms", "recomputes"])
 def test_blocks_evaluate_with_the_bits_of_the_modules(name, device):
     config, activations = (VARIANTS | {"recomputes": ({}, {"attention_format": "recompute"})})[name]
@@ -137,7 +137,6 @@ def test_blocks_evaluate_with_the_bits_of_the_modules(name, device):
     assert not torch.equal(*found)
 
 
-@pytest.mark.usefixtures("megatron")
 def test_the_weights_say_the_dtype(device):
     """In a user's own script `params_dtype` of Megatron's config may still be FP32."""
     model = build({"params_dtype": torch.float32})
@@ -146,7 +145,6 @@ def test_the_weights_say_the_dtype(device):
     assert model.decoder.layers[0].mlp.linear_fc1.weight.dtype == torch.bfloat16 and compute.call_count == 2
 
 
-@pytest.mark.usefixtures("megatron")
 @pytest.mark.parametrize("variant", ["llama", "gpt", "head norms"])
 def test_recomputed_attention(variant, device, caplog):
     """The output is that of attention in BF16, to the bit. Gradients are no further from FP32's than with
@@ -183,7 +181,6 @@ def test_recomputed_attention(variant, device, caplog):
 EXPERTS = {"num_moe_experts": 2, "moe_grouped_gemm": True, "moe_token_dispatcher_type": "alltoall"}
 
 
-@pytest.mark.usefixtures("megatron")
 @pytest.mark.parametrize("config", [{"qk_layernorm": True}, EXPERTS], ids=["head norms", "grouped experts"])
 def test_gathered_parameters_are_waited_for(config, device):
     model = build(config)
@@ -233,7 +230,6 @@ def test_blocks_give_the_bits_of_the_modules_on_tensor_parallel_ranks():
 CALLS = {"forward": (607, 15), "backward": (667, 26)}
 
 
-@pytest.mark.usefixtures("megatron")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="counts with launches that do nothing, on CPU tensors")
 def test_calls_and_launches_stay_within_their_bounds(monkeypatch):
     launched = collections.Counter()
@@ -303,7 +299,6 @@ def formats_kept(device, modules=False, **activations) -> collections.Counter:
     return collections.Counter(kept)
 
 
-@pytest.mark.usefixtures("megatron")
 def test_attention_is_saved_in_its_own_format(device):
     """The other tensors of the layer are saved in `saved_format`."""
     # queries, keys, values and the output, which the projection also saves as its origin

@@ -49,7 +49,10 @@ def test_counts_storages_once_and_whole():
     assert found.total == own + 10 * own
 
 
-def test_does_not_count_parameters_or_what_others_keep():
+def test_does_not_count_parameters_buffers_or_what_others_keep():
+    buffered = Layer(lambda x: buffered.table)
+    buffered.register_buffer("table", torch.ones(S, 1, H))
+    assert count(buffered).total == S * B * H * 4
     layer = Layer(lambda x: torch.ones((), device=x.device))
     large = torch.ones(1000, requires_grad=True)
 
@@ -81,9 +84,3 @@ def test_an_address_that_was_emptied_and_used_again_counts():
         first.untyped_storage().resize_(0)
         Keeps.apply(factor, second)
     assert saved.nbytes == second.nbytes
-
-
-def test_buffers_do_not_count():
-    layer = Layer(lambda x: layer.table)
-    layer.register_buffer("table", torch.ones(S, 1, H))
-    assert count(layer).total == S * B * H * 4

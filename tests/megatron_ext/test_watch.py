@@ -5,11 +5,21 @@ One spawn of two processes serves most tests.
 
 import pytest
 import torch
-import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.optimizer import ChainedOptimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from coat_ds.config import CoatConfig, WatchConfig
 from coat_ds.watch import fallback as of_fallback
 from coat_ds.watch.readings import read
+from coat_kernels.graphs import Place
+from megatron_ext import cpu, mpu
+from megatron_ext.layer_specs import coat_layer_spec
+from megatron_ext.model import ModelShape, build_gpt
+from megatron_ext.optimizer import seam
+from megatron_ext.optimizer.watch import watch_optimizer
+from tests.megatron_ext.ranks import join
 from tests.megatron_ext.test_moe import ALL_TO_ALL, EACH_ONE, EXPERTS
 from tests.megatron_ext.trainer import FFN, B, S, Trainer
 from tests.util import run_distributed
@@ -25,12 +35,10 @@ NOTHING = {"layers": [], "states": []}
 
 def watches(watch, readings=2):
     """Later optimizers are built with this block of the watch; `readings` readings above a limit count."""
-    from megatron_ext.optimizer import seam as optimizer
-
     of_fallback.READINGS = readings
     block = {"enabled": True, "optimizer": {"min_numel": 0}, "watch": watch}
-    optimizer.uninstall()
-    optimizer.install(CoatConfig.from_dict(block))
+    seam.uninstall()
+    seam.install(CoatConfig.from_dict(block))
 
 
 class Learner(Trainer):
@@ -38,8 +46,6 @@ class Learner(Trainer):
     become an outlier."""
 
     def __init__(self, watch, readings=2, **options):
-        from megatron.core import parallel_state
-
         watches(watch, readings)
         super().__init__("distributed", "coat", **options)
         up, self._fixed = FFN // parallel_state.get_tensor_model_parallel_world_size() + 3, []
@@ -52,8 +58,6 @@ class Learner(Trainer):
 
     def chain_anew(self):
         """Builds a new chain, as Megatron does with Muon."""
-        from megatron.core.optimizer import ChainedOptimizer
-
         self.optimizer = ChainedOptimizer(self.optimizer.chained_optimizers)
         self.watch = self.optimizer.coat_watch
         return self
@@ -71,14 +75,10 @@ class Learner(Trainer):
         return (torch.arange(S) * (1 + number % 3) + 8 * torch.arange(4)[:, None] + 32 * rank) % 64
 
     def loss(self, number):
-        from megatron.core import parallel_state
-
         tokens = self.tokens(number, parallel_state.get_data_parallel_rank())
         return self.model(tokens, torch.arange(S).expand_as(tokens), None, labels=tokens).mean()
 
     def steps(self, *numbers):
-        from megatron.core.distributed import finalize_model_grads
-
         losses = []
         for number in numbers:
             self.model.zero_grad_buffer()
@@ -115,8 +115,6 @@ def watched(folder):
 
 def states(folder):
     """The moments of all tensors fall back to FP32, through a limit that any error exceeds."""
-    from megatron_ext.optimizer.watch import watch_optimizer
-
     watch = {"every": 1, "act": "act", "update_error": 1e-6, "folder": folder}
     trainer = Learner(watch).chain_anew()
     before = trainer.codecs
@@ -149,11 +147,6 @@ def states(folder):
 def outlier(folder, sizes):
     """Two tensor-parallel ranks with sequence parallelism: without the outlier, with it, and with the
     fallback."""
-    from megatron.core import parallel_state
-
-    from coat_kernels.graphs import Place
-    from megatron_ext.model import initialize_model_parallel
-
     watch = {"every": 1, "folder": folder}
     before, after = range(INJECTED), range(INJECTED, STEPS)
     result = {"none": Learner(False, **sizes).steps(*before, *after)}
@@ -184,7 +177,7 @@ def outlier(folder, sizes):
     result["of the same"] = again.loss(0).item(), trainer.loss(0).item()
     # the names are the same at other sizes
     parallel_state.destroy_model_parallel()
-    initialize_model_parallel()
+    join()
     other = Learner(acting).load(f"{folder}/checkpoint", "fully_reshardable")
     result["elsewhere"] = other.watch.fallback.state()
     return result
@@ -192,8 +185,6 @@ def outlier(folder, sizes):
 
 def pipeline(folder):
     """Two pipeline stages of one layer each; each rank also has the other's readings."""
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
     watch = {"every": 1, "act": "act", "flushed": 0.0, "update_error": 1e9, "folder": folder}
     trainer = Learner(watch, readings=1)
 
@@ -257,25 +248,18 @@ def experts(folder):
 
 
 def everything(folder):
-    from megatron.core import parallel_state
-
-    from megatron_ext import cpu
-    from megatron_ext.model import initialize_model_parallel
-
-    cpu.enable()
-    dist.init_process_group("gloo")
+    join()
     result = {}
     with cpu.no_cuda():
-        initialize_model_parallel()
         result |= {"watched": watched(f"{folder}/watched"), "states": states(f"{folder}/states")}
         parallel_state.destroy_model_parallel()
-        initialize_model_parallel(2)
+        join(2)
         result["outlier"] = outlier(f"{folder}/outlier", {"sequence_parallel": True})
         parallel_state.destroy_model_parallel()
-        initialize_model_parallel(pipeline_model_parallel_size=2)
+        join(pipeline_model_parallel_size=2)
         result["pipeline"] = pipeline(f"{folder}/pipeline")
         parallel_state.destroy_model_parallel()
-        initialize_model_parallel(**EP2)
+        join(**EP2)
         result["experts"] = experts(f"{folder}/experts")
         parallel_state.destroy_model_parallel()
     return result
@@ -286,13 +270,10 @@ def under_deepspeed():
     import deepspeed
 
     from coat_launch.model import parameter_groups
-    from megatron_ext import cpu, mpu
-    from megatron_ext.layer_specs import coat_layer_spec
-    from megatron_ext.model import ModelShape, build_gpt, initialize_model_parallel
 
     cpu.enable()
     deepspeed.init_distributed("gloo")
-    initialize_model_parallel()
+    join()
     model = build_gpt(ModelShape(1, 64, FFN, 4, 2), coat_layer_spec, seq_length=S, vocab_size=64)
     config = {
         "train_micro_batch_size_per_gpu": 4,
