@@ -196,8 +196,8 @@ MUTATIONS = (
     ),
     Mutation(
         "lost bits: the lower half of a master weight is cast and not viewed",
-        "held.view(torch.int16) if held.dtype == torch.float16 else held",
-        "held",
+        "shard_of(remainder, p).view(torch.int16)",
+        "shard_of(remainder, p).to(torch.int16)",
         "coat_ds/test_optimizer_bf16.py",
     ),
     Mutation(

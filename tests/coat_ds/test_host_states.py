@@ -326,8 +326,3 @@ def test_limits_of_the_cgroup_count(monkeypatch, tmp_path):
     # 1000 bytes of files, which give way, and shared memory, which does not
     (tmp_path / "memory.stat").write_text("anon 2500\nfile 1500\nshmem 500\n")
     assert host_states.host_memory() == (5000, 2000) and available > 2000
-
-
-def test_an_unknown_place_is_refused():
-    with pytest.raises(ValueError, match="CoatAdamW: offload: expected 'none', 'cpu' or GB .* found 'gpu'"):
-        CoatAdamW([torch.nn.Parameter(torch.ones(3))], offload="gpu")

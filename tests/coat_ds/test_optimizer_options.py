@@ -65,6 +65,8 @@ OF_A_GROUP += [({"betas": found}, "betas") for found in (0.9, ("0.9", 0.95), (0.
 OF_A_GROUP += [({"min_numel": found}, "min_numel") for found in (-1, True)]
 OF_A_GROUP += [({"eps": -1e-8}, "eps"), ({"differentiable": True}, "differentiable=True")]
 OF_A_GROUP += [({"bf16_params": "rounded"}, "bf16_params"), ({"exp_avg_format": "fp9"}, "exp_avg_format")]
+OF_A_GROUP += [({"exp_avg_format": "ratio8", "exp_avg_sq_format": "fp8_expanded"}, "exp_avg_format")]
+OF_A_GROUP += [({"exp_avg_sq_format": "ratio8"}, "exp_avg_sq_format")]
 
 
 @pytest.mark.parametrize("options, key", OF_A_GROUP, ids=str)

@@ -182,15 +182,6 @@ def test_reads_are_reads_of_the_values():
         assert torch.equal(torch.as_tensor(read(moment)), read(plain))
 
 
-def test_it_says_what_a_tensor_of_the_parameter_says():
-    moment = fp8_moment(values(*SHAPE))
-    assert (moment.shape, moment.dtype, moment.device.type) == (torch.Size(SHAPE), torch.float32, "cpu")
-    assert moment.numel() == 700 and moment.is_contiguous() and not moment.requires_grad
-    assert moment.layout is torch.strided
-    assert not moment.swappable
-    assert torch.is_tensor(moment) and "fp8_expanded" in repr(moment)
-
-
 @pytest.mark.parametrize(
     "make",
     [
