@@ -23,6 +23,7 @@ from benchmarks import (  # noqa: F401  (they register themselves)
     memorize,
     models,
     numerics,
+    one_gpu,
     packed,
     report,
     reproduce,
