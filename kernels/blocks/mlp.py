@@ -7,7 +7,7 @@ from coat_kernels.activation.op import activation_backward_operands, activation_
 from coat_kernels.autograd.derivatives import once_differentiable
 from coat_kernels.autograd.origin import Origin
 from coat_kernels.blocks.options import ActivationOptions, NormOptions
-from coat_kernels.blocks.qkv import _norm_backward
+from coat_kernels.blocks.qkv import normed_again
 from coat_kernels.device import require_fp8
 from coat_kernels.groups.reference import GROUP_FORMATS, Grouped
 from coat_kernels.linear.op import (
@@ -17,7 +17,7 @@ from coat_kernels.linear.op import (
     multiply_backward,
     quantized_grad,
 )
-from coat_kernels.norm.op import norm_columns, norm_operands
+from coat_kernels.norm.op import norm_gradients, norm_operands
 from coat_kernels.norm.residual import Addends
 from coat_kernels.parallel import all_reduce
 from coat_kernels.tensorwise.operands import fp8_operands
@@ -52,7 +52,7 @@ def _by_rows(
     columns: bool,
     weights: tuple[torch.Tensor, ...],
     linears: tuple[LinearOptions, ...],
-    trains: bool,
+    may_train: bool,
 ) -> list[tuple[Quantized, torch.Tensor]]:
     """The row-major `weights`, and `o`, the input of the first GEMM, row-major and, if `columns`, also
     column-major; each with its amax. They share one launch if possible."""
@@ -68,7 +68,7 @@ def _by_rows(
         found = rows_together(xs, predictions, fmt)
     else:
         pairs = zip(weights, linears, strict=True)
-        found = [linear.cache.forward(weight, linear.formats.forward, trains) for weight, linear in pairs]
+        found = [linear.cache.forward(weight, linear.formats.forward, may_train) for weight, linear in pairs]
     if not joins:
         found.append(fp8_operands(o, fmt, columns=columns, predicted=scale))
     return found
@@ -92,12 +92,12 @@ class _MlpBlock(torch.autograd.Function):
     def forward(
         ctx, o, residual, w_proj, b_proj, norm_weight, norm_bias, w_fc1, b_fc1, w_fc2, b_fc2, origin, options
     ):
-        trains, proj, norm, fc1, activation, fc2 = options
+        may_train, proj, norm, fc1, activation, fc2 = options
         h, dtype = residual.shape[-1], residual.dtype
         by_rows = residual.reshape(-1, h).contiguous()
 
         (rows_proj, largest_proj), (rows_fc1, largest_fc1), (rows_fc2, largest_fc2), (operands, largest_o) = (
-            _by_rows(o, origin is None, (w_proj, w_fc1, w_fc2), (proj, fc1, fc2), trains)
+            _by_rows(o, origin is None, (w_proj, w_fc1, w_fc2), (proj, fc1, fc2), may_train)
         )
         # the GEMM adds the bias, unless the outputs of several ranks must be summed first
         bias, late_bias = (b_proj, None) if proj.parallel is None else (None, b_proj)
@@ -110,8 +110,7 @@ class _MlpBlock(torch.autograd.Function):
             x,
             norm_weight,
             norm_bias,
-            norm.arithmetic,
-            norm.saved_format,
+            norm,
             fc1.x_scale,
             fc1.input_group,
             Addends(by_rows, z, late_bias),
@@ -128,7 +127,7 @@ class _MlpBlock(torch.autograd.Function):
         if late_bias is not None:
             out = out + late_bias
 
-        ctx.options, ctx.shape = options[1:], o.shape
+        ctx.options, ctx.shape = (proj, norm, fc1, activation, fc2), o.shape
         if origin is None:
             ctx.columns_of_o, kept_o = None, (operands.columns, operands.scale)
         else:
@@ -169,21 +168,12 @@ class _MlpBlock(torch.autograd.Function):
         # not quantized with fc2's weight: memory peaks before this line
         weights = _by_columns((w_proj, w_fc1), (largest_proj, largest_fc1), (proj, fc1))
         grad_b_fc1 = None if b_fc1 is None else operands[0].sums.to(b_fc1.dtype)
-        columns = norm_columns.eager(
-            *kept_x,
-            norm_weight,
-            norm_bias,
-            largest_y,
-            norm.zero_centered,
-            norm.group_size,
-            norm.saved_format,
-            fc1.formats.forward.name,
-        )
+        columns = normed_again(kept_x, norm_weight, norm_bias, largest_y, norm, fc1)
         columns = gathered_columns(*columns, tokens, fc1)
         grad_y, grad_w_fc1 = multiply_backward(operands.pop(), w_fc1, weights.pop(), columns, dtype, fc1)
         del columns
-        grad_x, grad_norm_weight, grad_norm_bias = _norm_backward(
-            grad_y(), grad, kept_x, norm_weight, norm_bias, norm, True
+        grad_x, grad_norm_weight, grad_norm_bias = norm_gradients(
+            grad_y(), grad, kept_x, norm_weight, norm_bias, norm
         )
         del grad_y
 
@@ -245,9 +235,7 @@ def mlp_block(
     """
     if o.is_cuda:
         require_fp8(o.device)
-    # a cached copy is for training only
-    trains = proj.cache.keep == fc1.cache.keep == fc2.cache.keep == "none" or torch.is_grad_enabled()
     return _MlpBlock.apply(
         o, residual, w_proj, b_proj, norm_weight, norm_bias, w_fc1, b_fc1, w_fc2, b_fc2,
-        origin, (trains, proj, norm, fc1, activation, fc2),
+        origin, (torch.is_grad_enabled(), proj, norm, fc1, activation, fc2),
     )  # fmt: skip

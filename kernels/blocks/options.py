@@ -3,20 +3,7 @@
 import functools
 from dataclasses import dataclass
 
-
-@dataclass(frozen=True, slots=True)
-class NormOptions:
-    """How a norm computes; fields are the arguments of `rms_norm`."""
-
-    eps: float
-    layer_norm: bool
-    zero_centered: bool
-    group_size: int
-    saved_format: str
-
-    @property
-    def arithmetic(self) -> tuple[float, bool, bool, int]:
-        return self.eps, self.layer_norm, self.zero_centered, self.group_size
+from coat_kernels.norm.op import NormOptions
 
 
 @dataclass(frozen=True, slots=True)

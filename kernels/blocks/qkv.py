@@ -2,78 +2,103 @@
 without attention."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
 from coat_kernels.autograd.derivatives import once_differentiable
-from coat_kernels.autograd.origin import with_maxima
-from coat_kernels.blocks.options import NormOptions
 from coat_kernels.device import require_fp8
-from coat_kernels.groups.reference import GROUP_FORMATS, Grouped
 from coat_kernels.linear.op import LinearOptions, gathered_columns, multiply, multiply_backward
-from coat_kernels.norm.op import norm_columns, norm_gradients, norm_operands
+from coat_kernels.norm.op import NormOptions, norm_columns, norm_gradients, norm_operands
 from coat_kernels.rope.op import rotate_qkv_backward_operands, rotate_qkv_forward
 from coat_kernels.tensorwise.transpose import transpose_codes
 
 
-def _norm_backward(grad_y, grad_residual, kept, weight, bias, norm: NormOptions, needs_x: bool):
-    """The gradients of x, with its maxima noted, of the weight, and of the bias or None. Inputs: the
-    gradients of y [rows, h] and of the residual [s, b, h]."""
-    residual = grad_residual.reshape(grad_y.shape).contiguous()
-    codes, exponent, rstd = kept
-    options = norm.layer_norm, norm.zero_centered, norm.group_size
-    q = Grouped(codes, exponent, GROUP_FORMATS[norm.saved_format])
-    grad_x, maxima, grad_weight, grad_bias = norm_gradients(
-        grad_y, residual, q, rstd, weight, bias, options, needs_x
-    )
-    if needs_x:
-        grad_x = with_maxima(grad_x.view(grad_residual.shape), maxima)
-    return grad_x, grad_weight, grad_bias
+class _Options(NamedTuple):
+    norm: NormOptions
+    linear: LinearOptions
+    heads: tuple[int, int, bool]
+    """groups, d and apart."""
+    may_train: bool
+    """A backward may follow, so a cached copy of the weight may be used."""
 
 
-def _qkv_forward(x, norm_weight, norm_bias, weight, bias, cos, sin, trains, norm, linear, *heads):
-    """(q, k, v), and the tensors saved for backward."""
+class _Saved(NamedTuple):
+    """The tensors that are saved for backward."""
+
+    norm_weight: torch.Tensor
+    norm_bias: torch.Tensor | None
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    cos: torch.Tensor
+    sin: torch.Tensor
+    codes: torch.Tensor
+    exponent: torch.Tensor
+    rstd: torch.Tensor
+    largest_y: torch.Tensor
+    largest_w: torch.Tensor
+
+    @property
+    def kept(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The norm's input."""
+        return self.codes, self.exponent, self.rstd
+
+
+def normed_again(
+    kept, weight, bias, largest, norm: NormOptions, linear: LinearOptions
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The norm's output, which is the input of `linear`, recomputed column-major, and its scale."""
+    how = norm.zero_centered, norm.group_size, norm.saved_format, linear.formats.forward.name
+    return norm_columns.eager(*kept, weight, bias, largest, *how)
+
+
+def _qkv_forward(x, norm_weight, norm_bias, weight, bias, cos, sin, options: _Options):
+    """(q, k, v), and what is saved."""
+    linear = options.linear
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     y, largest_y, kept, rstd = norm_operands(
-        rows, norm_weight, norm_bias, norm.arithmetic, norm.saved_format, linear.x_scale, linear.input_group
+        rows, norm_weight, norm_bias, options.norm, linear.x_scale, linear.input_group
     )
-    w, largest_w = linear.cache.forward(weight, linear.formats.forward, trains)
+    w, largest_w = linear.cache.forward(weight, linear.formats.forward, options.may_train)
     mixed = multiply(y.rows, y.scale, w, bias, x.dtype, linear)
-    qkv = rotate_qkv_forward.eager(mixed.view(-1, x.shape[1], mixed.shape[1]), cos, sin, *heads)
-    return qkv, (norm_weight, norm_bias, weight, bias, cos, sin, *kept.tensors, rstd, largest_y, largest_w)
+    qkv = rotate_qkv_forward.eager(mixed.view(-1, x.shape[1], mixed.shape[1]), cos, sin, *options.heads)
+    parameters = norm_weight, norm_bias, weight, bias
+    return qkv, _Saved(*parameters, cos, sin, *kept.tensors, rstd, largest_y, largest_w)
 
 
-def _normed_again(saved, norm: NormOptions, linear: LinearOptions) -> tuple[torch.Tensor, torch.Tensor]:
-    """The norm's output, which is the input of `linear`, recomputed column-major, and its scale."""
-    norm_weight, norm_bias, *_, codes, exponent, rstd, largest_y, _ = saved
-    return norm_columns.eager(
-        codes, exponent, rstd, norm_weight, norm_bias, largest_y, norm.zero_centered, norm.group_size,
-        norm.saved_format, linear.formats.forward.name,
-    )  # fmt: skip
+def _normed_again(saved: _Saved, options: _Options) -> tuple[torch.Tensor, torch.Tensor]:
+    return normed_again(
+        saved.kept, saved.norm_weight, saved.norm_bias, saved.largest_y, options.norm, options.linear
+    )
 
 
-def _qkv_again(columns, scale, saved, batch: int, dtype, linear: LinearOptions, *heads):
+def _qkv_again(columns, scale, saved: _Saved, batch: int, dtype, options: _Options):
     """(q, k, v), recomputed from the column-major output of the norm."""
-    _, _, weight, bias, cos, sin, codes, *_, largest_w = saved
-    tokens, h = codes.shape
+    (tokens, h), linear = saved.codes.shape, options.linear
     rows = transpose_codes(columns)[:tokens, :h]
-    w = linear.cache.rows(weight, largest_w, linear.formats.forward)
-    mixed = multiply(rows, scale, w, bias, dtype, linear)
-    return rotate_qkv_forward.eager(mixed.view(-1, batch, mixed.shape[1]), cos, sin, *heads)
+    w = linear.cache.rows(saved.weight, saved.largest_w, linear.formats.forward)
+    mixed = multiply(rows, scale, w, saved.bias, dtype, linear)
+    return rotate_qkv_forward.eager(
+        mixed.view(-1, batch, mixed.shape[1]), saved.cos, saved.sin, *options.heads
+    )
 
 
-def _qkv_backward(dq, dk, dv, grad_residual, columns, saved, norm, linear, apart: bool, needs_x: bool):
+def _qkv_backward(dq, dk, dv, grad_residual, columns, saved: _Saved, options: _Options, needs_x: bool):
     """The gradients of x, of both parameters of the norm, of weight and of bias. `columns`: the norm's output
-    and its scale, from `_normed_again`."""
-    norm_weight, norm_bias, weight, bias, cos, sin, *kept, _, largest_w = saved
+    and its scale, from `normed_again`."""
+    linear, weight, bias, (_, _, apart) = options.linear, saved.weight, saved.bias, options.heads
     # in a list, so the GEMMs can free parts of it as soon as they are used
-    grad = [rotate_qkv_backward_operands(dq, dk, dv, cos, sin, linear.grad_scale, bias is not None, apart)]
+    grad = [
+        rotate_qkv_backward_operands(
+            dq, dk, dv, saved.cos, saved.sin, linear.grad_scale, bias is not None, apart
+        )
+    ]
     grad_bias = None if bias is None else grad[0].sums.to(bias.dtype)
-    columns = gathered_columns(*columns, kept[0].shape[0], linear)
-    w = [linear.cache.columns(weight, largest_w, linear.formats.forward)]
+    columns = gathered_columns(*columns, saved.codes.shape[0], linear)
+    w = [linear.cache.columns(weight, saved.largest_w, linear.formats.forward)]
     grad_y, grad_weight = multiply_backward(grad.pop(), weight, w.pop(), columns, grad_residual.dtype, linear)
-    grad_x, grad_norm_weight, grad_norm_bias = _norm_backward(
-        grad_y(), grad_residual, kept, norm_weight, norm_bias, norm, needs_x
+    grad_x, grad_norm_weight, grad_norm_bias = norm_gradients(
+        grad_y(), grad_residual, saved.kept, saved.norm_weight, saved.norm_bias, options.norm, needs_x
     )
     return grad_x, grad_norm_weight, grad_norm_bias, grad_weight, grad_bias
 
@@ -81,8 +106,8 @@ def _qkv_backward(dq, dk, dv, grad_residual, columns, saved, norm, linear, apart
 class _QkvBlock(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, norm_weight, norm_bias, weight, bias, cos, sin, options):
-        qkv, saved = _qkv_forward(x, norm_weight, norm_bias, weight, bias, cos, sin, *options)
-        ctx.options = options[1:]
+        qkv, saved = _qkv_forward(x, norm_weight, norm_bias, weight, bias, cos, sin, options)
+        ctx.options = options
         ctx.save_for_backward(*saved)
         # detach(): autograd forbids in-place additions to a view that a function returns
         return *qkv, x.detach()
@@ -90,29 +115,28 @@ class _QkvBlock(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dq, dk, dv, grad_residual):
-        saved, (norm, linear, _, _, apart) = ctx.saved_tensors, ctx.options
-        columns = _normed_again(saved, norm, linear)
+        saved, options = _Saved(*ctx.saved_tensors), ctx.options
+        columns = _normed_again(saved, options)
         needs_x = ctx.needs_input_grad[0]
-        found = _qkv_backward(dq, dk, dv, grad_residual, columns, saved, norm, linear, apart, needs_x)
+        found = _qkv_backward(dq, dk, dv, grad_residual, columns, saved, options, needs_x)
         return *found, None, None, None
 
 
 class _AttentionBlock(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, norm_weight, norm_bias, weight, bias, cos, sin, options, attend, *beside):
-        qkv, saved = _qkv_forward(x, norm_weight, norm_bias, weight, bias, cos, sin, *options)
-        ctx.options, ctx.attend = options[1:], attend
-        ctx.batch, ctx.beside = x.shape[1], len(beside)
-        ctx.save_for_backward(*beside, *saved)
+        qkv, saved = _qkv_forward(x, norm_weight, norm_bias, weight, bias, cos, sin, options)
+        ctx.options, ctx.attend, ctx.batch = options, attend, x.shape[1]
+        ctx.save_for_backward(*saved, *beside)
         return attend(*qkv, *beside), x.detach()
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_o, grad_residual):
-        tensors, (norm, linear, *heads) = ctx.saved_tensors, ctx.options
-        beside, saved = tensors[: ctx.beside], tensors[ctx.beside :]
-        columns = _normed_again(saved, norm, linear)
-        qkv = _qkv_again(*columns, saved, ctx.batch, grad_o.dtype, linear, *heads)
+        tensors, options, count = ctx.saved_tensors, ctx.options, len(_Saved._fields)
+        saved, beside = _Saved(*tensors[:count]), tensors[count:]
+        columns = _normed_again(saved, options)
+        qkv = _qkv_again(*columns, saved, ctx.batch, grad_o.dtype, options)
         with torch.enable_grad():
             qkv = tuple(t.requires_grad_() for t in qkv)
             # Separate leaves. With the original parameters, a parameter's hook would run here and again after
@@ -124,7 +148,7 @@ class _AttentionBlock(torch.autograd.Function):
         del qkv, o
         of_beside = [grads.pop(3) if t.requires_grad else None for t in beside]
         needs_x = ctx.needs_input_grad[0]
-        found = _qkv_backward(*grads, grad_residual, columns, saved, norm, linear, heads[-1], needs_x)
+        found = _qkv_backward(*grads, grad_residual, columns, saved, options, needs_x)
         return *found, None, None, None, None, *of_beside
 
 
@@ -160,9 +184,7 @@ def qkv_block(
     """
     if x.is_cuda:
         require_fp8(x.device)
-    # a cached copy is for training only
-    trains = linear.cache.keep == "none" or torch.is_grad_enabled()
-    options = trains, norm, linear, groups, d, apart
+    options = _Options(norm, linear, (groups, d, apart), may_train=torch.is_grad_enabled())
     return _QkvBlock.apply(x, norm_weight, norm_bias, weight, bias, cos, sin, options)
 
 
@@ -194,5 +216,5 @@ def attention_block(
     """
     if x.is_cuda:
         require_fp8(x.device)
-    options = torch.is_grad_enabled(), norm, linear, groups, d, apart
+    options = _Options(norm, linear, (groups, d, apart), may_train=torch.is_grad_enabled())
     return _AttentionBlock.apply(x, norm_weight, norm_bias, weight, bias, cos, sin, options, attend, *beside)

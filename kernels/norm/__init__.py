@@ -5,6 +5,7 @@ reference.py specifies the ops, kernels.py computes them on a GPU, op.py is what
 
 from coat_kernels.norm.kernels import norm_backward_triton, norm_columns_triton, norm_forward_triton
 from coat_kernels.norm.op import (
+    NormOptions,
     layer_norm,
     norm_backward,
     norm_columns,
@@ -18,13 +19,11 @@ from coat_kernels.norm.reference import (
     norm_columns_reference,
     norm_forward_reference,
 )
-from coat_kernels.norm.residual import (
-    Addends,
-    residual_add_reference,
-)
+from coat_kernels.norm.residual import Addends, residual_add_reference
 
 __all__ = [
     "Addends",
+    "NormOptions",
     "layer_norm",
     "norm_backward",
     "norm_backward_reference",

@@ -5,6 +5,7 @@ maxima, quantizing needs no extra read to find the scale. The gradient carries i
 """
 
 import functools
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,6 +34,17 @@ from coat_kernels.ops import compilable, nothing
 from coat_kernels.tensorwise.predicted import Attempt, PredictedScale, write_reference
 from coat_kernels.tensorwise.quantize import Quantized
 from coat_kernels.tensorwise.transpose import empty_columns
+
+
+class NormOptions(NamedTuple):
+    """How a norm computes and saves its input; fields are the arguments of `rms_norm`, in the order of
+    `norm_forward`."""
+
+    eps: float
+    layer_norm: bool
+    zero_centered: bool
+    group_size: int
+    saved_format: str
 
 
 def _forward_fake(x, weight, bias, eps, layer_norm, zero_centered, group_size, keep):
@@ -117,20 +129,26 @@ def norm_backward(
     return tuple(f if need else nothing(grad_y) for f, need in zip(found, needs, strict=True))
 
 
-def norm_gradients(
-    grad_y, grad_residual, q: Grouped, rstd, weight, bias, options: tuple[bool, bool, int], needs_x: bool
-):
-    """Like `norm_backward_reference`, with the gradients of weight and bias in their dtypes; None for an
-    absent bias, and for x if it is not needed. options: layer_norm, zero_centered, group_size."""
-    kept = grad_y, grad_residual, q, rstd, weight
+def norm_gradients(grad_y, grad_residual, kept, weight, bias, options: NormOptions, needs_x: bool = True):
+    """The gradients of x, with its maxima noted, of the weight and of the bias, in their dtypes; None for an
+    absent bias, and for x if it is not needed.
+
+    Inputs: the gradients of y [rows, h] and of the residual [s, b, h], and the saved codes, exponent and
+    rstd.
+    """
+    codes, exponent, rstd = kept
+    q = Grouped(codes, exponent, GROUP_FORMATS[options.saved_format])
+    inputs = grad_y, grad_residual.reshape(grad_y.shape).contiguous(), q, rstd, weight
+    how = options.layer_norm, options.zero_centered, options.group_size
     if uses_kernels(grad_y):
         same = bias is None or bias.dtype == weight.dtype
-        found = norm_backward_triton(*kept, *options, needs_x, True, bias is not None, same)
+        found = norm_backward_triton(*inputs, *how, needs_x, True, bias is not None, same)
     else:
-        found = norm_backward_reference(*kept, *options)
+        found = norm_backward_reference(*inputs, *how)
     grad_x, maxima, grad_weight, grad_bias = found
     grad_bias = None if bias is None else grad_bias.to(bias.dtype)
-    return grad_x if needs_x else None, maxima, grad_weight.to(weight.dtype), grad_bias
+    grad_x = with_maxima(grad_x.view(grad_residual.shape), maxima) if needs_x else None
+    return grad_x, grad_weight.to(weight.dtype), grad_bias
 
 
 def _columns_fake(codes, exponent, rstd, weight, bias, largest, zero_centered, group_size, keep, fmt):
@@ -159,14 +177,13 @@ def norm_columns(
 
 class _Norm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, eps, layer_norm, zero_centered, group_size, keep, residual):
-        options = eps, layer_norm, zero_centered, group_size
+    def forward(ctx, x, weight, bias, options, residual):
         rows = x.reshape(-1, x.shape[-1]).contiguous()
-        y, maxima, *kept = norm_forward(rows, weight, bias, *options, keep)
+        y, maxima, *kept = norm_forward(rows, weight, bias, *options)
         # detach(): autograd forbids in-place operations on a view that a function returns
         y = y.view(x.shape).detach()
         ctx.mark_non_differentiable(*kept, maxima)
-        ctx.options = layer_norm, zero_centered, group_size, keep
+        ctx.options = options
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.save_for_backward(weight, *kept)
         ctx.set_materialize_grads(False)
@@ -177,11 +194,10 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_y, *rest):
-        grad_residual = rest[-1]
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        nothing = (None,) * 6
+        grad_residual, options = rest[-1], ctx.options
+        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         if grad_y is None:
-            return grad_residual if needs_x else None, None, None, *nothing
+            return grad_residual if needs_x else None, None, None, None, None
         weight, *kept = ctx.saved_tensors
         h = grad_y.shape[-1]
         grad_x, maxima, grad_weight, grad_bias = norm_backward(
@@ -189,7 +205,10 @@ class _Norm(torch.autograd.Function):
             None if grad_residual is None else grad_residual.reshape(-1, h).contiguous(),
             *kept,
             weight,
-            *ctx.options,
+            options.layer_norm,
+            options.zero_centered,
+            options.group_size,
+            options.saved_format,
             needs_x,
             needs_weight,
             needs_bias,
@@ -198,7 +217,8 @@ class _Norm(torch.autograd.Function):
             with_maxima(grad_x.view(grad_y.shape), maxima) if needs_x else None,
             grad_weight.to(weight.dtype) if needs_weight else None,
             grad_bias.to(ctx.bias_dtype) if needs_bias else None,
-            *nothing,
+            None,
+            None,
         )
 
 
@@ -206,8 +226,7 @@ def norm_operands(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    options: tuple[float, bool, bool, int],
-    keep: str,
+    options: NormOptions,
     scale: PredictedScale,
     group: dist.ProcessGroup | None = None,
     addends: Addends = NO_ADDENDS,
@@ -216,25 +235,26 @@ def norm_operands(
     ranks of `group`, the saved input, rstd).
 
     x: [rows, h], contiguous. If it is the sum of `addends`, the sum is written to its memory.
-    options: eps, layer_norm, zero_centered, group_size.
     """
     if uses_kernels(x):
-        q, rstd = empty_kept(x, options[-1], keep)
+        *arithmetic, saved_format = options
+        q, rstd = empty_kept(x, options.group_size, saved_format)
 
         def write(out, scales):
             # the first launch writes the sum, the second reads it
             summed = addends if scales.maxima is None else NO_ADDENDS
-            return launch_forward(x, weight, bias, q, rstd, *options, out=out, scales=scales, addends=summed)
+            how = {"out": out, "scales": scales, "addends": summed}
+            return launch_forward(x, weight, bias, q, rstd, *arithmetic, **how)
     else:
         if addends is not NO_ADDENDS:
             x.copy_(residual_add_reference(*addends))
-        y, _, q, rstd = norm_forward_reference(x, weight, bias, *options, keep)
+        y, _, q, rstd = norm_forward_reference(x, weight, bias, *options)
         write = functools.partial(write_reference, y, fmt=scale.fmt)
     operands, largest = Attempt(write, scale, *x.shape, x.device).finish(group)
     return operands, largest, q, rstd
 
 
-def _norm(x, weight, bias, eps, layer_norm, zero_centered, group_size, keep, residual):
+def _norm(x, weight, bias, options: NormOptions, residual: bool):
     width = x.shape[-1:]
     if weight.shape != width or (bias is not None and bias.shape != width):
         found = "" if bias is None else f", the bias {list(bias.shape)}"
@@ -242,15 +262,14 @@ def _norm(x, weight, bias, eps, layer_norm, zero_centered, group_size, keep, res
             f"norm: x has shape {list(x.shape)} and the weight {list(weight.shape)}{found}; expected one "
             "element of weight and bias for each column of x"
         )
-    options = eps, layer_norm, zero_centered, group_size
     inputs = (x, weight) if bias is None else (x, weight, bias)
     refuse_forward_mode(*inputs)
     if not (torch.is_grad_enabled() and any(t.requires_grad for t in inputs)):
         rows = x.reshape(-1, x.shape[-1]).contiguous()
-        y, maxima, *_ = norm_forward(rows, weight, bias, *options, keep)
+        y, maxima, *_ = norm_forward(rows, weight, bias, *options)
         y = with_maxima(y.view(x.shape), maxima)
         return (y, x) if residual else y
-    y, maxima, codes, exponent, rstd, handed_on = _Norm.apply(x, weight, bias, *options, keep, residual)
+    y, maxima, codes, exponent, rstd, handed_on = _Norm.apply(x, weight, bias, options, residual)
     parameters = weight.detach(), None if bias is None else bias.detach()
     watched = ((parameters[0], weight._version),)
     if bias is not None:
@@ -264,8 +283,8 @@ def _norm(x, weight, bias, eps, layer_norm, zero_centered, group_size, keep, res
                     "operation: a weight or bias of a norm, needed to recompute a linear layer's input, "
                     f"{t.dtype} {list(t.shape)}, is at version {t._version}; expected version {version}."
                 )
-        kept = codes, exponent, rstd, *parameters
-        return Quantized(None, *norm_columns(*kept, largest, zero_centered, group_size, keep, fmt.name))
+        how = options.zero_centered, options.group_size, options.saved_format, fmt.name
+        return Quantized(None, *norm_columns(codes, exponent, rstd, *parameters, largest, *how))
 
     y = with_maxima(with_origin(y, Origin((codes, exponent, rstd), columns, watched)), maxima)
     return (y, handed_on) if residual else y
@@ -295,7 +314,8 @@ def rms_norm(
     Returns y, in x's shape and dtype, with its maxima and, if something is trained, its origin; with
     `residual` (y, x). Raises ValueError if the weight and x have different widths.
     """
-    return _norm(x, weight, None, eps, False, zero_centered, group_size, saved_format, residual)
+    options = NormOptions(eps, False, zero_centered, group_size, saved_format)
+    return _norm(x, weight, None, options, residual)
 
 
 def layer_norm(
@@ -310,4 +330,5 @@ def layer_norm(
     residual: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """LayerNorm over the last dimension. Saves x - mean(x); otherwise like `rms_norm`. bias: [h] or None."""
-    return _norm(x, weight, bias, eps, True, zero_centered, group_size, saved_format, residual)
+    options = NormOptions(eps, True, zero_centered, group_size, saved_format)
+    return _norm(x, weight, bias, options, residual)

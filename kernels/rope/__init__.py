@@ -11,6 +11,7 @@ from coat_kernels.rope.op import (
     rotate_qkv_forward,
 )
 from coat_kernels.rope.reference import (
+    no_rotation,
     rotate,
     rotate_back,
     rotate_qkv_backward_reference,
@@ -18,6 +19,7 @@ from coat_kernels.rope.reference import (
 )
 
 __all__ = [
+    "no_rotation",
     "rotate",
     "rotate_back",
     "rotate_qkv",

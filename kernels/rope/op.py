@@ -91,8 +91,9 @@ def rotate_qkv(
     """Splits the output of a fused projection and rotates its queries and keys.
 
     mixed: [s, b, groups * (m + 2) * d] in BF16 or FP32; each group holds m queries, a key and a value.
-    cos, sin: FP32 [s, d], d even: channel i rotates with channel i + d / 2; or [any, 0]: only split. There is
-    no kernel for rotary positions on a part of the channels: split and rotate with torch operations.
+    cos, sin: FP32 [s, d], d even: channel i rotates with channel i + d / 2; or those of
+    `no_rotation`: only split. There is no kernel for rotary positions on a part of the channels: split
+    and rotate with torch operations.
 
     Returns q [s, b, groups * m, d], k and v [s, b, groups, d]. Backward saves cos and sin. Raises ValueError
     for shapes that do not match.

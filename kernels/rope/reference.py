@@ -12,6 +12,11 @@ import torch
 from coat_kernels.tensorwise.scale import maxima_reference
 
 
+def no_rotation(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The angles [any, 0], with which queries and keys are only split, on the device of `cos` and `sin`."""
+    return cos[:, :0], sin[:, :0]
+
+
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotates x [s, b, heads, d] by the angles of cos, sin [s, d], FP32; no rotation if they are [s, 0]."""
     if cos.shape[1] == 0:

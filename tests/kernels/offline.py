@@ -86,8 +86,8 @@ def norms() -> None:
     x, weight = torch.empty(256, 128, dtype=torch.bfloat16), torch.ones(128, requires_grad=True)
     scale = tensorwise.PredictedScale(E4M3)
     for layer_norm in (False, True):
-        options = 1e-5, layer_norm, False, 16
-        norm.norm_operands(x, weight.detach(), None, options, "sqrt8", scale)
+        options = norm.NormOptions(1e-5, layer_norm, False, 16, "sqrt8")
+        norm.norm_operands(x, weight.detach(), None, options, scale)
         (norm.layer_norm if layer_norm else norm.rms_norm)(x, weight, *((None,) if layer_norm else ()), 1e-5)
     with torch.no_grad():
         norm.rms_norm(x, weight, 1e-5)

@@ -21,14 +21,14 @@ class Norm:
         self.weight, self.bias = torch.randn(2, h, device=device)
 
     def _options(self):
-        return 1e-5, True, False, 16
+        return norm.NormOptions(1e-5, True, False, 16, KEEP)
 
     def plain(self) -> torch.Tensor:
         x = norm.residual_add_reference(self.x, self.branch) if self.adds else self.x
-        return norm.norm_forward(x, self.weight, self.bias, *self._options(), KEEP)[0]
+        return norm.norm_forward(x, self.weight, self.bias, *self._options())[0]
 
     def operands(self, scale: PredictedScale) -> Quantized:
-        how = self.weight, self.bias, self._options(), KEEP, scale
+        how = self.weight, self.bias, self._options(), scale
         if not self.adds:
             return norm.norm_operands(self.x, *how)[0]
         total = torch.empty_like(self.x)

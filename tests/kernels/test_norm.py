@@ -331,5 +331,6 @@ def test_every_way_to_an_output_gives_the_same_bits(layer_norm, h, device):
     with torch.no_grad():
         assert apply(x, weight, bias, layer_norm).equal(y)
     parameters = weight.detach(), bias.detach() if layer_norm else None
-    codes = norm.norm_operands(x, *parameters, (EPS, layer_norm, False, 16), "sqrt8", PredictedScale(E4M3))[0]
+    options = norm.NormOptions(EPS, layer_norm, False, 16, "sqrt8")
+    codes = norm.norm_operands(x, *parameters, options, PredictedScale(E4M3))[0]
     assert codes.rows.float().equal(fp8_operands(y, E4M3)[0].rows.float())

@@ -6,7 +6,7 @@ import torch
 from coat_kernels import norm, tensorwise
 from coat_kernels.fp8 import E4M3
 from coat_kernels.groups import dequantize_groups_reference
-from coat_kernels.norm import Addends, norm_operands, residual, residual_add_reference
+from coat_kernels.norm import Addends, NormOptions, norm_operands, residual, residual_add_reference
 from coat_kernels.tensorwise import PredictedScale
 from tests.kernels.inputs import SHAPES, hard, wide
 from tests.kernels.producers import same
@@ -27,7 +27,7 @@ def kernels(takes_kernels, monkeypatch):
 
 def check(tensors, layer_norm, *, zero_centered=False, group_size=16, keep="sqrt8"):
     *addends, weight, bias = tensors
-    how = weight, bias, (EPS, layer_norm, zero_centered, group_size), keep
+    how = weight, bias, NormOptions(EPS, layer_norm, zero_centered, group_size, keep)
     total = residual_add_reference(*addends)
     scale = PredictedScale(E4M3)
     expected, largest, q, rstd = norm_operands(total, *how, scale)
