@@ -10,13 +10,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, ClassVar, Self
 
-from coat_kernels.codecs import CODECS, SIGNED_CODECS, first_codec
+from coat_kernels.codecs import CODECS, GROUP_SIZE, SIGNED_CODECS, first_codec
 from coat_kernels.fp8 import E4M3, E5M2
 from coat_kernels.groups import DEFAULT_FORMAT, GROUP_FORMATS
+from coat_kernels.groups import GROUP_SIZE as SAVED_GROUP_SIZE
 from coat_kernels.weights import WEIGHT_CACHES
 
-OPTIMIZER_GROUP_SIZES = (64, 128, 256)
-ACTIVATION_GROUP_SIZES = (16, 32, 64, 128)
 FP8_FORMATS = (E4M3.name, E5M2.name)
 ATTENTION_FORMATS = ("bf16", "sqrt8", "recompute")
 FAST_ACCUMULATION = ("forward", "all", "none")
@@ -205,6 +204,7 @@ class OptimizerConfig(_Block):
     KEY: ClassVar[str] = "coat.optimizer"
     REMOVED: ClassVar[Mapping[str | tuple[str, str], str]] = {
         "exp_avg_sq_rounding": "'log8' is rounded stochastically if beta2 is above 63/64. Drop the key.",
+        "group_size": f"{GROUP_SIZE} elements share one scale. Drop the key.",
     }
 
     enabled: bool = True
@@ -218,9 +218,6 @@ class OptimizerConfig(_Block):
     """Storage format of the second moment. The paper stores both moments as "fp8_expanded". "log8" is rounded
     stochastically if beta2 is above 63/64, because the decay of a step is then less than half a code, and
     rounding to nearest would lose it."""
-
-    group_size: int = _choice(128, OPTIMIZER_GROUP_SIZES)
-    """Number of consecutive elements that share one scale and one exponent."""
 
     min_numel: int = field(default=4096, metadata={"minimum": 0})
     """Tensors with fewer elements keep FP32 moments. With 0 all sizes are compressed."""
@@ -266,6 +263,7 @@ class ActivationsConfig(_Block):
         "layers then stay Megatron's. Drop the key.",
         "emulate": "A GPU without FP8 cannot compute FP8 layers, and a CPU always can. Drop the key.",
         "forward_format": "Activations and weights are always multiplied in 'e4m3'. Drop the key.",
+        "group_size": f"{SAVED_GROUP_SIZE} elements of a row share one scale. Drop the key.",
         ("weight_cache", "scale"): "It saved no time. Write 'none', or 'fp8' for two bytes a parameter.",
         ("attention_format", "e4m3"): "Its error was six times that of 'bf16'. Write 'sqrt8': same bytes.",
     }
@@ -274,9 +272,6 @@ class ActivationsConfig(_Block):
     """Compute layers in FP8. For Megatron these are the layers of COAT's layer spec. In any other model,
     linear layers, norms, feed-forwards and attention are converted in place when the engine is built. False
     leaves every layer unchanged."""
-
-    group_size: int = _choice(16, ACTIVATION_GROUP_SIZES)
-    """Number of consecutive elements of a row that share one scale in a saved activation."""
 
     backward_format: str = _choice(E5M2.name, FP8_FORMATS)
     """FP8 format of gradients. Activations and weights are always E4M3."""

@@ -208,8 +208,8 @@ MUTATIONS = (
     ),
     Mutation(
         "checkpoint layout: a restored first moment has no second moment to be relative to",
-        "Moment.zeros(value.shape, layout, group_size, device).beside(second)",
-        "Moment.zeros(value.shape, layout, group_size, device).beside(None)",
+        "Moment.zeros(value.shape, layout, device).beside(second)",
+        "Moment.zeros(value.shape, layout, device).beside(None)",
         "coat_ds/test_optimizer_state_dicts.py",
     ),
     Mutation(
@@ -220,8 +220,8 @@ MUTATIONS = (
     ),
     Mutation(
         "wrong offset: groups do not begin where those of a parameter do",
-        "head = -offset % group_size",
-        "head = offset % group_size",
+        "head = -offset % GROUP_SIZE",
+        "head = offset % GROUP_SIZE",
         "coat_ds/test_checkpoints.py -k groups_follow",
     ),
     Mutation(

@@ -41,7 +41,6 @@ OF_BF16 = 1.5
 OPTIONS = {
     "attention_format": ("bf16", "sqrt8", "recompute"),
     "saved_format": ("sqrt8", "sqrt8", "e4m3"),
-    "group_size": (16, 16, 32, 64),
     "backward_format": ("e5m2", "e5m2", "e4m3"),
     "weight_cache": ("none", "fp8"),
     "fast_accumulation": ("forward", "all", "none"),

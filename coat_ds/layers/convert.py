@@ -65,7 +65,9 @@ def convert(
     if done is not None and done is not before:
         layers = layers_of(model, "")
         if any(done.converted.values()):
-            say_once(listed("layers converted; coat_ds.unconvert restores them", layers.lines()), logging.INFO)
+            say_once(
+                listed("layers converted; coat_ds.unconvert restores them", layers.lines()), logging.INFO
+            )
         else:
             say_once(f"nothing was converted: {layers.summary()}")
     return model
@@ -368,10 +370,10 @@ def _build_activation(module, activations, projections):
 
 def _build_experts(module, activations, projections):
     if autoep.is_autoep(module):
-        reason = autoep.why_not(module, activations.group_size)
+        reason = autoep.why_not(module)
         return (None, reason) if reason else (autoep.AutoEPExperts(module, activations), None)
     dispatch = transformers_ep.dispatch_of(module)
-    reason = experts.why_not(module, activations.group_size, dispatched=dispatch is not None)
+    reason = experts.why_not(module, dispatched=dispatch is not None)
     if dispatch is None:
         return (None, reason) if reason else (experts.Fp8Experts(module, activations), None)
     if reason := reason or transformers_ep.why_not(dispatch):

@@ -20,7 +20,7 @@ from coat_kernels.attention import origin_in_groups
 from coat_kernels.autograd.origin import origin_of
 from coat_kernels.blocks import ActivationOptions, NormOptions, attention_block, mlp_block, qkv_block
 from coat_kernels.graphs import gradient_leaves, graphed_work
-from coat_kernels.groups import quantize_groups
+from coat_kernels.groups import GROUP_SIZE, quantize_groups
 from coat_kernels.head_norm import head_norm
 from coat_kernels.linear import LinearOptions
 
@@ -41,7 +41,7 @@ class LayerOptions(NamedTuple):
     """Number of key-value groups on this rank."""
     d: int
     """Channels of a head."""
-    recomputed: tuple[int, str] | None
+    recomputed: str | None
     """Backward recomputes attention, whose output is saved in this group size and format; None saves what
     attention saves."""
     batch_first: bool = False
@@ -104,9 +104,8 @@ def fused_layer(
         origin = origin_of(o)
     else:
         o, residual = attention_block(*inputs, **how, attend=attention, beside=beside)
-        group_size, saved_format = options.recomputed
-        kept = quantize_groups(o.detach().flatten(0, 1), group_size, saved_format)
-        origin = origin_in_groups(kept, group_size, o.dtype)
+        kept = quantize_groups(o.detach().flatten(0, 1), GROUP_SIZE, options.recomputed)
+        origin = origin_in_groups(kept, o.dtype)
     y = mlp_block(
         o,
         residual,
@@ -139,7 +138,7 @@ def _attention(
 
 def _normed(norm: NormOptions, x, weight, cos, sin) -> torch.Tensor:
     """Heads x [..., heads, d], normed with this weight, then rotated by the angles."""
-    how = {"group_size": norm.group_size, "saved_format": norm.saved_format}
+    how = {"saved_format": norm.saved_format}
     return head_norm(x, weight, cos, sin, norm.eps, zero_centered=norm.zero_centered, **how)
 
 

@@ -11,14 +11,14 @@ from coat_ds.optim.shards import local
 from coat_kernels.codecs import Codec
 
 
-def layout_table(tensors: Iterable[tuple[str, Sequence[int], Codec, Codec, int]]) -> str:
-    """A text table of (name, shape, codec of exp_avg, codec of exp_avg_sq, group size). Rows that differ only
+def layout_table(tensors: Iterable[tuple[str, Sequence[int], Codec, Codec]]) -> str:
+    """A text table of (name, shape, codec of exp_avg, codec of exp_avg_sq). Rows that differ only
     in the numbers in the name are merged and counted.
     """
     rows: dict[tuple, list[int]] = {}
-    for name, shape, *codecs, group_size in tensors:
+    for name, shape, *codecs in tensors:
         numel = torch.Size(shape).numel()
-        size = sum(codec.zeros(numel, group_size, "meta").nbytes for codec in codecs)
+        size = sum(codec.zeros(numel, device="meta").nbytes for codec in codecs)
         kind = ".".join("*" if part.isdigit() else part for part in name.split("."))
         row = rows.setdefault((kind, tuple(shape), *(codec.name for codec in codecs)), [0, 0])
         row[0], row[1] = row[0] + 1, row[1] + size
@@ -78,7 +78,7 @@ def planned_bytes(optimizer) -> dict[str, Any]:
             held = [("int16", 2 * p.numel())] if has_remainder(p, group) else []
             for name in MOMENTS:
                 (codec,) = optimizer.codecs_of(p, group, name)
-                held.append((codec.name, codec.zeros(p.numel(), group["group_size"], "meta").nbytes))
+                held.append((codec.name, codec.zeros(p.numel(), device="meta").nbytes))
             for name, size in held:
                 by_codec[name] = by_codec.get(name, 0) + size
     return _summed(by_codec, parameters)

@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 import torch
 
+from coat_kernels.codecs import GROUP_SIZE
+
 
 class Fragment(NamedTuple):
     """The part of one model parameter that a flat partition holds."""
@@ -20,7 +22,7 @@ class Fragment(NamedTuple):
     """The model parameter; None if it is not known."""
 
 
-def piece_begins(fragments: Sequence[Fragment], numel: int, group_size: int) -> tuple[tuple[int, bool], ...]:
+def piece_begins(fragments: Sequence[Fragment], numel: int) -> tuple[tuple[int, bool], ...]:
     """First element of each piece of a partition of `numel` elements, and whether it keeps FP32 moments.
 
     A fragment extends the current piece if it starts at a group boundary of that piece.
@@ -28,7 +30,7 @@ def piece_begins(fragments: Sequence[Fragment], numel: int, group_size: int) -> 
     begins: list[tuple[int, bool]] = []
 
     def begin(at: int, kept: bool) -> None:
-        if not begins or begins[-1][1] != kept or (not kept and (at - begins[-1][0]) % group_size):
+        if not begins or begins[-1][1] != kept or (not kept and (at - begins[-1][0]) % GROUP_SIZE):
             begins.append((at, kept))
 
     end, kept = 0, True
@@ -37,7 +39,7 @@ def piece_begins(fragments: Sequence[Fragment], numel: int, group_size: int) -> 
             begin(end, kept)
         begin(start, kept)
         # the part of a group that the fragment starts with
-        head = -offset % group_size
+        head = -offset % GROUP_SIZE
         if 0 < head < size:
             begin(start + head, kept)
         end = start + size

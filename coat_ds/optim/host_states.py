@@ -23,7 +23,7 @@ from coat_ds.optim.moment import Moment
 from coat_ds.optim.options import SECOND_FIRST, has_remainder
 from coat_ds.optim.pieces import Piece, made_of
 from coat_ds.optim.shards import laid_out_like, local
-from coat_kernels.codecs import Storage
+from coat_kernels.codecs import GROUP_SIZE, Storage
 
 # elements per chunk. On an H100, chunks of 2^22 elements take 2.7 times as long, chunks of 2^26 1.2 times
 CHUNK = 2**24
@@ -102,8 +102,8 @@ class HostStates:
             begin += aligned(old)
             return new.copy_(old)
 
-        second = Moment(made_of(second.pieces, placed), second.group_size, second.shape)
-        first = Moment(made_of(first.pieces, placed), first.group_size, first.shape).beside(second)
+        second = Moment(made_of(second.pieces, placed), second.shape)
+        first = Moment(made_of(first.pieces, placed), first.shape).beside(second)
         state["exp_avg_sq"], state["exp_avg"] = laid_out_like(p, second), laid_out_like(p, first)
         if remainder is not None:
             remainder = placed(remainder)
@@ -139,7 +139,7 @@ def host_bytes(p: torch.Tensor, group: dict[str, Any], layouts: Layouts) -> int:
     """The bytes of the state of `p` in the allocation."""
     shape, size = local(p).shape, 0
     for name in SECOND_FIRST:
-        moment = Moment.zeros(shape, layouts.layout_of(p, group, name), group["group_size"], "meta")
+        moment = Moment.zeros(shape, layouts.layout_of(p, group, name), "meta")
         size += sum(map(aligned, moment.stored()))
     return size + (
         aligned(torch.empty(shape, dtype=torch.int16, device="meta")) if has_remainder(p, group) else 0
@@ -162,15 +162,15 @@ class Operands(NamedTuple):
     remainder: torch.Tensor | None
     copy: torch.Tensor | None
 
-    def part(self, begin: int, end: int, group_size: int) -> "Operands":
-        """The elements from `begin`, a multiple of `group_size`, to `end`, exclusive."""
-        first, last = begin // group_size, -(-end // group_size)
+    def part(self, begin: int, end: int) -> "Operands":
+        """The elements from `begin`, a multiple of `GROUP_SIZE`, to `end`, exclusive."""
+        first, last = begin // GROUP_SIZE, -(-end // GROUP_SIZE)
 
         def cut(x: torch.Tensor) -> torch.Tensor:
             return x.view(-1)[begin:end]
 
         def groups(piece: Piece) -> Piece:
-            return piece._replace(storage=piece.storage.groups(first, last, group_size))
+            return piece._replace(storage=piece.storage.groups(first, last))
 
         return self._replace(
             param=cut(self.param),
@@ -200,7 +200,7 @@ class Operands(NamedTuple):
         return Operands(param, grad, first, second, self.step, remainder, copy)
 
 
-def chunks_of(bucket: list[Operands], group_size: int) -> Iterator[list[Operands]]:
+def chunks_of(bucket: list[Operands]) -> Iterator[list[Operands]]:
     """The operands of a launch, cut and joined to chunks of at most `CHUNK` elements."""
     chunk: list[Operands] = []
     room = CHUNK
@@ -208,7 +208,7 @@ def chunks_of(bucket: list[Operands], group_size: int) -> Iterator[list[Operands
         begin, numel = 0, whole.param.numel()
         while begin < numel:
             end = min(numel, begin + room)
-            chunk.append(whole.part(begin, end, group_size))
+            chunk.append(whole.part(begin, end))
             room = (room - (end - begin)) // UNIT * UNIT
             if not room:
                 yield chunk
@@ -303,9 +303,9 @@ class Passage:
                 )
             self._in, self._out = host.streams_on(device)
 
-    def through(self, bucket: list[Operands], group_size: int) -> Iterator[list[Operands]]:
+    def through(self, bucket: list[Operands]) -> Iterator[list[Operands]]:
         """The operands of a launch in chunks, with their states on the GPU while the caller holds a chunk."""
-        plans = [plan_of(chunk, self._host) for chunk in chunks_of(bucket, group_size)]
+        plans = [plan_of(chunk, self._host) for chunk in chunks_of(bucket)]
         self._make_slots(max(plan.size for plan in plans))
         for plan in plans:
             number, self._next = self._next, (self._next + 1) % SLOTS

@@ -53,7 +53,7 @@ class Layouts:
         codec, kept = codec_of(group, name), get_codec("fp32")
         if p not in self.fragments:
             return ((0, kept if self.keeps(p, group) else codec),)
-        begins = piece_begins(self.fragments[p], p.numel(), group["group_size"])
+        begins = piece_begins(self.fragments[p], p.numel())
         return tuple((begin, kept if is_kept else codec) for begin, is_kept in begins)
 
     def unless_kept(self, p: torch.Tensor, group: dict[str, Any], formats: FormatNames) -> FormatNames:

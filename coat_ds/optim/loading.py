@@ -115,7 +115,7 @@ def load_state(
     moment, all_exact = None, True
     for name in SECOND_FIRST:
         layout = optimizer._layouts.layout_of(p, group, name)
-        moment, exact = restored(loaded, index, name, layout, group["group_size"], p, device, moment)
+        moment, exact = restored(loaded, index, name, layout, p, device, moment)
         state[name] = laid_out_like(p, moment)
         optimizer._count_arrival(exact)
         all_exact = all_exact and exact

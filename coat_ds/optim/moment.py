@@ -22,7 +22,7 @@ from coat_ds.optim.recover import recover_
 from coat_ds.optim.shards import laid_out_like, local
 from coat_ds.optim.streaming import DecodedStorage, is_streaming
 from coat_ds.optim.tensor import StoredTensor, differ
-from coat_kernels.codecs import AT_ONCE, Codec, Storage, Stored
+from coat_kernels.codecs import AT_ONCE, GROUP_SIZE, Codec, Storage, Stored
 
 aten = torch.ops.aten
 
@@ -35,35 +35,35 @@ class Moment(StoredTensor):
     stay compressed. Any other op works on the decoded FP32 values and, if it is an in-place op, encodes the
     groups that it changed. Pickling gives a plain FP32 CPU tensor.
 
-    pieces: the stored tensors, in order: codes [n], and scale and exponent [ceil(n / group_size)] or empty;
+    pieces: the stored tensors, in order: codes [n], and scale and exponent [ceil(n / GROUP_SIZE)] or empty;
         no group crosses from one piece into the next
     start, shape: the window, in elements of all pieces
     pair: the pair of both moments of the parameter, if the first is relative to the second
     """
 
     @staticmethod
-    def __new__(cls, pieces: Pieces, group_size: int, shape, start: int = 0, pair: Pair | None = None):
+    def __new__(cls, pieces: Pieces, shape, start: int = 0, pair: Pair | None = None):
         return cls.without_memory(tuple(shape), dtype=torch.float32, device=pieces[0].storage.codes.device)
 
-    def __init__(self, pieces: Pieces, group_size: int, shape, start: int = 0, pair: Pair | None = None):
-        self.pieces, self.group_size, self.start, self.pair = pieces, group_size, start, pair
+    def __init__(self, pieces: Pieces, shape, start: int = 0, pair: Pair | None = None):
+        self.pieces, self.start, self.pair = pieces, start, pair
 
     @classmethod
-    def zeros(cls, shape, layout: Layout, group_size: int, device: torch.device | str) -> Self:
+    def zeros(cls, shape, layout: Layout, device: torch.device | str) -> Self:
         """A moment of zeros."""
         shape = torch.Size(shape)
         layout = ((0, layout),) if isinstance(layout, Codec) else layout
         ends = (*(begin for begin, _ in layout[1:]), shape.numel())
         pieces = tuple(
-            Piece(begin, end, codec, codec.zeros(end - begin, group_size, device))
+            Piece(begin, end, codec, codec.zeros(end - begin, device=device))
             for (begin, codec), end in zip(layout, ends, strict=True)
         )
-        return cls(pieces, group_size, shape)
+        return cls(pieces, shape)
 
     @classmethod
-    def encoded(cls, x: torch.Tensor, layout: Layout, group_size: int) -> Self:
+    def encoded(cls, x: torch.Tensor, layout: Layout) -> Self:
         """`x` (any shape, floating point) as a moment on the same device."""
-        return cls.zeros(x.shape, layout, group_size, x.device).encode_(x)
+        return cls.zeros(x.shape, layout, x.device).encode_(x)
 
     def recover_(self, x: torch.Tensor, worker: torch.device | None = None) -> bool:
         """Writes `x` (same number of elements, any floating point, on any device), in codes that decode to
@@ -74,7 +74,7 @@ class Moment(StoredTensor):
         exact, x = True, x.reshape(-1)
         for piece, beside in self.each_piece():
             into, values = Stored(piece.codec, piece.storage), x[piece.begin : piece.end]
-            exact &= recover_(into, values, self.group_size, beside, worker)
+            exact &= recover_(into, values, beside, worker)
         return exact
 
     def beside(self, second: "Moment | None") -> Self:
@@ -84,9 +84,7 @@ class Moment(StoredTensor):
         """
         if second is None or not self.is_relative:
             return self
-        return type(self)(
-            self.pieces, self.group_size, self.shape, pair=Pair(self.pieces, second.pieces, shared=True)
-        )
+        return type(self)(self.pieces, self.shape, pair=Pair(self.pieces, second.pieces, shared=True))
 
     def is_beside(self, second: "Moment") -> bool:
         """Whether this is the first moment of a pair whose second moment is `second`."""
@@ -94,7 +92,7 @@ class Moment(StoredTensor):
 
     def alone(self) -> Self:
         """This moment in no pair, with the same storage: its codes without the second moment."""
-        return type(self)(self.pieces, self.group_size, self.shape, self.start)
+        return type(self)(self.pieces, self.shape, self.start)
 
     @property
     def is_relative(self) -> bool:
@@ -136,7 +134,7 @@ class Moment(StoredTensor):
         worker = torch.device("cuda") if pinned else self.device
         for codec, part, other, within, where in self._parts():
             other = None if other is None else other.to(worker)
-            x[where] = codec.decode(part.to(worker), self.group_size, other)[within].to(x.device)
+            x[where] = codec.decode(part.to(worker), beside=other)[within].to(x.device)
         return x.view(self.shape)
 
     def encode_(self, x: torch.Tensor, only_changed: bool = False) -> Self:
@@ -149,25 +147,22 @@ class Moment(StoredTensor):
             values = _plain(x[where]).to(self.device, torch.float32)
             if only_changed or values.numel() < part.codes.numel():
                 # the neighbours in the first and last group are re-encoded together with the new values
-                before = codec.decode(part, self.group_size, other)
+                before = codec.decode(part, beside=other)
                 whole = before.clone()
                 whole[within] = values
                 values = whole
-            made = codec.encode(values, self.group_size, beside=other)
+            made = codec.encode(values, beside=other)
             if only_changed:
-                made = only_groups(part, made, differ(values, before), self.group_size)
-            overwrite(Stored(codec, part), made, other, self.group_size)
+                made = only_groups(part, made, differ(values, before))
+            overwrite(Stored(codec, part), made, other)
         return self
 
-    def rearranged(
-        self, layout: Layout, group_size: int | None = None, second: "Moment | None" = None
-    ) -> Self:
-        """The same values, except for rounding, in other pieces or groups; pieces are converted one by one.
+    def rearranged(self, layout: Layout, second: "Moment | None" = None) -> Self:
+        """The same values, except for rounding, in other pieces; pieces are converted one by one.
 
         second: the second moment, if this is a first moment that may be relative to it.
         """
-        moment = type(self).zeros(self.shape, layout, group_size or self.group_size, self.device)
-        return moment.beside(second).encode_(self)
+        return type(self).zeros(self.shape, layout, self.device).beside(second).encode_(self)
 
     def _parts(self) -> Iterator[tuple[Codec, Storage, Stored | None, slice, slice]]:
         """The window in parts of a few million elements: in FP32 the whole may not fit into free memory.
@@ -184,11 +179,11 @@ class Moment(StoredTensor):
             start = begin + max(self.start - begin, 0) // AT_ONCE * AT_ONCE
             for at in range(start, min(end, stop), AT_ONCE):
                 low, high = max(at, self.start), min(at + AT_ONCE, end, stop)
-                g, h = (low - begin) // self.group_size, -(-(high - begin) // self.group_size)
-                part, beside = storage.groups(g, h, self.group_size), other
+                g, h = (low - begin) // GROUP_SIZE, -(-(high - begin) // GROUP_SIZE)
+                part, beside = storage.groups(g, h), other
                 if other is not None:
-                    beside = Stored(other.codec, other.storage.groups(g, h, self.group_size))
-                a = begin + g * self.group_size
+                    beside = Stored(other.codec, other.storage.groups(g, h))
+                a = begin + g * GROUP_SIZE
                 yield (
                     codec,
                     part,
@@ -198,7 +193,7 @@ class Moment(StoredTensor):
                 )
 
     def window(self, shape, offset: int = 0) -> Self:
-        return type(self)(self.pieces, self.group_size, shape, self.start + offset, self.pair)
+        return type(self)(self.pieces, shape, self.start + offset, self.pair)
 
     def _like(self, make) -> Self:
         """A whole moment of the same shape that stores `make(t)` for each stored tensor t.
@@ -208,7 +203,7 @@ class Moment(StoredTensor):
         pieces, pair = made_of(self.pieces, make), None
         if self.is_relative and self.pair is not None:
             pair = Pair(pieces, made_of(self.pair.second, make), shared=False)
-        return type(self)(pieces, self.group_size, self.shape, pair=pair)
+        return type(self)(pieces, self.shape, pair=pair)
 
     def stored(self) -> Iterator[torch.Tensor]:
         """All stored tensors, including a relative moment's own copy of its second moment."""
@@ -271,10 +266,10 @@ def _new_like(make):
 def _zeros_like(x, *, dtype=None, device=None, pin_memory=False, **rest):
     if not x.is_whole or dtype not in (None, torch.float32) or pin_memory:
         return NotImplemented
-    made = Moment.zeros(x.shape, x.arrangement, x.group_size, device or x.device)
+    made = Moment.zeros(x.shape, x.arrangement, device or x.device)
     if x.is_relative and x.pair is not None:
         second = tuple(
-            piece._replace(storage=piece.codec.zeros(piece.end - piece.begin, x.group_size, made.device))
+            piece._replace(storage=piece.codec.zeros(piece.end - piece.begin, device=made.device))
             for piece in x.pair.second
         )
         made.pair = Pair(made.pieces, second, shared=False)
@@ -282,16 +277,13 @@ def _zeros_like(x, *, dtype=None, device=None, pin_memory=False, **rest):
 
 
 def _copy_(x, source, non_blocking=False):
-    same = isinstance(source, Moment) and (source.arrangement, source.group_size) == (
-        x.arrangement,
-        x.group_size,
-    )
+    same = isinstance(source, Moment) and source.arrangement == x.arrangement
     if same and x.is_whole and source.is_whole and source.shape == x.shape and _may_take_codes(x, source):
         if x.is_relative and x.pair is not None:
             for old, new in zip(x.pair.second, source.pair.second, strict=True):
                 old.write_(new.storage, non_blocking)
         for (piece, other), (*_, new) in zip(x.each_piece(), source.pieces, strict=True):
-            overwrite(Stored(piece.codec, piece.storage), new, other, x.group_size, non_blocking)
+            overwrite(Stored(piece.codec, piece.storage), new, other, non_blocking)
         return x
     # writing the stored values changes no codes
     return x.encode_(_plain(source).expand(x.shape), only_changed=True)

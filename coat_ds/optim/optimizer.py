@@ -73,7 +73,6 @@ class CoatAdamW(torch.optim.Optimizer):
         undoes the decay, except that of a group's scale. The codes of "log8" are close enough for stochastic
         rounding to correct this with little noise. Its dither is deterministic: a low-discrepancy sequence
         over the steps, independent of how tensors are sharded.
-    group_size: elements that share one scale and one exponent: 64, 128 or 256.
     min_numel: tensors with fewer elements keep FP32 moments; 0 compresses everything.
     bf16_params: how BF16 parameters are updated. With "exact" `state[p]["remainder"]`, int16, extends each
         parameter to an FP32 master with the same bits as in an FP32 run. With "stochastic" a weight is
@@ -100,7 +99,7 @@ class CoatAdamW(torch.optim.Optimizer):
 
     All options except the implementation switches, keep_fp32, seed, checkpoint_layout, offload and log
     may differ between parameter groups. A change in `param_groups` takes effect at the next step.
-    Formats, group_size and min_numel, which determine the stored states, may not change there after the first
+    Formats and min_numel, which determine the stored states, may not change there after the first
     step.
 
     Parameters may be DTensors (FSDP2's `fully_shard`, HSDP, tensor parallelism): each rank steps its shard.
@@ -108,7 +107,7 @@ class CoatAdamW(torch.optim.Optimizer):
     `torch.distributed.checkpoint` reads and writes them at any number of ranks. `min_numel` and `keep_fp32`
     apply to the whole parameter. Groups are counted from the start of each shard. The codes are the same at
     any number of ranks if each shard consists of whole groups. An example: dimension 0 is sharded, and its
-    rows have a multiple of `group_size` elements. Otherwise a load that cuts a group at another place
+    rows have a multiple of 128 elements. Otherwise a load that cuts a group at another place
     re-encodes it, and its moments then differ by the format's rounding.
 
     `state[p]` holds the `Moment`s `exp_avg` and `exp_avg_sq`, and `step`, an FP32 tensor on the CPU, as
@@ -144,7 +143,6 @@ class CoatAdamW(torch.optim.Optimizer):
         fused: bool | None = None,
         exp_avg_format: str | None = None,
         exp_avg_sq_format: str = "log8",
-        group_size: int = 128,
         min_numel: int = 4096,
         bf16_params: str = "exact",
         keep_fp32: Rule = KEEP_FP32,
@@ -167,7 +165,6 @@ class CoatAdamW(torch.optim.Optimizer):
             "fused": fused,
             "exp_avg_format": exp_avg_format,
             "exp_avg_sq_format": exp_avg_sq_format,
-            "group_size": group_size,
             "min_numel": min_numel,
             "bf16_params": bf16_params,
         }
@@ -412,9 +409,7 @@ class CoatAdamW(torch.optim.Optimizer):
             value = state.get(name)
             if value is None:
                 layout = self._layouts.layout_of(p, group, name)
-                moment = Moment.zeros(
-                    local(p).shape, layout, group["group_size"], self.state_device(p, group)
-                )
+                moment = Moment.zeros(local(p).shape, layout, self.state_device(p, group))
                 # zeros are stored alike in every pair, and encoding them again takes long on a CPU
                 second = local(state["exp_avg_sq"]) if name == "exp_avg" else None
                 state[name] = laid_out_like(p, moment.beside(second))
@@ -468,7 +463,7 @@ class CoatAdamW(torch.optim.Optimizer):
         values, layout = shard_of(values, p), self._layouts.layout_of(p, group, name)
         second = local(self.state[p]["exp_avg_sq"]) if name == "exp_avg" else None
         device = self.state_device(p, group)
-        moment = Moment.zeros(values.shape, layout, group["group_size"], device).beside(second)
+        moment = Moment.zeros(values.shape, layout, device).beside(second)
         exact = moment.recover_(values, p.device)
         self.state[p][name] = laid_out_like(p, moment)
         self._count_arrival(exact)
@@ -547,7 +542,7 @@ class CoatAdamW(torch.optim.Optimizer):
         a DTensor the bytes are those of all shards.
         """
         return layout_table(
-            (name, p.shape, *(codec for _, codec in codecs), group["group_size"])
+            (name, p.shape, *(codec for _, codec in codecs))
             for group in self.param_groups
             for name, p in zip(group.get("param_names", repeat("")), group["params"], strict=False)
             for codecs in zip(*(self._layouts.layout_of(p, group, moment) for moment in MOMENTS), strict=True)

@@ -15,7 +15,6 @@ from coat_ds.config import (
     EXP_AVG_FORMATS,
     EXP_AVG_SQ_FORMATS,
     KEEP_FP32,
-    OPTIMIZER_GROUP_SIZES,
     CoatConfigError,
     check_choice,
     check_pair,
@@ -23,7 +22,7 @@ from coat_ds.config import (
     did_you_mean,
 )
 from coat_ds.log import say
-from coat_kernels.codecs import Codec, first_codec, get_codec
+from coat_kernels.codecs import GROUP_SIZE, Codec, first_codec, get_codec
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 # the order in which moments are written: the first may be relative to the second
@@ -47,12 +46,11 @@ STOCK_SWITCHES: dict[str, Any] = {
 LAYOUT = (
     "exp_avg_format",
     "exp_avg_sq_format",
-    "group_size",
     "min_numel",
     "bf16_params",
 )
 # the options in LAYOUT that determine stored states when these are created; every step reads the others
-OF_STATES = (*FORMATS, "group_size", "min_numel")
+OF_STATES = (*FORMATS, "min_numel")
 # norms of heads and biases of experts have at most this number of heads or experts; position embeddings and
 # weight matrices have more in both dimensions
 SMALLEST_MATRIX = 256
@@ -196,7 +194,11 @@ def check_options(options: dict[str, Any]) -> None:
     # a format without signs would lose half of the first moment
     check_choice("CoatAdamW: exp_avg_format", options["exp_avg_format"], EXP_AVG_FORMATS)
     check_pair("CoatAdamW: ", options["exp_avg_format"], options["exp_avg_sq_format"])
-    check_choice("CoatAdamW: group_size", options["group_size"], OPTIMIZER_GROUP_SIZES)
+    if options.get("group_size", GROUP_SIZE) != GROUP_SIZE:
+        raise CoatConfigError(
+            f"CoatAdamW: group_size: found {options['group_size']!r}, but the option was removed: groups "
+            f"have {GROUP_SIZE} elements. Drop it."
+        )
     check_choice("CoatAdamW: bf16_params", options["bf16_params"], BF16_PARAMS)
     check_type("CoatAdamW: min_numel", options["min_numel"], int)
     if options["min_numel"] < 0:

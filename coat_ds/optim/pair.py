@@ -33,43 +33,43 @@ def paired(first: Moment, second: Moment) -> tuple[Moment, Moment]:
     if not first.is_relative:
         if second.pair is None:
             return first, second
-        return first, Moment(second.pieces, second.group_size, second.shape)
+        return first, Moment(second.pieces, second.shape)
     own, pair = first.pair, second.pair
     if own is not None and own is pair and own.other(first.pieces) is second.pieces:
         return first, second
     for (piece, old), (_, _, codec, storage) in zip(first.each_piece(), second.pieces, strict=True):
         new = Stored(codec, storage)
-        if piece.codec.relative and not (old and _is_same(old, new, first.group_size)):
-            piece.reencode_(first.group_size, old, new)
+        if piece.codec.relative and not (old and _is_same(old, new)):
+            piece.reencode_(old, new)
     own = own if own is not None and own.first is first.pieces else Pair(first.pieces, (), shared=True)
     # views of the second moment hold its pair and must find the new first moment in it
     pair = pair if pair is not None and pair.second is second.pieces else own
     if pair.first is not first.pieces:
-        _set_free(pair, first.group_size)
+        _set_free(pair)
     for x in (own, pair):
         x.first, x.second, x.shared = first.pieces, second.pieces, True
 
     def joined(x: Moment) -> Moment:
-        return Moment(x.pieces, x.group_size, x.shape, pair=pair)
+        return Moment(x.pieces, x.shape, pair=pair)
 
     return joined(first), joined(second)
 
 
-def _set_free(pair: Pair, group_size: int) -> None:
+def _set_free(pair: Pair) -> None:
     """Re-encodes the first moment of a pair without a second one, because it is decoded that way outside the
     pair."""
     for piece, other in zip(pair.first, pair.second, strict=True):
         if piece.codec.relative:
-            piece.reencode_(group_size, Stored(other.codec, other.storage), None)
+            piece.reencode_(Stored(other.codec, other.storage), None)
 
 
-def _is_same(a: Stored, b: Stored, group_size: int) -> bool:
+def _is_same(a: Stored, b: Stored) -> bool:
     """Whether two stored moments are the same bits, or the same tensors."""
     if a.codec is not b.codec:
         return False
     if all(x is y for x, y in zip(a.storage, b.storage, strict=True)):
         return True
     # comparing takes one byte per element
-    parts = zip(a.parts(group_size), b.parts(group_size), strict=True)
+    parts = zip(a.parts(), b.parts(), strict=True)
     pairs = (pair for x, y in parts for pair in zip(x.storage, y.storage, strict=True))
     return all(x.device == y.device and torch.equal(x, y) for x, y in pairs)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from coat_kernels.codecs import Codec, Storage, Stored
+from coat_kernels.codecs import GROUP_SIZE, Codec, Storage, Stored
 
 
 class Piece(NamedTuple):
@@ -22,13 +22,13 @@ class Piece(NamedTuple):
     def write_(self, storage: Storage, non_blocking: bool = False) -> None:
         write(self.storage, storage, non_blocking)
 
-    def reencode_(self, group_size: int, old: Stored | None, new: Stored | None) -> None:
+    def reencode_(self, old: Stored | None, new: Stored | None) -> None:
         """Re-encodes a first moment from relative to `old` to relative to `new`; its values do not change. It
         works in parts: in FP32 the moment may not fit into free memory."""
-        before, after = (itertools.repeat(None) if x is None else x.parts(group_size) for x in (old, new))
-        for (_, own), a, b in zip(self.storage.parts(group_size), before, after, strict=False):
-            values = self.codec.decode(own, group_size, a)
-            write(own, self.codec.encode(values, group_size, beside=b))
+        before, after = (itertools.repeat(None) if x is None else x.parts() for x in (old, new))
+        for (_, own), a, b in zip(self.storage.parts(), before, after, strict=False):
+            values = self.codec.decode(own, beside=a)
+            write(own, self.codec.encode(values, beside=b))
 
 
 Pieces = tuple[Piece, ...]
@@ -58,20 +58,18 @@ def made_of(pieces: Pieces, make: Callable[[torch.Tensor], torch.Tensor]) -> Pie
     return tuple(piece._replace(storage=Storage(*map(make, piece.storage))) for piece in pieces)
 
 
-def overwrite(
-    old: Stored, made: Storage, other: Stored | None, group_size: int, non_blocking: bool = False
-) -> None:
+def overwrite(old: Stored, made: Storage, other: Stored | None, non_blocking: bool = False) -> None:
     """Overwrites `old` by `made`. If `other` is a first moment relative to this one, it is re-encoded, so
     that its values do not change."""
     if other is None or not other.codec.relative or old.codec.relative:
         write(old.storage, made, non_blocking)
         return
-    parts = zip(*(x.parts(group_size) for x in (old.storage, made, other.storage)), strict=True)
+    parts = zip(*(x.parts() for x in (old.storage, made, other.storage)), strict=True)
     for (_, into), (_, new), (_, first) in parts:
         second = Stored(old.codec, into)
-        kept = other.codec.decode(first, group_size, second)
+        kept = other.codec.decode(first, beside=second)
         write(into, new, non_blocking)
-        write(first, other.codec.encode(kept, group_size, beside=second))
+        write(first, other.codec.encode(kept, beside=second))
 
 
 def write(into: Storage, new: Storage, non_blocking: bool = False) -> None:
@@ -79,10 +77,10 @@ def write(into: Storage, new: Storage, non_blocking: bool = False) -> None:
         old.copy_(t, non_blocking=non_blocking)
 
 
-def only_groups(old: Storage, new: Storage, touched: torch.Tensor, group_size: int) -> Storage:
+def only_groups(old: Storage, new: Storage, touched: torch.Tensor) -> Storage:
     """`new` for groups with a `touched` element, `old` for all other groups."""
-    groups = F.pad(touched, (0, -touched.numel() % group_size)).view(-1, group_size).any(1)
-    elements = groups.repeat_interleave(group_size)[: touched.numel()]
+    groups = F.pad(touched, (0, -touched.numel() % GROUP_SIZE)).view(-1, GROUP_SIZE).any(1)
+    elements = groups.repeat_interleave(GROUP_SIZE)[: touched.numel()]
     return Storage(
         torch.where(elements, new.codes, old.codes),
         *(torch.where(groups, n, o) if n.numel() else n for n, o in zip(new[1:], old[1:], strict=True)),

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from coat_ds.optim.pieces import write
-from coat_kernels.codecs import Codec, Storage, Stored
+from coat_kernels.codecs import GROUP_SIZE, Codec, Storage, Stored
 
 # decoding on another device differs by a few FP32 roundings (2^-24) times at most 16, the largest 1 / k;
 # neighbouring codes differ by at least 2^-4 / 16. Any threshold between the two separates them.
@@ -27,7 +27,6 @@ RELATIVE, ABSOLUTE = 0.03, 2
 def recover_(
     into: Stored,
     values: torch.Tensor,
-    group_size: int,
     beside: Stored | None = None,
     worker: torch.device | None = None,
 ) -> bool:
@@ -42,16 +41,16 @@ def recover_(
     device, are allowed.
     """
     codec, exact, values = into.codec, True, values.detach().reshape(-1)
-    seconds = itertools.repeat(None) if beside is None else beside.parts(group_size)
-    for (where, own), second in zip(into.storage.parts(group_size), seconds, strict=False):
+    seconds = itertools.repeat(None) if beside is None else beside.parts()
+    for (where, own), second in zip(into.storage.parts(), seconds, strict=False):
         part = values[where].to(worker or own.codes.device, torch.float32)
         second = None if second is None else second.to(part.device)
         if codec.relative:
             # re-encoding the decoded values gives the same codes (codecs/ratio.py)
-            found = codec.encode(part, group_size, beside=second)
-            same = bool((_differences(codec.decode(found, group_size, second), part) <= SAME_VALUE).all())
+            found = codec.encode(part, beside=second)
+            same = bool((_differences(codec.decode(found, beside=second), part) <= SAME_VALUE).all())
         else:
-            rows = F.pad(part, (0, -part.numel() % group_size)).view(-1, group_size)
+            rows = F.pad(part, (0, -part.numel() % GROUP_SIZE)).view(-1, GROUP_SIZE)
             found, same = _recovered(codec, rows)
         write(own, found._replace(codes=found.codes.view(-1)[: part.numel()]))
         exact = exact and same
@@ -59,10 +58,9 @@ def recover_(
 
 
 def _recovered(codec: Codec, rows: torch.Tensor) -> tuple[Storage, bool]:
-    """The codes of whole groups, FP32 [groups, group_size], and whether they decode to all groups, except for
+    """The codes of whole groups, FP32 [groups, GROUP_SIZE], and whether they decode to all groups, except for
     FP32 rounding."""
-    group_size = rows.shape[1]
-    best = codec.encode(rows, group_size)
+    best = codec.encode(rows)
     first, reach = Storage(*(t.clone() for t in best)), _reach(codec, best, len(rows))
     errors = _errors(codec, best, rows)
     # the nearest exponents first, up and down
@@ -72,12 +70,12 @@ def _recovered(codec: Codec, rows: torch.Tensor) -> tuple[Storage, bool]:
         left = ((errors > 0) & (reach >= abs(step))).nonzero().squeeze(1)
         if not left.numel():
             return best, bool((errors <= SAME_VALUE).all())
-        tried = codec.encode(rows[left], group_size, _moved(codec, first, left, step))
+        tried = codec.encode(rows[left], like=_moved(codec, first, left, step))
         found = _errors(codec, tried, rows[left])
         better = (found < errors[left]) & (found <= SAME_VALUE)
         where = left[better]
         errors[where] = found[better]
-        best.codes.view_as(rows)[where] = tried.codes.view(-1, group_size)[better]
+        best.codes.view_as(rows)[where] = tried.codes.view(-1, GROUP_SIZE)[better]
         for old, new in zip(best[1:], tried[1:], strict=True):
             if old.numel():
                 old[where] = new[better]
@@ -102,7 +100,7 @@ def _moved(codec: Codec, stored: Storage, groups: torch.Tensor, step: int) -> St
 
 def _errors(codec: Codec, storage: Storage, rows: torch.Tensor) -> torch.Tensor:
     """The largest relative error of each group, FP32 [groups]; infinite if only one value is zero or NaN."""
-    return _differences(codec.decode(storage, rows.shape[1]).view_as(rows), rows).amax(1)
+    return _differences(codec.decode(storage).view_as(rows), rows).amax(1)
 
 
 def _differences(decoded: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

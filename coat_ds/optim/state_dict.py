@@ -43,7 +43,7 @@ def _given(value: torch.Tensor, moment: Moment, layout: str) -> torch.Tensor:
         # on its device: NCCL cannot gather CPU tensors
         return laid_out_like(value, moment.decode())
     if layout == "compressed":
-        return StoredMoment(moment.pieces, moment.group_size, moment.shape, pair=moment.pair)
+        return StoredMoment(moment.pieces, moment.shape, pair=moment.pair)
     # when streaming, torch.save decodes the moment as it writes it
     return moment.detach() if is_streaming() else moment.decode("cpu")
 
@@ -53,7 +53,6 @@ def restored(
     index: Any,
     name: str,
     layout: Layout,
-    group_size: int,
     param: torch.Tensor,
     device: torch.device,
     second: Moment | None = None,
@@ -68,11 +67,11 @@ def restored(
     value = shard_of(loaded["state"][index][name], param)
     if isinstance(value, Moment):
         # a plain Moment, because `GivenMoment.to` returns a decoded tensor; then converted to `layout`
-        value = Moment(value.pieces, value.group_size, value.shape, pair=value.pair)
+        value = Moment(value.pieces, value.shape, pair=value.pair)
         held: Any = value.to(device, copy=True)
-        same = (held.arrangement, held.group_size) == (layout, group_size)
-        return (held, True) if same else (held.rearranged(layout, group_size, second), False)
-    moment = Moment.zeros(value.shape, layout, group_size, device).beside(second)
+        same = held.arrangement == layout
+        return (held, True) if same else (held.rearranged(layout, second), False)
+    moment = Moment.zeros(value.shape, layout, device).beside(second)
     return moment, moment.recover_(value, param.device)
 
 

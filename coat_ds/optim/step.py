@@ -66,13 +66,13 @@ def update_group(
     streams = [passages is not None and passages.serve(p) for p in params]
     kinds = list(zip(streams, map(id, (scale for _, scale in read)), strict=True))
     for key, bucket in _buckets(params, contiguous, grads, kinds, states, steps, copies).items():
-        (streamed, kind), group_size, *_ = key
+        (streamed, kind), *_ = key
         scaled = scaling._replace(grad_scale=_product(scaling.grad_scale, scales[kind]))
         parts: Iterable[list[Operands]] = [bucket]
         if passages is not None and streamed:
-            parts = passages[stepping_device(bucket[0].param.device)].through(bucket, group_size)
+            parts = passages[stepping_device(bucket[0].param.device)].through(bucket)
         for part in parts:
-            _launch(group, part, scaled, group_size, seed)
+            _launch(group, part, scaled, seed)
     for shard, updated in zip(held, contiguous, strict=True):
         if updated is not shard:
             # what is on the CPU is there by now: it is not pinned, and such copies block
@@ -92,7 +92,7 @@ def _buckets(
     steps: list[torch.Tensor],
     copies: Mapping[torch.Tensor, torch.Tensor],
 ) -> dict[tuple, list[Operands]]:
-    """Pieces by launch. Pieces of one launch have equal `kinds`, group size, device, dtypes and codecs."""
+    """Pieces by launch. Pieces of one launch have equal `kinds`, device, dtypes and codecs."""
     buckets: dict[tuple, list[Operands]] = defaultdict(list)
     for p, param, grad, kind, state, step in zip(
         params, contiguous, grads, kinds, states, steps, strict=True
@@ -105,7 +105,7 @@ def _buckets(
         if remainder is not None:
             remainder = local(remainder)
         # either all BF16 parameters of a group have remainders, or none
-        key = kind, m.group_size, p.device, p.dtype, grad.dtype, copy is not None
+        key = kind, p.device, p.dtype, grad.dtype, copy is not None
         for first, second in zip(m.pieces, v.pieces, strict=True):
             operands = Operands(
                 _cut(param, first),
@@ -124,7 +124,6 @@ def _launch(
     group: dict[str, Any],
     bucket: list[Operands],
     scaling: Scaling,
-    group_size: int,
     seed: int,
 ) -> None:
     """Steps pieces on one device that have the same dtypes and codecs."""
@@ -140,7 +139,6 @@ def _launch(
         AdamWOptions(
             exp_avg_codec=first.exp_avg.codec,
             exp_avg_sq_codec=second_codec,
-            group_size=group_size,
             # an lr on another device would synchronize in every step
             lr=group["lr"] if is_on(group["lr"], device) else float(group["lr"]),
             beta1=float(group["betas"][0]),

@@ -5,10 +5,12 @@ from typing import Any
 
 import torch
 
-from coat_ds.config import OPTIMIZER_GROUP_SIZES
 from coat_ds.optim.moment import Moment
 from coat_ds.optim.pieces import Pair, Piece
-from coat_kernels.codecs import CODECS, Storage, Stored
+from coat_kernels.codecs import CODECS, GROUP_SIZE, Storage, Stored
+
+# the sizes of groups in files, written when the size was an option
+GROUP_SIZES = (64, 128, 256)
 
 
 class GivenMoment(Moment):
@@ -54,17 +56,16 @@ class StoredMoment(GivenMoment):
             )
             for piece, beside in moment.each_piece()
         ]
-        return _rebuild, (pieces, moment.group_size, tuple(moment.shape))
+        return _rebuild, (pieces, GROUP_SIZE, tuple(moment.shape))
 
 
-def _rebuild(pieces: list[tuple], group_size: int, shape: tuple[int, ...]) -> GivenMoment:
-    """The moment of a pickled `StoredMoment`. Raises ValueError for data that `StoredMoment` never writes.
+def _rebuild(pieces: list[tuple], group_size: int, shape: tuple[int, ...]) -> torch.Tensor:
+    """The moment of a pickled `StoredMoment`; if its groups have another size, its FP32 values.
 
     Readers that accept data only, such as `torch.load(weights_only=True)`, call this function, so it checks
-    all contents of the file.
+    all contents of the file. Raises ValueError for data that `StoredMoment` never writes.
     """
-    sizes = OPTIMIZER_GROUP_SIZES
-    _expect(type(group_size) is int and group_size in sizes, f"one of the group sizes {sizes}", group_size)
+    _expect(type(group_size) is int and group_size in GROUP_SIZES, f"one of {GROUP_SIZES}", group_size)
     _expect(type(shape) is tuple and all(type(n) is int and n >= 0 for n in shape), "a shape", shape)
     _expect(type(pieces) is list and pieces, "a list of pieces", pieces)
     made, second, end = [], [], 0
@@ -86,7 +87,11 @@ def _rebuild(pieces: list[tuple], group_size: int, shape: tuple[int, ...]) -> Gi
     _expect(math.prod(shape) == end, f"a shape of {end} elements", shape)
     devices = {t.device for piece in (*made, *second) for t in piece.storage}
     _expect(len(devices) == 1, "all tensors on one device", devices)
-    moment = GivenMoment(tuple(made), group_size, shape)
+    if group_size != GROUP_SIZE:
+        pairs = zip(made, second, strict=True)
+        values = [x.codec.decode(x.storage, group_size, Stored(*beside[2:])) for x, beside in pairs]
+        return torch.cat(values).view(shape)
+    moment = GivenMoment(tuple(made), shape)
     if moment.is_relative:
         moment.pair = Pair(moment.pieces, tuple(second), shared=False)
     return moment

@@ -17,6 +17,7 @@ from coat_ds.plan.experts import BF16, FP32
 from coat_ds.plan.sizes import Sizes
 from coat_ds.plan.systems import System
 from coat_kernels.autograd.checkpointing import GROUP_SIZE as CHECKPOINT_GROUP_SIZE
+from coat_kernels.groups import GROUP_SIZE
 
 
 def saved_per_token(sizes: Sizes, system: System) -> float:
@@ -30,7 +31,7 @@ def saved_per_token(sizes: Sizes, system: System) -> float:
 
 def _by_coat(sizes: Sizes, system: System) -> float:
     activations = system.coat.activations
-    code = 1 + 1 / activations.group_size
+    code = 1 + 1 / GROUP_SIZE
     normed, deviations = _head_norms(sizes)
     attention = (BF16 if activations.attention_format == "bf16" else code) * (sizes.qkv + sizes.queries)
     attention += deviations + code * normed

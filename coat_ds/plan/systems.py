@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from coat_ds.config import CoatConfig, OptimizerConfig
-from coat_kernels.codecs import CODECS, first_codec
+from coat_kernels.codecs import CODECS, GROUP_SIZE, first_codec
 
 # keys of DeepSpeed's section on BF16, which have to be true for masters in BF16
 BF16_MASTERS = ("bf16_master_weights_and_grads", "bf16_optimizer_states")
@@ -87,8 +87,7 @@ def moment_bytes(optimizer: OptimizerConfig) -> float:
         return FP32_MOMENTS
     second = CODECS[optimizer.exp_avg_sq_format]
     first = first_codec(optimizer.exp_avg_format, second)
-    size = optimizer.group_size
-    return sum(codec.zeros(size, size, "cpu").nbytes for codec in (first, second)) / size
+    return sum(codec.zeros(GROUP_SIZE).nbytes for codec in (first, second)) / GROUP_SIZE
 
 
 def coat(name: str, keys: Mapping = MappingProxyType({}), **fields) -> System:

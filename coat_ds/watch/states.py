@@ -24,7 +24,7 @@ from coat_ds.optim.shards import is_distributed, local, shard_of
 from coat_ds.watch.codes import sent
 from coat_kernels.adamw import AdamWOptions
 from coat_kernels.adamw.storing import SUMS, Moments, storing_sums
-from coat_kernels.codecs import Codec, Storage
+from coat_kernels.codecs import GROUP_SIZE, Codec, Storage
 
 # groups of a tensor that are looked at
 GROUPS = 16
@@ -50,7 +50,7 @@ class _Place(NamedTuple):
         views = []
         for moment in (local(state["exp_avg"]), local(state["exp_avg_sq"])):
             codes, *statistics = moment.pieces[self.piece].storage
-            views.append(self.of(codes, moment.group_size))
+            views.append(self.of(codes, GROUP_SIZE))
             views += [self.of(x, 1) if x.numel() else x for x in statistics]
         return views
 
@@ -62,7 +62,7 @@ class _Sample(NamedTuple):
     places: list[_Place]
     stored: Moments
     grad: torch.Tensor
-    """FP32 [groups, group size], as the step takes it."""
+    """FP32 [groups, GROUP_SIZE], as the step takes it."""
 
 
 class StateSampler:
@@ -109,10 +109,10 @@ class StateSampler:
                 flat = flat.reshape(-1).contiguous()
                 for i, piece in enumerate(m.pieces):
                     if chosen := self._choose(p, i, m):
-                        options = _options(group, piece.codec, v.pieces[i].codec, m.group_size)
+                        options = _options(group, piece.codec, v.pieces[i].codec)
                         places, grads = taken.setdefault((options, m.device), ([], []))
                         places += chosen
-                        rows = [place.of(flat, m.group_size, piece.begin) for place in chosen]
+                        rows = [place.of(flat, GROUP_SIZE, piece.begin) for place in chosen]
                         if own_scale is not None:
                             rows = [x.float() * own_scale.to(x.device) for x in rows]
                         grads += rows
@@ -134,7 +134,7 @@ class StateSampler:
         """Groups of a piece, evenly spread over each parameter in it."""
         key = p, i, m.arrangement
         if key not in self._chosen:
-            piece, size = m.pieces[i], m.group_size
+            piece, size = m.pieces[i], GROUP_SIZE
             chosen = []
             for param, start, numel in self.optimizer.parts_of(p):
                 first = -(-(max(start, piece.begin) - piece.begin) // size)
@@ -164,13 +164,12 @@ class StateSampler:
             self._sums.index_add_(0, sent(rows, torch.int64, self._sums.device), sums.to(self._sums.device))
 
 
-def _options(group: Mapping[str, Any], first: Codec, second: Codec, group_size: int) -> AdamWOptions:
+def _options(group: Mapping[str, Any], first: Codec, second: Codec) -> AdamWOptions:
     """What decides how groups are stored and updated. Those of equal options are measured together."""
     beta1, beta2 = group["betas"]
     return AdamWOptions(
         exp_avg_codec=first,
         exp_avg_sq_codec=second,
-        group_size=group_size,
         lr=0.0,
         beta1=beta1,
         beta2=beta2,

@@ -132,7 +132,6 @@ def _layout(optimizer: CoatAdamW, names: Mapping[torch.Tensor, str]) -> str:
             getattr(p, "ds_shape", p.shape),
             codec(p, group, "exp_avg"),
             codec(p, group, "exp_avg_sq"),
-            group["group_size"],
         )
         for group in optimizer.param_groups
         for p in group["params"]

@@ -8,6 +8,7 @@ import torch
 
 from coat_kernels.adamw.kernel import COLUMNS, POINTERS, ROWS
 from coat_kernels.adamw.options import AdamWOptions
+from coat_kernels.codecs.codec import GROUP_SIZE
 
 # Tiles per chunk, powers of two; each size has its own launch. The larger the chunk, the longer its row of
 # the table stays in the caches of the multiprocessors.
@@ -22,7 +23,6 @@ def chunk_table(
     group_bytes: np.ndarray,
     first: np.ndarray,
     numels: np.ndarray,
-    group_size: int,
     tiles: int,
 ) -> np.ndarray:
     """Cuts `numels` elements of each tensor, starting at element `first`, into chunks of `tiles` tiles.
@@ -32,13 +32,13 @@ def chunk_table(
     bytes per group; the number of elements from there to the tensor's end; the tensor's index; and a zero,
     with which every row begins at a multiple of 16 bytes.
     """
-    chunk = tiles * ROWS * group_size
+    chunk = tiles * ROWS * GROUP_SIZE
     chunks = -(-numels // chunk)
     tensor = np.repeat(np.arange(len(chunks)), chunks)
     within = (np.arange(len(tensor)) - np.repeat(np.cumsum(chunks) - chunks, chunks)) * chunk
     start = first[tensor] + within
     table = np.zeros((len(tensor), COLUMNS.value), dtype=np.int64)
-    table[:, :POINTERS] = pointers[tensor] + (start // group_size)[:, None] * group_bytes
+    table[:, :POINTERS] = pointers[tensor] + (start // GROUP_SIZE)[:, None] * group_bytes
     table[:, POINTERS : POINTERS + 2] = np.stack((numels[tensor] - within, tensor), axis=1)
     return table
 
@@ -53,7 +53,6 @@ def launches(
     pointers: bytes,
     element_bytes: tuple[int, ...],
     numels: tuple[int, ...],
-    group_size: int,
     device: torch.device,
 ) -> tuple[list[tuple[torch.Tensor, int]], torch.cuda.Event | None]:
     """Returns the tables on the device, largest chunks first, each with its tiles per chunk, and the event of
@@ -69,17 +68,17 @@ def launches(
         )
     table = np.frombuffer(pointers, dtype=np.int64).reshape(-1, POINTERS)
     # scales and exponents have one entry per group, the other tensors one per element
-    group_bytes = np.where(PER_GROUP, 1, group_size) * np.array(element_bytes, dtype=np.int64)
+    group_bytes = np.where(PER_GROUP, 1, GROUP_SIZE) * np.array(element_bytes, dtype=np.int64)
     remaining = np.array(numels, dtype=np.int64)
     done = np.zeros_like(remaining)
-    tile = ROWS * group_size
+    tile = ROWS * GROUP_SIZE
     cut = []
     for tiles in (*CHUNKS, 1):
         # the smallest chunks cover all remaining full tiles; single tiles then cover the ends of the tensors
         unit = {CHUNKS[-1]: tile, 1: 1}.get(tiles, tiles * tile)
         part = remaining // unit * unit
         if part.any():
-            cut.append((chunk_table(table, group_bytes, done, part, group_size, tiles), tiles))
+            cut.append((chunk_table(table, group_bytes, done, part, tiles), tiles))
             done, remaining = done + part, remaining - part
     if not cut:
         return [], None

@@ -14,8 +14,6 @@ class AdamWOptions:
 
     exp_avg_codec: Codec
     exp_avg_sq_codec: Codec
-    group_size: int
-    """Elements per scale in the storage of both moments."""
     lr: float | torch.Tensor
     """A number, or on CUDA an FP32 tensor [1] on the device."""
     beta1: float

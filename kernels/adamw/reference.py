@@ -16,7 +16,7 @@ import torch
 import triton.language as tl
 
 from coat_kernels.adamw.options import AdamWOptions
-from coat_kernels.codecs.codec import Storage, Stored, encode_reference
+from coat_kernels.codecs.codec import GROUP_SIZE, Storage, Stored, encode_reference
 
 # dither: 2^32 times the fractional parts of the golden ratio and of the plastic number's inverse; their
 # multiples fill an interval most evenly
@@ -74,7 +74,9 @@ def noise_reference(x: torch.Tensor, grad: torch.Tensor, seed: int, step: int) -
     return ((x ^ (x >> 16)) >> 16).int()
 
 
-def dither_reference(step: int, numel: int, group_size: int, device: torch.device | str) -> torch.Tensor:
+def dither_reference(
+    step: int, numel: int, group_size: int = GROUP_SIZE, device: torch.device | str = "cpu"
+) -> torch.Tensor:
     """The offset that is added to each element before rounding, in steps of codes: FP32 [numel], between
     -1/2 and 1/2.
 
@@ -106,14 +108,14 @@ def adamw_reference(
     grad_scale: torch.Tensor | None = None,
 ) -> None:
     """One step for one tensor in plain PyTorch, in the same order of operations as `torch.optim.AdamW`."""
-    m_codec, v_codec, group_size = options.exp_avg_codec, options.exp_avg_sq_codec, options.group_size
+    m_codec, v_codec = options.exp_avg_codec, options.exp_avg_sq_codec
     lr, beta1, beta2 = options.lr, options.beta1, options.beta2
     correction1, root_correction2 = options.bias_corrections(step)
     g = grad.reshape(-1).float()
     g = g if grad_scale is None else g * grad_scale
     g = -g if options.maximize else g
-    m = m_codec.decode(exp_avg, group_size, Stored(v_codec, exp_avg_sq))
-    v = v_codec.decode(exp_avg_sq, group_size)
+    m = m_codec.decode(exp_avg, beside=Stored(v_codec, exp_avg_sq))
+    v = v_codec.decode(exp_avg_sq)
     p = (param if remainder is None else join_master(param, remainder)).reshape(-1).float()
 
     p = p * (1 - lr * options.weight_decay)
@@ -131,14 +133,14 @@ def adamw_reference(
         param.copy_(p.view_as(param))
     if weight is not None:
         weight.copy_(p.view_as(weight))
-    shift = dither_reference(int(step), p.numel(), group_size, p.device) if options.dither else None
-    _overwrite(exp_avg_sq, encode_reference(v_codec, v, group_size, dither=shift))
+    shift = dither_reference(int(step), p.numel(), device=p.device) if options.dither else None
+    _overwrite(exp_avg_sq, encode_reference(v_codec, v, dither=shift))
     turn = None
     if m_codec.relative:
-        m = m / Stored(v_codec, exp_avg_sq).roots(group_size)
+        m = m / Stored(v_codec, exp_avg_sq).roots()
         # one number for the whole step, which costs the kernel nothing
         turn = dither_reference(int(step), 1, 1, m.device).expand_as(m)
-    _overwrite(exp_avg, encode_reference(m_codec, m, group_size, dither=turn))
+    _overwrite(exp_avg, encode_reference(m_codec, m, dither=turn))
 
 
 def _overwrite(storage: Storage, made: Storage) -> None:

@@ -12,7 +12,7 @@ from coat_kernels.adamw.chunks import arrived, corrections_of, launches
 from coat_kernels.adamw.kernel import ROWS, WARPS, adamw_kernel
 from coat_kernels.adamw.options import AdamWOptions
 from coat_kernels.adamw.reference import adamw_reference
-from coat_kernels.codecs.codec import Storage
+from coat_kernels.codecs.codec import GROUP_SIZE, Storage
 from coat_kernels.device import uses_kernels
 from coat_kernels.prepared import FUSED
 
@@ -55,7 +55,7 @@ def constants_of(options: AdamWOptions, extra: str) -> dict[str, object]:
         "DITHER": options.dither,
         "MAXIMIZE": options.maximize,
         "ROWS": ROWS,
-        "G": options.group_size,
+        "G": GROUP_SIZE,
     }
 
 
@@ -86,7 +86,7 @@ def adamw_triton(
     element_bytes = tuple(t.element_size() for t in tensors[0])
     numels = tuple(p.numel() for p in params)
     corrections = corrections_of(steps, options, device)
-    uploaded = launches(pointers.tobytes(), element_bytes, numels, options.group_size, device)
+    uploaded = launches(pointers.tobytes(), element_bytes, numels, device)
     constants = constants_of(options, "remainder" if remainders else "weight" if weights else "none")
     constants |= {"PARAM": TRITON_DTYPES[params[0].dtype], "GRAD": TRITON_DTYPES[grads[0].dtype]}
     # views into flat buffers may start anywhere
@@ -159,7 +159,6 @@ def adamw_(
 def _in_pieces(param, grad, m, v, step, options: AdamWOptions, remainder, weight, grad_scale) -> None:
     """`adamw_reference` on one piece of the tensor after another: the temporaries of a piece fit into the
     cache."""
-    group_size = options.group_size
 
     def cut(x, a, b):
         return None if x is None else x.view(-1)[a:b]
@@ -169,7 +168,7 @@ def _in_pieces(param, grad, m, v, step, options: AdamWOptions, remainder, weight
         adamw_reference(
             cut(param, a, b),
             cut(grad, a, b),
-            *(s.groups(a // group_size, b // group_size, group_size) for s in (m, v)),
+            *(s.groups(a // GROUP_SIZE, b // GROUP_SIZE) for s in (m, v)),
             step,
             options,
             cut(remainder, a, b),

@@ -23,6 +23,7 @@ import triton.language as tl
 from coat_kernels.adamw.options import AdamWOptions
 from coat_kernels.adamw.step import constants_of
 from coat_kernels.codecs.codec import (
+    GROUP_SIZE,
     Codec,
     Storage,
     Stored,
@@ -48,16 +49,16 @@ class Moments(NamedTuple):
     exp_avg: Storage
     exp_avg_sq: Storage
 
-    def groups(self, first: int, last: int, size: int) -> "Moments":
-        """A view of the groups from `first` to `last`, exclusive; `size` elements each."""
-        return Moments(*(storage.groups(first, last, size) for storage in self))
+    def groups(self, first: int, last: int) -> "Moments":
+        """A view of the groups from `first` to `last`, exclusive."""
+        return Moments(*(storage.groups(first, last) for storage in self))
 
     def decode(self, options: AdamWOptions) -> tuple[torch.Tensor, torch.Tensor]:
-        """Both moments, FP32 [groups, group size]."""
-        second, size = options.exp_avg_sq_codec, options.group_size
+        """Both moments, FP32 [groups, GROUP_SIZE]."""
+        second = options.exp_avg_sq_codec
         beside = Stored(second, self.exp_avg_sq)
-        exp_avg = options.exp_avg_codec.decode(self.exp_avg, size, beside)
-        return exp_avg.view(-1, size), second.decode(self.exp_avg_sq, size).view(-1, size)
+        exp_avg = options.exp_avg_codec.decode(self.exp_avg, beside=beside)
+        return exp_avg.view(-1, GROUP_SIZE), second.decode(self.exp_avg_sq).view(-1, GROUP_SIZE)
 
 
 def storing_sums(
@@ -66,17 +67,17 @@ def storing_sums(
     """The sums of each group, FP64 [groups, SUMS].
 
     before, after: the stored moments before and after the step.
-    grad: FP32 [groups, group size], the gradient that the step used, scaled.
+    grad: FP32 [groups, GROUP_SIZE], the gradient that the step used, scaled.
     step: FP64 [groups], the step count of each group's tensor, including this step.
     options: of the step; lr and weight_decay are not used.
     """
     if uses_kernels(grad, fp8=False):
         return storing_sums_triton(before, after, grad, step, options)
-    at_once = AT_ONCE // options.group_size
+    at_once = AT_ONCE // GROUP_SIZE
     sums = [step.new_empty(0, SUMS)]
     for first in range(0, len(grad), at_once):
         part = slice(first, min(first + at_once, len(grad)))
-        stored = (moments.groups(part.start, part.stop, options.group_size) for moments in (before, after))
+        stored = (moments.groups(part.start, part.stop) for moments in (before, after))
         sums.append(storing_sums_reference(*stored, grad[part], step[part], options))
     return torch.cat(sums)
 
@@ -127,19 +128,19 @@ def _bits(codes: torch.Tensor) -> torch.Tensor:
 
 
 @functools.cache
-def _thresholds(group_size: int, device: torch.device) -> torch.Tensor:
-    """The dithers of a group, evenly spread for each element: FP32 [DITHERS, group size] in (-1/2, 1/2)."""
-    lanes, shifts = (torch.arange(n, dtype=torch.float32, device=device) for n in (group_size, DITHERS))
+def _thresholds(device: torch.device) -> torch.Tensor:
+    """The dithers of a group, evenly spread for each element: FP32 [DITHERS, GROUP_SIZE] in (-1/2, 1/2)."""
+    lanes, shifts = (torch.arange(n, dtype=torch.float32, device=device) for n in (GROUP_SIZE, DITHERS))
     lanes, shifts = lanes * 0.618034, shifts[:, None] / DITHERS
     return ((lanes + shifts) % 1 - 0.5) * (1 - 2**-20)
 
 
 def _mean_log(codec: Codec, x: torch.Tensor) -> torch.Tensor:
-    """The mean logarithm of the values that `x` [groups, group size] may be stored as."""
-    dither = _thresholds(x.shape[1], x.device)[:, None].expand(-1, *x.shape)
+    """The mean logarithm of the values that `x` [groups, GROUP_SIZE] may be stored as."""
+    dither = _thresholds(x.device)[:, None].expand(-1, *x.shape)
     repeated = x.expand(DITHERS, *x.shape).reshape(-1)
-    storage = encode_reference(codec, repeated, x.shape[1], dither=dither.reshape(-1))
-    return decode_reference(codec, storage, x.shape[1]).view(DITHERS, *x.shape).log().mean(0)
+    storage = encode_reference(codec, repeated, dither=dither.reshape(-1))
+    return decode_reference(codec, storage).view(DITHERS, *x.shape).log().mean(0)
 
 
 @triton.jit
@@ -232,7 +233,7 @@ def storing_sums_triton(
             storing_kernel[(triton.cdiv(len(grad), constants["ROWS"]),)](
                 grad,
                 _roots(step, options.beta2),
-                _thresholds(options.group_size, grad.device),
+                _thresholds(grad.device),
                 sums,
                 *before.exp_avg,
                 *before.exp_avg_sq,

@@ -16,7 +16,6 @@ from coat_kernels.attention.saved import attended, packed_order
 from coat_kernels.attention.whole import BACKENDS, causal_attention
 from coat_kernels.autograd.derivatives import once_differentiable
 from coat_kernels.autograd.origin import origin_of, with_origin
-from coat_kernels.groups.reference import DEFAULT_FORMAT
 
 
 class Packed(NamedTuple):
@@ -181,8 +180,7 @@ def packed_attention(
     *,
     scale: float | None = None,
     sinks: torch.Tensor | None = None,
-    group_size: int | None = None,
-    saved_format: str = DEFAULT_FORMAT,
+    saved_format: str | None = None,
     backends: tuple[SDPBackend, ...] = BACKENDS,
     batch_first: bool = False,
 ) -> torch.Tensor:
@@ -195,11 +193,11 @@ def packed_attention(
         packed: documents of the b * s tokens, one sequence after another. They cover all tokens.
         sinks: [n], a score of each head that every row's softmax counts, and that has no value.
         backends: of whole sequences.
-        scale, group_size, saved_format, batch_first: as in `causal_attention`.
+        scale, saved_format, batch_first: as in `causal_attention`.
 
     Returns [s, b, n * e] with its origin.
     """
-    how = {"group_size": group_size, "saved_format": saved_format}
+    how = {"saved_format": saved_format}
     if not batch_first:
         q, k, v = (x.transpose(0, 1) for x in (q, k, v))
     b, s, _, d = q.shape

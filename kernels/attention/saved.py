@@ -9,7 +9,7 @@ import torch
 from coat_kernels.autograd.origin import Origin
 from coat_kernels.fp8 import Fp8Format
 from coat_kernels.groups.op import dequantize_groups, quantize_groups
-from coat_kernels.groups.reference import GROUP_FORMATS, Grouped
+from coat_kernels.groups.reference import GROUP_FORMATS, GROUP_SIZE, Grouped
 from coat_kernels.tensorwise.quantize import Quantized, quantize_tensor
 
 
@@ -52,7 +52,7 @@ def packed_order(b: int, batch_first: bool) -> Order:
 
 
 class _Compressed:
-    """Hooks that save the large tensors of one attention call as groups, if `group_size` is given. Keys and
+    """Hooks that save the large tensors of one attention call as groups, if `saved_format` is given. Keys and
     values that were repeated for attention are saved unrepeated.
 
     torch calls only the innermost of nested hooks. These hooks therefore pass what they save to the outer
@@ -61,15 +61,13 @@ class _Compressed:
 
     def __init__(
         self,
-        group_size: int | None,
-        saved_format: str,
+        saved_format: str | None,
         q: torch.Tensor,
         v: torch.Tensor,
         order: Order,
         mask: torch.Tensor | None = None,
     ):
-        self.group_size, self.saved_format, self.dtype = group_size, saved_format, q.dtype
-        self.order = order
+        self.saved_format, self.dtype, self.order = saved_format, q.dtype, order
         # from address, shape and strides of a repeated tensor to its source and the number of repeats of each
         # head. Views of other shapes, such as those of the MATH backend, are saved repeated.
         self.sources: dict[tuple, tuple[torch.Tensor, int]] = {}
@@ -92,9 +90,9 @@ class _Compressed:
     def pack(self, x: torch.Tensor):
         of_heads = x.dim() == self.dims and x.shape[-1] in self.channels and x.shape[-2:] != self.mask_shape
         source, times = self.sources.get(_place(x), (x, 1)) if self.sources else (x, 1)
-        if self.group_size is None or not of_heads or x.dtype != self.dtype:
+        if self.saved_format is None or not of_heads or x.dtype != self.dtype:
             return None, times, self.outer_pack(source)
-        kept = quantize_groups(self.order.rows(source).contiguous(), self.group_size, self.saved_format)
+        kept = quantize_groups(self.order.rows(source).contiguous(), GROUP_SIZE, self.saved_format)
         self.kept[x.data_ptr()] = kept
         return source.shape, times, [self.outer_pack(t) for t in kept.tensors]
 
@@ -103,7 +101,7 @@ class _Compressed:
         if shape is None:
             return _repeated(self.outer_unpack(kept), times)
         q = Grouped(*map(self.outer_unpack, kept), GROUP_FORMATS[self.saved_format])
-        rows = dequantize_groups(q, self.group_size, self.dtype)
+        rows = dequantize_groups(q, GROUP_SIZE, self.dtype)
         return _repeated(self.order.heads(rows, shape), times)
 
     def origin_of(self, output: torch.Tensor) -> Origin | None:
@@ -112,9 +110,9 @@ class _Compressed:
         kept = self.kept.get(output.data_ptr())
         self.kept.clear()
         self.sources.clear()
-        if self.group_size is None:
+        if self.saved_format is None:
             return Origin((output.detach(),), self.order.columns)
-        return None if kept is None else origin_in_groups(kept, self.group_size, self.dtype)
+        return None if kept is None else origin_in_groups(kept, self.dtype)
 
 
 def _with_version(x: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -144,12 +142,12 @@ def _repeated(x: torch.Tensor, times: int) -> torch.Tensor:
     return x[:, :, None].expand(b, groups, times, s, d).reshape(b, groups * times, s, d)
 
 
-def origin_in_groups(kept: Grouped, group_size: int, dtype: torch.dtype) -> Origin:
+def origin_in_groups(kept: Grouped, dtype: torch.dtype) -> Origin:
     """The origin of a tensor in `dtype` that is `kept` in groups."""
     saved_format = kept.format
 
     def columns(codes, exponent, largest, fmt):
-        rows = dequantize_groups(Grouped(codes, exponent, saved_format), group_size, dtype)
+        rows = dequantize_groups(Grouped(codes, exponent, saved_format), GROUP_SIZE, dtype)
         return quantize_tensor(rows, largest, fmt, rows=False, columns=True)
 
     return Origin(kept.tensors, columns)
@@ -162,19 +160,18 @@ def attended(
     v: torch.Tensor,
     order: Order,
     *,
-    group_size: int | None,
-    saved_format: str,
+    saved_format: str | None,
     times: int = 1,
     mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Origin | None]:
-    """The output of attend(q, k, v), which saves its tensors in groups if `group_size` is given, and its
+    """The output of attend(q, k, v), which saves its tensors in groups if `saved_format` is given, and its
     origin; no origin without gradients. `times`: how often heads of k and v are repeated for `attend`."""
     if not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)):
         return attend(q, _repeated(k, times), _repeated(v, times)), None
-    compressed = _Compressed(group_size, saved_format, q, v, order, mask)
+    compressed = _Compressed(saved_format, q, v, order, mask)
     k, v = (compressed.repeat(x, times) for x in (k, v))
     hooks = contextlib.nullcontext()
-    if group_size is not None or times > 1:
+    if saved_format is not None or times > 1:
         hooks = torch.autograd.graph.saved_tensors_hooks(compressed.pack, compressed.unpack)
     with hooks:
         output = attend(q, k, v)

@@ -10,7 +10,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from coat_kernels.attention.saved import BATCH_FIRST, SEQUENCE_FIRST, attended
 from coat_kernels.autograd.origin import ADDITIVE, note, noted, with_origin
-from coat_kernels.groups.reference import DEFAULT_FORMAT
 
 # fastest on Hopper first
 BACKENDS = (
@@ -53,8 +52,7 @@ def causal_attention(
     scale: float | None = None,
     dropout: float = 0.0,
     window: int | None = None,
-    group_size: int | None = None,
-    saved_format: str = DEFAULT_FORMAT,
+    saved_format: str | None = None,
     backends: tuple[SDPBackend, ...] = BACKENDS,
     batch_first: bool = False,
 ) -> torch.Tensor:
@@ -68,8 +66,8 @@ def causal_attention(
         window: number of tokens before itself that a token attends to; all by default. Scores outside the
             window are masked, but still computed: the cost is that of full attention, plus a mask of s * s
             numbers that all layers share. FLASH_ATTENTION takes no mask.
-        group_size: save q, k, v and the output in groups of this size; None saves them unquantized.
-        saved_format: of the groups, one of `coat_kernels.groups.GROUP_FORMATS`.
+        saved_format: of q, k, v and the output, one of `coat_kernels.groups.GROUP_FORMATS`; None saves them
+            unquantized.
         backends: of scaled_dot_product_attention; the first one that works and is not switched off runs. CPUs
             have their own.
         batch_first: the first two dimensions of inputs and output are [b, s].
@@ -93,9 +91,7 @@ def causal_attention(
     if q.is_cuda:
         choice = sdpa_kernel(switched_on(backends), set_priority=True)
     with choice:
-        output, origin = attended(
-            attend, *heads, order, group_size=group_size, saved_format=saved_format, mask=mask
-        )
+        output, origin = attended(attend, *heads, order, saved_format=saved_format, mask=mask)
     y = output.permute(order.there).flatten(2)
     return with_origin(y, origin) if origin else y
 
@@ -138,14 +134,12 @@ def kept_attention(
     v: torch.Tensor,
     *,
     times: int = 1,
-    group_size: int | None = None,
-    saved_format: str = DEFAULT_FORMAT,
+    saved_format: str | None = None,
 ) -> torch.Tensor:
     """Returns the output [b, s, n * e] of attend(q, k, v), with its origin. attend: any attention in torch
     operations of heads [b, n, s, d] and values [b, n, s, e] that returns [b, n, s, e]. Tensors of d or e
     channels are saved in groups, as in `causal_attention`. The heads of k and v are repeated `times` times
     for `attend`, and saved unrepeated."""
-    how = {"group_size": group_size, "saved_format": saved_format, "times": times}
-    output, origin = attended(attend, q, k, v, BATCH_FIRST, **how)
+    output, origin = attended(attend, q, k, v, BATCH_FIRST, saved_format=saved_format, times=times)
     y = output.transpose(1, 2).flatten(2)
     return with_origin(y, origin) if origin else y

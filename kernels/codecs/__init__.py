@@ -1,7 +1,7 @@
 """Storage formats of optimizer moments, by name. A new format is one file here and its entry below."""
 
 from coat_kernels.codecs import absmax, expanded, log, plain, ratio
-from coat_kernels.codecs.codec import AT_ONCE, Codec, Storage, Stored, parts_of
+from coat_kernels.codecs.codec import AT_ONCE, GROUP_SIZE, Codec, Storage, Stored, parts_of
 
 CODECS: dict[str, Codec] = {
     c.name: c for c in (*expanded.CODECS, *log.CODECS, *ratio.CODECS, *absmax.CODECS, *plain.CODECS)
@@ -28,6 +28,7 @@ def get_codec(name: str) -> Codec:
 __all__ = [
     "AT_ONCE",
     "CODECS",
+    "GROUP_SIZE",
     "SIGNED_CODECS",
     "Codec",
     "Storage",

@@ -17,6 +17,8 @@ from coat_kernels.fp8 import INTERPRET, cast
 from coat_kernels.prepared import FUSED
 from coat_kernels.tiles import load_tile, store_tile
 
+# consecutive elements that share one scale and one exponent in optimizer states
+GROUP_SIZE = 128
 # elements per part; a PyTorch step makes several copies of a part. A multiple of every group size
 AT_ONCE = 2**22
 # groups per program; a wider tile only lengthens the tail
@@ -45,12 +47,12 @@ class Storage(NamedTuple):
         """The storage on `device`; itself if it is there."""
         return Storage(*(t.to(device) for t in self))
 
-    def parts(self, group_size: int) -> Iterator[tuple[slice, "Storage"]]:
+    def parts(self, group_size: int = GROUP_SIZE) -> Iterator[tuple[slice, "Storage"]]:
         """Slices of elements, and views of their storage, `AT_ONCE` elements each."""
         for part in parts_of(self.codes.numel()):
             yield part, self.groups(part.start // group_size, -(-part.stop // group_size), group_size)
 
-    def groups(self, first: int, last: int, group_size: int) -> "Storage":
+    def groups(self, first: int, last: int, group_size: int = GROUP_SIZE) -> "Storage":
         """A view of the groups from `first` to `last`, exclusive."""
         codes = self.codes[first * group_size : last * group_size]
         return Storage(codes, self.scale[first:last], self.exponent[first:last])
@@ -103,7 +105,7 @@ class Codec:
         """Whether it can store the first moment when `exp_avg_sq` stores the second."""
         return not self.relative or exp_avg_sq.log_roots is not None
 
-    def zeros(self, numel: int, group_size: int, device: torch.device | str) -> Storage:
+    def zeros(self, numel: int, group_size: int = GROUP_SIZE, device: torch.device | str = "cpu") -> Storage:
         """A moment of zeros."""
         groups = triton.cdiv(numel, group_size)
         return Storage(
@@ -114,7 +116,11 @@ class Codec:
         )
 
     def encode(
-        self, x: torch.Tensor, group_size: int, like: Storage | None = None, beside: "Stored | None" = None
+        self,
+        x: torch.Tensor,
+        group_size: int = GROUP_SIZE,
+        like: Storage | None = None,
+        beside: "Stored | None" = None,
     ) -> Storage:
         """Stores `x` (any shape; converted to FP32, flat), rounded to nearest. `like` supplies scale and
         exponent.
@@ -131,7 +137,9 @@ class Codec:
             return encode_kernel_launch(self, x, group_size, like)
         return encode_reference(self, x, group_size, like)
 
-    def decode(self, storage: Storage, group_size: int, beside: "Stored | None" = None) -> torch.Tensor:
+    def decode(
+        self, storage: Storage, group_size: int = GROUP_SIZE, beside: "Stored | None" = None
+    ) -> torch.Tensor:
         """The stored moment as FP32 [n]; `beside` as in `encode`."""
         decode = decode_kernel_launch if uses_kernels(storage.codes, fp8=False) else decode_reference
         x = decode(self, storage, group_size)
@@ -150,7 +158,7 @@ class Stored(NamedTuple):
     def to(self, device: torch.device) -> "Stored":
         return Stored(self.codec, self.storage.to(device))
 
-    def roots(self, group_size: int) -> torch.Tensor:
+    def roots(self, group_size: int = GROUP_SIZE) -> torch.Tensor:
         """Square roots of the stored values, FP32 [n]. They are positive and finite even where a value is
         zero or NaN, because the first moment is divided by them."""
         codes = _rows(self.storage.codes, group_size)
@@ -158,12 +166,12 @@ class Stored(NamedTuple):
         roots = torch.exp2(self.codec.log_roots(codes, scale, exponent))
         return roots.view(-1)[: self.storage.codes.numel()]
 
-    def parts(self, group_size: int) -> Iterator["Stored"]:
+    def parts(self, group_size: int = GROUP_SIZE) -> Iterator["Stored"]:
         """Views of the storage, `AT_ONCE` elements each, as `Storage.parts`."""
         for _, storage in self.storage.parts(group_size):
             yield Stored(self.codec, storage)
 
-    def roots_in_parts(self, group_size: int) -> Iterator[tuple[slice, torch.Tensor]]:
+    def roots_in_parts(self, group_size: int = GROUP_SIZE) -> Iterator[tuple[slice, torch.Tensor]]:
         """Slices of elements and their `roots`, part by part, because a moment may be as large as the
         memory."""
         for part, storage in self.storage.parts(group_size):
@@ -182,7 +190,7 @@ def _column(t: torch.Tensor, rows: int) -> torch.Tensor:
 def encode_reference(
     codec: Codec,
     x: torch.Tensor,
-    group_size: int,
+    group_size: int = GROUP_SIZE,
     like: Storage | None = None,
     dither: torch.Tensor | None = None,
 ) -> Storage:
@@ -201,7 +209,7 @@ def encode_reference(
     )
 
 
-def decode_reference(codec: Codec, storage: Storage, group_size: int) -> torch.Tensor:
+def decode_reference(codec: Codec, storage: Storage, group_size: int = GROUP_SIZE) -> torch.Tensor:
     """`Codec.decode` in plain PyTorch."""
     codes = _rows(storage.codes, group_size)
     scale, exponent = _column(storage.scale, len(codes)), _column(storage.exponent, len(codes))

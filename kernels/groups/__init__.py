@@ -11,6 +11,7 @@ from coat_kernels.groups.op import dequantize_groups, quantize_groups
 from coat_kernels.groups.reference import (
     DEFAULT_FORMAT,
     GROUP_FORMATS,
+    GROUP_SIZE,
     Grouped,
     dequantize_groups_reference,
     empty_grouped,
@@ -20,6 +21,7 @@ from coat_kernels.groups.reference import (
 __all__ = [
     "DEFAULT_FORMAT",
     "GROUP_FORMATS",
+    "GROUP_SIZE",
     "GroupFormat",
     "Grouped",
     "dequantize_groups",

@@ -11,6 +11,8 @@ from coat_kernels.prepared import cdiv
 
 GROUP_FORMATS: dict[str, GroupFormat] = {f.name: f for f in (sqrt8.FORMAT, e4m3.FORMAT)}
 DEFAULT_FORMAT = sqrt8.FORMAT.name
+# consecutive elements of a row that share one scale in a saved activation
+GROUP_SIZE = 16
 
 
 class Grouped(NamedTuple):

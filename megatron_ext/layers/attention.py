@@ -25,7 +25,6 @@ from coat_ds.layers.modules.hooks import before_hooks
 from coat_ds.log import say_once
 from coat_kernels.attention import BACKENDS, Packed, causal_attention, packed_attention, takes_packed
 from coat_kernels.autograd.origin import ATTENDED, note, origin_of
-from coat_kernels.groups import DEFAULT_FORMAT
 from megatron_ext import options
 from megatron_ext.layers.packed import is_thd, masked_documents, packed_sequences
 from megatron_ext.layers.settings import TakesActivations
@@ -92,8 +91,7 @@ class SDPACoreAttention(torch.nn.Module):
     """
 
     # q, k, v and the output are saved in groups of this size, or uncompressed if None
-    group_size: int | None = None
-    saved_format = DEFAULT_FORMAT
+    saved_format: str | None = None
     # a score of each head on this rank that every softmax counts, and that has no value
     softmax_offset: torch.Tensor | None
 
@@ -228,12 +226,12 @@ class SDPACoreAttention(torch.nn.Module):
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
         packed = self.documents(*query.shape[:2], attention_mask, packed_seq_params)
         # compressed copies have their own storages
-        qkv = (query, key, value) if self.group_size else map(_own_storage, (query, key, value))
+        qkv = (query, key, value) if self.saved_format else map(_own_storage, (query, key, value))
         if self.training and self._draws_by_rank:
             with get_cuda_rng_tracker().fork():
-                y = self.attend(*qkv, packed, self.softmax_offset, group_size=self.group_size)
+                y = self.attend(*qkv, packed, self.softmax_offset, self.saved_format)
         else:
-            y = self.attend(*qkv, packed, self.softmax_offset, group_size=self.group_size)
+            y = self.attend(*qkv, packed, self.softmax_offset, self.saved_format)
         if squeezed and (origin := origin_of(y)) is not None:
             # Megatron's projection reads y through a view, which is another tensor object
             note(y if y._base is None else y._base, ATTENDED, origin)
@@ -260,10 +258,10 @@ class SDPACoreAttention(torch.nn.Module):
         v: torch.Tensor,
         packed: Packed | None = None,
         sinks: torch.Tensor | None = None,
-        group_size: int | None = None,
+        saved_format: str | None = None,
     ) -> torch.Tensor:
-        """Attention itself, which saves its tensors in groups of `group_size`, or uncompressed if None."""
-        how = {"scale": self.softmax_scale, "group_size": group_size, "saved_format": self.saved_format}
+        """Attention itself, which saves its tensors in `saved_format`, or uncompressed if None."""
+        how = {"scale": self.softmax_scale, "saved_format": saved_format}
         dropout = self.dropout if self.training else 0.0
         if packed is None:
             by_flash = self.window is not None and q.shape[0] > self.window + 1 and not dropout
@@ -307,8 +305,7 @@ class CoatCoreAttention(TakesActivations, SDPACoreAttention):
         super().take_activations(activations)
         kept = activations.attention_format
         self.recomputes = kept == "recompute"
-        self.group_size = None if kept == "bf16" else activations.group_size
-        self.saved_format = activations.saved_format if kept in ("bf16", "recompute") else kept
+        self.saved_format = {"bf16": None, "recompute": activations.saved_format}.get(kept, kept)
 
     def coat_part(self) -> Part:
         if self.recomputes:

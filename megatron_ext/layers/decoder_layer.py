@@ -216,7 +216,7 @@ def fused_forward(layer: torch.nn.Module, args: tuple, kwargs: dict) -> torch.Te
         compute,
         x,
         tensors,
-        functools.partial(options.uses, own_weights, core.group_size, core.saved_format),
+        functools.partial(options.uses, own_weights, core.saved_format),
         config.pipeline_model_parallel_size,
         evaluates=not layer.training,
         written=options.written,
@@ -279,7 +279,7 @@ def _gathered(parts: Parts) -> tuple[tuple, LayerOptions]:
         first.options, qkv, proj, second.options, fc1, parts.mlp.options, fc2, head_norms,
         groups=attention.num_query_groups_per_partition,
         d=attention.hidden_size_per_attention_head,
-        recomputed=(core.group_size, core.saved_format) if _recomputes(core) else None,
+        recomputed=core.saved_format if _recomputes(core) else None,
     )  # fmt: skip
     return (
         first.weight, first.bias, w_qkv, parts.qkv.bias,

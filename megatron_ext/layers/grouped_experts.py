@@ -101,22 +101,23 @@ class CoatGroupedMLP(TakesActivations, SequentialMLP):
 
     def take_activations(self, activations: ActivationsConfig) -> None:
         super().take_activations(activations)
-        (h, f), size = self._sizes, activations.group_size
-        if h % ALIGNMENT or f % size:
+        h, f = self._sizes
+        if h % ALIGNMENT or f % ALIGNMENT:
             raise ValueError(
-                f"grouped experts: expected --hidden-size to be a multiple of {ALIGNMENT}, and each rank's "
-                f"part of --moe-ffn-hidden-size of {size}; found {h} and {f}. Change them, "
-                "--expert-tensor-parallel-size or coat.activations.group_size, or remove --moe-grouped-gemm."
+                "grouped experts: expected --hidden-size, and each rank's part of --moe-ffn-hidden-size, to "
+                f"be multiples of {ALIGNMENT}; found {h} and {f}. Change them or "
+                "--expert-tensor-parallel-size, or remove --moe-grouped-gemm."
             )
         caches = (WeightCache(activations.weight_cache) for _ in _PROJECTIONS)
         self._state = ExpertsState(*caches, fast=activations.fast_accumulation != "none")
-        config, gated, kept = self.config, self.config.gated_linear_unit, (size, activations.saved_format)
-        self._gate = OwnGate(self._act, *kept, gated)
+        config, gated = self.config, self.config.gated_linear_unit
+        how = {"saved_format": activations.saved_format, "gated": gated}
+        self._gate = OwnGate(self._act, **how)
         if kind := kernel_kind(config):
             limit, offset = (
                 (config.activation_func_clamp_value, config.glu_linear_offset) if gated else (None, 0.0)
             )
-            self._gate = KernelGate(kind, *kept, gated, limit, offset)
+            self._gate = KernelGate(kind, **how, limit=limit, offset=offset)
 
     def _act(self, x: torch.Tensor) -> torch.Tensor:
         """The activation as Megatron defines it."""

@@ -100,7 +100,7 @@ class CoatMLP(TakesActivations, MLP):
     def options(self) -> ActivationOptions:
         """How the activation computes, for a fused block."""
         activations, gated = self.activations, self.config.gated_linear_unit
-        return activation_options(self._kind, gated, activations.group_size, activations.saved_format)
+        return activation_options(self._kind, gated, activations.saved_format)
 
     def forward(self, hidden_states, per_token_scale=None, **_) -> tuple[torch.Tensor, torch.Tensor | None]:
         """hidden_states [s, b, h] -> [s, b, h] and the bias that is still to be added, [h] or None. For an
@@ -113,7 +113,6 @@ class CoatMLP(TakesActivations, MLP):
                 intermediate,
                 self._kind,
                 gated=self.config.gated_linear_unit,
-                group_size=self.activations.group_size,
                 saved_format=self.activations.saved_format,
             )
         else:

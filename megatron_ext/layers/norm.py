@@ -46,7 +46,7 @@ class CoatNorm(TakesActivations, torch.nn.Module):
 
     def take_activations(self, activations: ActivationsConfig) -> None:
         super().take_activations(activations)
-        self.group_size, self.saved_format = activations.group_size, activations.saved_format
+        self.saved_format = activations.saved_format
 
     def coat_part(self) -> Part:
         return Part("norm", grouped(self.activations))
@@ -55,7 +55,7 @@ class CoatNorm(TakesActivations, torch.nn.Module):
     def options(self) -> NormOptions:
         """The norm's options, for a fused block."""
         layer_norm = self.bias is not None
-        return norm_options(self.eps, layer_norm, self.zero_centered, self.group_size, self.saved_format)
+        return norm_options(self.eps, layer_norm, self.zero_centered, self.saved_format)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., hidden_size], BF16 or FP32 -> the same shape and dtype, carrying its origin."""
@@ -73,11 +73,7 @@ class CoatNorm(TakesActivations, torch.nn.Module):
         return y
 
     def _how(self) -> dict:
-        return {
-            "zero_centered": self.zero_centered,
-            "group_size": self.group_size,
-            "saved_format": self.saved_format,
-        }
+        return {"zero_centered": self.zero_centered, "saved_format": self.saved_format}
 
     def extra_repr(self) -> str:
         return f"{self.weight.numel()}, eps={self.eps}, zero_centered={self.zero_centered}"

@@ -172,7 +172,7 @@ class MegatronAdamW(CoatAdamW, torch.optim.AdamW):
             value = state[name]
             if isinstance(value, Moment):
                 # the optimizer's own, which Megatron passes through
-                state[name] = Moment(value.pieces, value.group_size, value.shape, pair=value.pair)
+                state[name] = Moment(value.pieces, value.shape, pair=value.pair)
             else:
                 self._take_moment(p, group, name, value)
         self._ready_state(p, group)

@@ -81,11 +81,11 @@ def test_schedulers_keep_working(name):
 
 def test_formats_come_from_the_block_and_groups_win():
     net = model()
-    optimizer = torch.optim.AdamW([{**groups(net)[0], "group_size": 64}, groups(net)[1]])
+    optimizer = torch.optim.AdamW([{**groups(net)[0], "min_numel": 64}, groups(net)[1]])
     net[2].weight.requires_grad_(False)
     convert_(optimizer, OptimizerConfig(exp_avg_format="fp8"), keep_fp32=KEEP)
     optimizer.init_states()
-    assert [g["group_size"] for g in optimizer.param_groups] == [64, 128]
+    assert [g["min_numel"] for g in optimizer.param_groups] == [64, 4096]
     assert optimizer.param_groups[0]["params"] == [net[0].weight]
     moment = optimizer.state[net[0].weight]["exp_avg"]
     assert {piece.codec.name for piece in moment.pieces} == {"fp8"}

@@ -263,10 +263,10 @@ def test_engines_without_an_optimizer_have_fp8_layers(one):
 def test_parameter_groups_are_the_users():
     large, small, frozen = (torch.nn.Parameter(torch.zeros(n)) for n in (5000, 10, 5000))
     frozen.requires_grad_(False)
-    config = OptimizerConfig(exp_avg_sq_format="bf16", group_size=64)
+    config = OptimizerConfig(exp_avg_sq_format="bf16", min_numel=64)
     (group,) = parameter_groups([large, frozen, small], config)
     assert [id(p) for p in group["params"]] == [id(large), id(small)]
-    assert (group["exp_avg_format"], group["exp_avg_sq_format"], group["group_size"]) == (
+    assert (group["exp_avg_format"], group["exp_avg_sq_format"], group["min_numel"]) == (
         None,
         "bf16",
         64,

@@ -43,7 +43,7 @@ MISTAKES = [
         {"zero_optimization": {"stage": 1, "offload_optimizer": {"coat": BLOCK}}},
     ),
     ("bf16.coat", host(bf16={"coat": BLOCK})),
-    ("coat.optimizer.group_size", host(coat={"enabled": True, "optimizer": {"group_size": "auto"}})),
+    ("coat.optimizer.min_numel", host(coat={"enabled": True, "optimizer": {"min_numel": "auto"}})),
     ("optimizer.params.adam_w_mode", params(lr=1e-3, adam_w_mode=False)),
     ("coat.optimizer.enabled", host(optimizer={"type": "CoatAdamW"}, coat=OFF)),
     ("bfloat16.bf16_master_weights_and_grads", host(bfloat16={"bf16_master_weights_and_grads": True})),

@@ -8,7 +8,7 @@ import torch
 import coat_ds
 from tests.util import run_distributed
 
-OTHER = {"group_size": 64, "checkpoint_layout": "compressed", "keep_fp32": ["*0*"]}
+OTHER = {"min_numel": 64, "checkpoint_layout": "compressed", "keep_fp32": ["*0*"]}
 
 
 def model():
@@ -82,7 +82,7 @@ def found():
         ("BF16 masters, gradients in FP32", ["coat.optimizer.bf16_params"]),
         ("units, ZeRO 2", ["coat.zero3_layer_units"]),
         ("units, ZeRO 3", []),
-        ("own", [f"coat.optimizer.{name}" for name in ("group_size", "keep_fp32", "checkpoint_layout")]),
+        ("own", [f"coat.optimizer.{name}" for name in ("min_numel", "keep_fp32", "checkpoint_layout")]),
         ("own, equal", []),
         ("limits", ["coat.watch.flushed"]),
         ("no linear layer, required", ["coat.activations.enabled"]),

@@ -82,7 +82,7 @@ def test_other_formats_are_named(lines, layout, before, after, said, monkeypatch
 
 @pytest.mark.parametrize("layout", ["stock", "compressed"])
 def test_a_file_of_the_papers_formats_loads(lines, layout):
-    """The file was written at 0027093, before there were others: three steps of 200 elements, by layout."""
+    """The file was written at fda3ef9: three steps of 200 elements, by layout."""
     state_dict = torch.load(Path(__file__).with_name("papers_states.pt"), weights_only=True)[layout]
     moments = []
     for options in (OLD, NEW):
@@ -102,7 +102,7 @@ def test_a_file_of_the_papers_formats_loads(lines, layout):
 
 @pytest.mark.parametrize("layout", ["stock", "compressed"])
 def test_a_file_of_todays_formats_loads(lines, layout):
-    """The file was written at f4801b1, when they were new: three steps of 200 elements, by layout."""
+    """The file was written at fda3ef9: three steps of 200 elements, by layout."""
     states = torch.load(Path(__file__).with_name("todays_states.pt"), weights_only=True)
     p = torch.nn.Parameter(torch.zeros(2, 100))
     optimizer = CoatAdamW([p], min_numel=100, **NEW)

@@ -1,6 +1,7 @@
 """CoatAdamW's steps against torch.optim.AdamW's, and what torch expects of any optimizer."""
 
 import copy
+import itertools
 import weakref
 
 import pytest
@@ -79,15 +80,10 @@ def test_groups_and_schedulers():
 
 
 @pytest.mark.parametrize(
-    "exp_avg_format,exp_avg_sq_format,group_size",
-    # every two of the three values meet
-    [
-        (m, v, (64, 128, 256)[(i + j) % 3])
-        for i, m in enumerate(("fp8_expanded", "fp8", "fp32"))
-        for j, v in enumerate(("fp8_expanded", "fp8_expanded_e5m2", "bf16"))
-    ],
+    "exp_avg_format,exp_avg_sq_format",
+    itertools.product(("fp8_expanded", "fp8", "fp32"), ("fp8_expanded", "fp8_expanded_e5m2", "bf16")),
 )
-def test_a_step_is_a_torch_step_from_the_stored_moments(exp_avg_format, exp_avg_sq_format, group_size):
+def test_a_step_is_a_torch_step_from_the_stored_moments(exp_avg_format, exp_avg_sq_format):
     """The parameter sees the fresh FP32 moments; what is stored is their encoding and nothing else."""
     params = parameters()
     formats = {"exp_avg": exp_avg_format, "exp_avg_sq": exp_avg_sq_format}
@@ -95,7 +91,6 @@ def test_a_step_is_a_torch_step_from_the_stored_moments(exp_avg_format, exp_avg_
         params,
         lr=1e-2,
         min_numel=0,
-        group_size=group_size,
         **{f"{name}_format": f for name, f in formats.items()},
     )
     for step in range(4):
@@ -112,7 +107,7 @@ def test_a_step_is_a_torch_step_from_the_stored_moments(exp_avg_format, exp_avg_
             assert torch.equal(p, q)
             for name, stored in zip(MOMENTS, optimizer.moments(p), strict=True):
                 codec = get_codec(formats[name])
-                expected = Moment.encoded(stock.state[q][name], codec, group_size)
+                expected = Moment.encoded(stock.state[q][name], codec)
                 assert torch.equal(stored, expected.decode())
 
 
@@ -300,7 +295,7 @@ def test_the_step_checks_before_it_changes_anything(spoil, error, message):
     ("moment", "found"),
     [
         (torch.zeros(200), r"has exp_avg of shape \(200,\)"),
-        (Moment.zeros((300,), get_codec("ratio8"), 128, "meta"), "has exp_avg on meta"),
+        (Moment.zeros((300,), get_codec("ratio8"), "meta"), "has exp_avg on meta"),
     ],
     ids=["shape", "device"],
 )

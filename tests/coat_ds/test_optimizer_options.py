@@ -14,7 +14,7 @@ from tests.util import run_distributed
 
 def test_misspelled_options_of_a_group_are_errors():
     p = torch.nn.Parameter(torch.ones(3))
-    for name, meant in (("weight_decy", "weight_decay"), ("Betas", "betas"), ("groupsize", "group_size")):
+    for name, meant in (("weight_decy", "weight_decay"), ("Betas", "betas"), ("minnumel", "min_numel")):
         with pytest.raises(ValueError, match=f"{name!r}, which is no option. Did you mean {meant!r}"):
             CoatAdamW([{"params": [p], name: 0.1}])
     with pytest.raises(ValueError, match="Did you mean 'params'"):
@@ -107,7 +107,7 @@ def test_fp16_parameters_are_refused_by_the_constructor():
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("exp_avg_format", "fp8_expanded"), ("exp_avg_sq_format", "fp32"), ("group_size", 64), ("min_numel", 0)],
+    [("exp_avg_format", "fp8_expanded"), ("exp_avg_sq_format", "fp32"), ("min_numel", 0)],
 )
 def test_what_states_were_made_by_may_not_change_in_a_group(name, value):
     params, optimizer = trained()
@@ -121,13 +121,8 @@ def test_what_states_were_made_by_may_not_change_in_a_group(name, value):
     optimizer.load_state_dict(optimizer.state_dict())
     optimizer.step()
     moments = [optimizer.state[p][f"exp_avg{sq}"] for p in params for sq in ("", "_sq")]
-    found = [(moment.arrangement, moment.group_size) for moment in moments]
-    made = [
-        (optimizer._layouts.layout_of(p, group, f"exp_avg{sq}"), group["group_size"])
-        for p in params
-        for sq in ("", "_sq")
-    ]
-    assert found == made
+    made = [optimizer._layouts.layout_of(p, group, f"exp_avg{sq}") for p in params for sq in ("", "_sq")]
+    assert [moment.arrangement for moment in moments] == made
 
 
 def step_all(optimizer):
@@ -138,17 +133,18 @@ def step_all(optimizer):
 
 def test_groups_may_come_go_and_change_places_with_other_options():
     _, optimizer = trained()
-    optimizer.add_param_group({"params": parameters(), "group_size": 64})
+    optimizer.add_param_group({"params": parameters(), "exp_avg_format": "bf16"})
     step_all(optimizer)
     groups = optimizer.param_groups
     groups.reverse()
     step_all(optimizer)
-    groups[0] = {**groups[0], "params": parameters(), "group_size": 256}
+    groups[0] = {**groups[0], "params": parameters(), "exp_avg_format": "fp8"}
     step_all(optimizer)
     del groups[0]
-    optimizer.add_param_group({"params": parameters(), "group_size": 64})
+    optimizer.add_param_group({"params": parameters(), "exp_avg_format": "bf16"})
     step_all(optimizer)
-    assert [optimizer.state[group["params"][0]]["exp_avg"].group_size for group in groups] == [128, 64]
+    found = [optimizer.state[group["params"][0]]["exp_avg"].codec.name for group in groups]
+    assert found == ["ratio8", "bf16"]
 
 
 def loaded(optimizer):
@@ -163,9 +159,9 @@ def grown(optimizer):
 def test_what_states_were_made_by_may_not_change_before_the_next_step(steps, do):
     params, optimizer = trained(steps)
     do(optimizer)
-    optimizer.param_groups[0]["group_size"] = 64
+    optimizer.param_groups[0]["exp_avg_format"] = "bf16"
     set_grads(params, 3)
-    with pytest.raises(ValueError, match="group_size was 128 when .* group 0 .* is 64 now"):
+    with pytest.raises(ValueError, match="exp_avg_format was None when .* group 0 .* is 'bf16' now"):
         optimizer.step()
 
 

@@ -12,18 +12,18 @@ from coat_ds.optim.fragments import Fragment
 from coat_ds.optim.moment import Moment
 from coat_ds.optim.pair import paired
 from coat_ds.optim.stored_moment import StoredMoment
-from coat_kernels.codecs import Stored, codec, get_codec
+from coat_kernels.codecs import GROUP_SIZE, Stored, codec, get_codec
 from tests.coat_ds.test_state import SHAPE, WRITES, values
 from tests.util import Made
 
 RATIO, LOG, EXACT = (get_codec(name) for name in ("ratio8", "log8", "fp32"))
-GROUP, NUMEL = 64, torch.Size(SHAPE).numel()
+GROUP, NUMEL = GROUP_SIZE, torch.Size(SHAPE).numel()
 FORMATS = {"exp_avg_format": "ratio8", "exp_avg_sq_format": "log8", "min_numel": 0}
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def pair_of(m, v, layouts=(RATIO, LOG)):
-    first, second = (Moment.zeros(m.shape, layout, GROUP, "cpu") for layout in layouts)
+    first, second = (Moment.zeros(m.shape, layout, "cpu") for layout in layouts)
     first, second = paired(first, second)
     second.copy_(v)
     first.copy_(m)
@@ -42,10 +42,9 @@ def some_pair(seed=0):
 def limit(m, second):
     """Largest error of a first moment that is encoded once relative to `second`: half the distance of the two
     largest codes, 1 - (126 / 127)^(3/2), of the group's largest ratio, whose scale is off by 2^-13."""
-    group = second.group_size
-    roots = Stored(LOG, second.piece.storage).roots(group)
-    u = F.pad((m.reshape(-1) / roots).nan_to_num(0.0, 0.0, 0.0), (0, -m.numel() % group)).view(-1, group)
-    largest = u.abs().amax(1).repeat_interleave(group)[: m.numel()]
+    roots = Stored(LOG, second.piece.storage).roots()
+    u = F.pad((m.reshape(-1) / roots).nan_to_num(0.0, 0.0, 0.0), (0, -m.numel() % GROUP)).view(-1, GROUP)
+    largest = u.abs().amax(1).repeat_interleave(GROUP)[: m.numel()]
     return (largest * roots * (0.5 * (1 - (126 / 127) ** 1.5) + 2**-12)).view(m.shape)
 
 
@@ -66,11 +65,11 @@ def test_both_are_stored_within_their_bounds():
     m, v = some_pair()
     first, second = pair_of(m, v)
     assert ((first.decode() - m).abs() <= limit(m, second)).all()
-    alone = Moment.encoded(v, LOG, GROUP)
+    alone = Moment.encoded(v, LOG)
     assert torch.equal(second.decode(), alone.decode())
     held = sum(piece.storage.nbytes for moment in pair_of(*some_pair()) for piece in moment.pieces)
-    # two codes, and nine bytes for each of eleven groups; 2.07 bytes an element in groups of 128
-    assert held == 2 * 700 + 9 * 11
+    # two codes, and nine bytes for each of six groups
+    assert held == 2 * 700 + 9 * 6
     assert first.is_relative and "ratio8" in repr(first)
 
 
@@ -78,7 +77,7 @@ def test_both_are_stored_within_their_bounds():
 def test_second_moments_are_written_and_first_ones_stay(write):
     m, v = some_pair()
     first, second = pair_of(m, v)
-    alone, before, codes = Moment.encoded(v, LOG, GROUP), first.decode(), stored_of(first)
+    alone, before, codes = Moment.encoded(v, LOG), first.decode(), stored_of(first)
     old = stored_of(second)
     WRITES[write](second)
     WRITES[write](alone)
@@ -265,7 +264,7 @@ def test_a_format_that_is_not_relative_ends_the_pair():
     assert state["exp_avg"].codec.name == "fp8_expanded" and state["exp_avg_sq"].pair is None
     assert torch.equal(other.moments(p)[1], second)
     _, held = pair_of(*some_pair())
-    _, alone = paired(Moment.zeros(SHAPE, EXACT, GROUP, "cpu"), held)
+    _, alone = paired(Moment.zeros(SHAPE, EXACT, "cpu"), held)
     assert alone.pair is None and alone.pieces is held.pieces
 
 
@@ -306,7 +305,7 @@ def test_loaded_moments_know_one_another_before_the_next_step(layout):
 def test_a_file_may_hold_the_first_moment_alone():
     first, second = pair_of(*some_pair())
     file = io.BytesIO()
-    torch.save(StoredMoment(first.pieces, GROUP, first.shape, pair=first.pair), file)
+    torch.save(StoredMoment(first.pieces, first.shape, pair=first.pair), file)
     second.mul_(2)
     expected = pair_of(*some_pair())[0].decode()
     file.seek(0)

@@ -25,28 +25,27 @@ KINDS = {
 }
 
 
-def recovered(codec, values, group_size):
+def recovered(codec, values):
     """What is stored of `values`, and whether it decodes to all of them."""
-    into = Stored(codec, codec.zeros(values.numel(), group_size, values.device))
-    return into.storage, recover_(into, values, group_size)
+    into = Stored(codec, codec.zeros(values.numel(), device=values.device))
+    return into.storage, recover_(into, values)
 
 
-def recovered_moment(x, layout, group_size):
-    moment = Moment.zeros(x.shape, layout, group_size, x.device)
+def recovered_moment(x, layout):
+    moment = Moment.zeros(x.shape, layout, x.device)
     return moment, moment.recover_(x)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("group_size", [64, 128, 256])
 @pytest.mark.parametrize("name", CODECS)
-def test_recovered_to_the_bit(name, group_size, kind, device):
+def test_recovered_to_the_bit(name, kind, device):
     torch.manual_seed(42)
     codec = CODECS[name]
     x = KINDS[kind](torch.randn(N))
-    stored = codec.encode((x if codec.signed else x.abs()).to(device), group_size)
-    values = codec.decode(stored, group_size)
-    found, exact = recovered(codec, values, group_size)
-    torch.testing.assert_close(codec.decode(found, group_size), values, rtol=0, atol=0, equal_nan=True)
+    stored = codec.encode((x if codec.signed else x.abs()).to(device))
+    values = codec.decode(stored)
+    found, exact = recovered(codec, values)
+    torch.testing.assert_close(codec.decode(found), values, rtol=0, atol=0, equal_nan=True)
     assert exact
     # elsewhere other codes may stand for the same values, of one magnitude or with several NaN
     if kind in ("normal", "wide"):
@@ -57,26 +56,26 @@ def test_recovered_to_the_bit(name, group_size, kind, device):
 def test_recovered_after_stochastic_rounding(name):
     torch.manual_seed(42)
     codec, x = CODECS[name], torch.randn(N).square() * torch.exp(2 * torch.randn(N))
-    stored = encode_reference(codec, x, 128, dither=torch.rand(N) - 0.5)
-    values = codec.decode(stored, 128)
-    found, exact = recovered(codec, values, 128)
-    assert exact and torch.equal(codec.decode(found, 128), values)
+    stored = encode_reference(codec, x, dither=torch.rand(N) - 0.5)
+    values = codec.decode(stored)
+    found, exact = recovered(codec, values)
+    assert exact and torch.equal(codec.decode(found), values)
 
 
 def test_plain_encoding_would_not_do():
     torch.manual_seed(42)
     codec = CODECS["fp8_expanded"]
-    values = Moment.encoded(torch.randn(N), codec, 128).decode()
-    assert not torch.equal(Moment.encoded(values, codec, 128).decode(), values)
+    values = Moment.encoded(torch.randn(N), codec).decode()
+    assert not torch.equal(Moment.encoded(values, codec).decode(), values)
 
 
 @pytest.mark.parametrize("width", [1e-3, 1.0])
 def test_values_of_another_device_get_the_same_codes(width):
     torch.manual_seed(42)
     codec = CODECS["fp8_expanded"]
-    stored = codec.encode((width * torch.randn(N)).exp(), 128)
+    stored = codec.encode((width * torch.randn(N)).exp())
     # a few FP32 roundings on
-    found, exact = recovered(codec, codec.decode(stored, 128) * (1 + 1e-7 * torch.randn(N)), 128)
+    found, exact = recovered(codec, codec.decode(stored) * (1 + 1e-7 * torch.randn(N)))
     assert exact and torch.equal(found.codes, stored.codes)
     assert torch.equal(found.exponent, stored.exponent)
 
@@ -84,8 +83,8 @@ def test_values_of_another_device_get_the_same_codes(width):
 def test_other_values_are_encoded():
     torch.manual_seed(42)
     codec, x = CODECS["fp8_expanded"], torch.randn(N)
-    found, exact = recovered(codec, x, 128)
-    assert not exact and all(torch.equal(a, b) for a, b in zip(found, codec.encode(x, 128), strict=True))
+    found, exact = recovered(codec, x)
+    assert not exact and all(torch.equal(a, b) for a, b in zip(found, codec.encode(x), strict=True))
 
 
 @pytest.mark.parametrize("name", ["fp8_expanded", "fp8", "log8"])
@@ -93,25 +92,25 @@ def test_groups_are_found_one_by_one(name):
     """Next to groups that cannot be, and in any number of parts."""
     torch.manual_seed(42)
     codec = CODECS[name]
-    stored = codec.encode(torch.randn(N).abs(), 128)
-    values = codec.decode(stored, 128)
+    stored = codec.encode(torch.randn(N).abs())
+    values = codec.decode(stored)
     values[300:400] = torch.rand(100)
     with mock.patch.object(codecs, "AT_ONCE", 1024):
-        found, exact = recovered(codec, values, 128)
-    back = codec.decode(found, 128)
+        found, exact = recovered(codec, values)
+    back = codec.decode(found)
     same = back == values
     assert not exact and same[:256].all() and same[512:].all()
-    assert torch.equal(back[256:512], Moment.encoded(values[256:512], codec, 128).decode())
+    assert torch.equal(back[256:512], Moment.encoded(values[256:512], codec).decode())
 
 
 def test_a_moment_is_exact_if_all_of_its_pieces_are():
     torch.manual_seed(42)
     layout = ((0, CODECS["fp8_expanded"]), (1000, CODECS["fp32"]), (1100, CODECS["log8"]))
-    values = Moment.encoded(torch.rand(2000), layout, 128).decode()
-    moment, exact = recovered_moment(values.view(4, 500), layout, 128)
+    values = Moment.encoded(torch.rand(2000), layout).decode()
+    moment, exact = recovered_moment(values.view(4, 500), layout)
     assert exact and moment.arrangement == layout and torch.equal(moment.decode(), values.view(4, 500))
     values[100] = 0.123
-    moment, exact = recovered_moment(values, layout, 128)
+    moment, exact = recovered_moment(values, layout)
     assert not exact and torch.equal(moment.decode()[128:], values[128:])
 
 
@@ -119,5 +118,5 @@ def test_what_plain_encoding_gives_is_not_searched():
     x = 2.0 ** torch.arange(N).remainder(8)
     codec = CODECS["fp8"]
     with mock.patch.object(recover, "_moved") as moved:
-        found, exact = recovered(codec, codec.decode(codec.encode(x, 128), 128), 128)
+        found, exact = recovered(codec, codec.decode(codec.encode(x)))
     assert exact and not moved.called

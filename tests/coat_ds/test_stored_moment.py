@@ -10,7 +10,7 @@ from coat_ds.optim.moment import Moment
 from coat_ds.optim.options import MOMENTS
 from coat_ds.optim.stored_moment import StoredMoment, _rebuild
 from coat_ds.optim.streaming import streaming
-from coat_kernels.codecs import get_codec
+from coat_kernels.codecs import Stored, get_codec
 from tests.coat_ds.faithful import assert_ratio_faithful
 
 CODES, SCALE, EXPONENT = torch.zeros(300, dtype=torch.uint8), torch.ones(3), torch.ones(3, dtype=torch.uint8)
@@ -36,15 +36,15 @@ def read(value):
 
 def test_moments_come_back_by_a_reader_of_data_only():
     layout = ((0, get_codec("fp32")), (100, get_codec("fp8_expanded")), (1000, get_codec("log8")))
-    moment = Moment.encoded(torch.rand(40, 50), layout, 64)
-    found = read(StoredMoment(moment.pieces, 64, moment.shape))
+    moment = Moment.encoded(torch.rand(40, 50), layout)
+    found = read(StoredMoment(moment.pieces, moment.shape))
     assert isinstance(found, Moment) and (found.layout, found.shape) == (moment.layout, moment.shape)
     assert all(torch.equal(a, b) for a, b in zip(found.stored(), moment.stored(), strict=True))
 
 
 def test_a_part_of_a_moment_is_written_as_its_values():
-    moment = Moment.encoded(torch.rand(40, 50), get_codec("log8"), 64)
-    part = StoredMoment(moment.pieces, 64, moment.shape)[3:5]
+    moment = Moment.encoded(torch.rand(40, 50), get_codec("log8"))
+    part = StoredMoment(moment.pieces, moment.shape)[3:5]
     assert read(part).equal(moment.decode()[3:5])
 
 
@@ -84,22 +84,27 @@ def test_a_loaded_optimizer_writes_the_layout_that_it_is_asked_for(exp_avg_sq_fo
     assert all(type(state[name]) is torch.Tensor for name in MOMENTS)
 
 
-def test_a_loaded_optimizer_has_the_groups_that_it_is_asked_for():
+def test_groups_of_another_size_in_a_file_are_encoded_again():
     p = torch.nn.Parameter(torch.rand(64, 128))
-    p.grad = torch.randn(64, 128).exp() ** 2
-    saved, loaded = (CoatAdamW([p], group_size=n, checkpoint_layout="compressed") for n in (64, 128))
-    saved.step()
-    loaded.load_state_dict(read(saved.state_dict()))
-    assert [loaded.state[p][name].group_size for name in MOMENTS] == [128, 128]
-    exact, (first, second) = saved.moments(p)[0], loaded.moments(p)
+    v = torch.randn(64 * 128).exp() ** 4
+    m, (ratio, log) = v.sqrt() * torch.rand(64 * 128), map(get_codec, ("ratio8", "log8"))
+    second = Stored(log, log.encode(v, 64))
+    first = ratio.encode(m, 64, beside=second)
+    pieces = [(0, "ratio8", *first, "log8", *second.storage)], [(0, "log8", *second.storage)]
+    optimizer = CoatAdamW([p], checkpoint_layout="compressed")
+    optimizer.init_states()
+    packed = optimizer.state_dict()
+    packed["state"][0] |= {name: Written(x, 64, (64, 128)) for name, x in zip(MOMENTS, pieces, strict=True)}
+    optimizer.load_state_dict(read(packed))
+    exact = ratio.decode(first, 64, second).view(64, 128)
     # rounded once, relative to the second one
-    assert_ratio_faithful(first, exact, second)
+    assert_ratio_faithful(optimizer.moments(p)[0], exact, optimizer.moments(p)[1])
 
 
 def test_kernels_that_ask_for_its_memory_get_an_error():
     # a moment has none: FusedAdam, loading such a file, read from a null pointer
-    moment = Moment.encoded(torch.rand(40, 50), get_codec("log8"), 128)
-    stored = read(StoredMoment(moment.pieces, 128, moment.shape))
+    moment = Moment.encoded(torch.rand(40, 50), get_codec("log8"))
+    stored = read(StoredMoment(moment.pieces, moment.shape))
     for found in (moment, moment.view(-1)[128:], stored):
         with pytest.raises(RuntimeError, match="Cannot access data pointer"):
             found.data_ptr()

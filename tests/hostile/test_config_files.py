@@ -21,10 +21,10 @@ BLOCK = {
     "optimizer": {
         "enabled": True,
         "exp_avg_format": "fp8_expanded",
-        "group_size": 128,
+        "min_numel": 128,
         "keep_fp32": ["*norm*"],
     },
-    "activations": {"saved_format": "sqrt8", "weight_cache": "none", "group_size": 16},
+    "activations": {"saved_format": "sqrt8", "weight_cache": "none"},
     "fp8_activation_checkpointing": False,
 }
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from coat_ds import CoatAdamW
 from coat_ds.optim.options import MOMENTS
 from coat_kernels.adamw import join_master
-from coat_kernels.codecs import SIGNED_CODECS, get_codec
+from coat_kernels.codecs import GROUP_SIZE, SIGNED_CODECS, get_codec
 from tests.hostile.files import tries
 
 BETAS, EPS = (0.9, 0.95), 1e-8
@@ -65,10 +65,7 @@ class Run:
     def __init__(self, seed):
         self.rng = random.Random(seed)
         self.options = dict(lr=1e-2, betas=BETAS, eps=EPS, weight_decay=self.rng.choice([0.0, 0.1]))
-        self.storage = dict(
-            group_size=self.rng.choice([64, 128]),
-            min_numel=self.rng.choice([0, 50]),
-        )
+        self.storage = dict(min_numel=self.rng.choice([0, 50]))
         self.mode = self.rng.choice(["exact", "nearest"])
         self.formats = self.rng.choice(FORMATS)
         self.params, self.mirrors = [], []
@@ -101,8 +98,8 @@ class Run:
         return get_codec("fp32" if kept else self.formats[MOMENTS.index(name)])
 
     def rounded(self, p, name, x):
-        codec, size = self.codec(p, name), self.storage["group_size"]
-        return codec.decode(codec.encode(x, size), size).view(x.shape)
+        codec = self.codec(p, name)
+        return codec.decode(codec.encode(x)).view(x.shape)
 
     def pairs(self):
         return list(zip(self.params, self.mirrors, strict=True))
@@ -220,10 +217,14 @@ class Run:
         before = model.clone()
         write(view(mine))
         write(view(model))
-        size = self.storage["group_size"]
         bits = (x.contiguous().view(torch.int32).view(-1) for x in (model, before))
-        changed = torch.nn.functional.pad(next(bits) != next(bits), (0, -model.numel() % size))
-        changed = changed.view(-1, size).any(1).repeat_interleave(size)[: model.numel()].view(model.shape)
+        changed = torch.nn.functional.pad(next(bits) != next(bits), (0, -model.numel() % GROUP_SIZE))
+        changed = (
+            changed.view(-1, GROUP_SIZE)
+            .any(1)
+            .repeat_interleave(GROUP_SIZE)[: model.numel()]
+            .view(model.shape)
+        )
         model.copy_(torch.where(changed, self.rounded(p, name, model), before))
 
     def put_state(self):
@@ -266,10 +267,9 @@ class Run:
                 self.ours.state[p]["remainder"] = remainder
 
     def reformat(self):
-        """Through a file into an optimizer of other formats, or of other groups."""
+        """Through a file into an optimizer of other formats."""
         old = [[self.moment(p, m, name)[1].clone() for name in MOMENTS] for p, m in self.pairs()]
         self.formats = self.rng.choice(FORMATS)
-        self.storage["group_size"] = self.rng.choice([64, 128, 256])
         self.resume()
         for (p, _), moments in zip(self.pairs(), old, strict=True):
             for name, x in zip(MOMENTS, moments, strict=True):

@@ -46,7 +46,7 @@ def test_result_is_exact_and_gradients_see_one_rounding_of_each_tensor(groups, f
     grad = torch.randn(S, B, HEADS * D, device=device, dtype=torch.bfloat16)
     exact = causal_attention(*inputs)
     expected = torch.autograd.grad(exact, inputs, grad)
-    y = causal_attention(*inputs, group_size=16, saved_format=fmt)
+    y = causal_attention(*inputs, saved_format=fmt)
     assert y.equal(exact)
     # dv: error of the probabilities, from rounded q and k. dq, dk: the errors of the probabilities, of v and
     # the output, and of k or q themselves. A score is a sum of d products over sqrt(d): its error is sqrt(2)
@@ -65,7 +65,7 @@ def test_keeps_a_byte_and_a_sixteenth_and_shares_the_output(groups, device):
     weight = torch.randn(D, HEADS * D).to(device, torch.bfloat16).requires_grad_()
 
     def run():
-        y = causal_attention(*inputs, group_size=16)
+        y = causal_attention(*inputs, saved_format="sqrt8")
         return fp8_linear(y, weight, origin=origin_of(y))
 
     z, found = kept_bytes(run)
@@ -77,15 +77,15 @@ def test_keeps_a_byte_and_a_sixteenth_and_shares_the_output(groups, device):
     assert all(t.grad.isfinite().all() for t in (*inputs, weight))
 
 
-@pytest.mark.parametrize("group_size", [None, 16])
-def test_origin_gives_the_output_again(group_size, device):
-    y = causal_attention(*qkv(device), group_size=group_size)
+@pytest.mark.parametrize("fmt", [None, "sqrt8"])
+def test_origin_gives_the_output_again(fmt, device):
+    y = causal_attention(*qkv(device), saved_format=fmt)
     origin = origin_of(y)
     largest = largest_magnitude(y)
     _, columns, scale, _ = origin.columns(*origin.tensors, largest, E4M3)
     rounded = (columns.float() * scale).t()[: S * B].view(S, B, -1)
     # one rounding where it is saved and one where it is quantized for the GEMM
-    assert rel_rms(rounded, y) < 1.1 * (1 if group_size is None else 2) ** 0.5 * E4M3_RMS
+    assert rel_rms(rounded, y) < 1.1 * (1 if fmt is None else 2) ** 0.5 * E4M3_RMS
 
 
 @pytest.mark.parametrize("trained", "qkv")
@@ -97,21 +97,21 @@ def test_heads_of_which_one_is_trained_are_kept_in_groups(trained, device):
     elements = 4 * S * B * HEADS * D
     for run in (causal_attention, partial(kept_attention, attend)):
         given = inputs if run is causal_attention else heads
-        y, found = kept_bytes(partial(run, *given, group_size=16))
+        y, found = kept_bytes(partial(run, *given, saved_format="sqrt8"))
         assert found == elements + elements // 16 and origin_of(y) is not None
 
 
 def test_evaluation_keeps_nothing(device):
     with torch.no_grad():
-        y = causal_attention(*qkv(device), group_size=16)
+        y = causal_attention(*qkv(device), saved_format="sqrt8")
     assert origin_of(y) is None and y.grad_fn is None
 
 
 def test_offloading_hooks_around_it_get_the_groups(device):
     inputs = qkv(device)
     with torch.autograd.graph.save_on_cpu():
-        y = causal_attention(*inputs, group_size=16)
-    plain = causal_attention(*inputs, group_size=16)
+        y = causal_attention(*inputs, saved_format="sqrt8")
+    plain = causal_attention(*inputs, saved_format="sqrt8")
     grad = torch.randn_like(y)
     for a, e in zip(
         torch.autograd.grad(y, inputs, grad), torch.autograd.grad(plain, inputs, grad), strict=True
@@ -129,7 +129,7 @@ def test_values_of_fewer_channels_are_kept_in_groups(device):
         return torch.tanh(v * (q * k).sum(-1, keepdim=True))
 
     heads = [t.transpose(1, 2) for t in (q, k, v)]
-    y, found = kept_bytes(lambda: kept_attention(attend, *heads, group_size=16))
+    y, found = kept_bytes(lambda: kept_attention(attend, *heads, saved_format="sqrt8"))
     elements = S * B * HEADS * (2 * D + 2 * (D // 2))
     # and the row sums unchanged, in BF16
     assert found == elements + elements // 16 + 2 * S * B * HEADS
@@ -148,7 +148,7 @@ def test_what_is_saved_in_another_type_stays_as_it_is(device):
     def attend(q, k, v):
         return q.float().exp().to(q.dtype)
 
-    kept = [kept_attention(attend, *heads, group_size=size) for size in (None, 16)]
+    kept = [kept_attention(attend, *heads, saved_format=fmt) for fmt in (None, "sqrt8")]
     found = [torch.autograd.grad(y.float().square().sum(), heads[0])[0] for y in kept]
     assert found[0].any() and found[0].equal(found[1])
 
@@ -161,8 +161,8 @@ def padded_mask(length, device):
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.25])
-@pytest.mark.parametrize("size", [None, 16])
-def test_repeated_heads_are_saved_once_and_layers_share_a_mask(device, size, dropout):
+@pytest.mark.parametrize("fmt", [None, "sqrt8"])
+def test_repeated_heads_are_saved_once_and_layers_share_a_mask(device, fmt, dropout):
     groups, length = 2, S - 3
     inputs = [t[:length].detach().clone().requires_grad_() for t in qkv(device, groups)]
     heads = [t.permute(1, 2, 0, 3) for t in inputs]
@@ -177,25 +177,25 @@ def test_repeated_heads_are_saved_once_and_layers_share_a_mask(device, size, dro
         return F.scaled_dot_product_attention(*heads, attn_mask=added, dropout_p=dropout)
 
     def layers():
-        return [kept_attention(attend, *heads, times=HEADS // groups, group_size=size) for _ in "ab"]
+        return [kept_attention(attend, *heads, times=HEADS // groups, saved_format=fmt) for _ in "ab"]
 
     (y, _), found = kept_bytes(layers)
     elements = length * B * D * (2 * HEADS + 2 * groups)
     if not dropout:
         # two outputs; queries, keys and values of both calls, if saved unchanged; and the mask
-        kept = elements + length * B * D * HEADS if size is None else elements * (1 + 1 / 16)
+        kept = elements + length * B * D * HEADS if fmt is None else elements * (1 + 1 / 16)
         assert found == 2 * kept + 2 * B * length * S
     torch.manual_seed(1)
     expected = stock().transpose(1, 2).flatten(2)
     torch.manual_seed(1)
-    y = kept_attention(attend, *heads, times=HEADS // groups, group_size=size)
+    y = kept_attention(attend, *heads, times=HEADS // groups, saved_format=fmt)
     assert rel_rms(y, expected) < 2**-8
     grad = torch.randn_like(y)
     for a, e in zip(
         torch.autograd.grad(y, inputs, grad), torch.autograd.grad(expected, inputs, grad), strict=True
     ):
         # as in `test_result_is_exact_and_gradients_see_one_rounding_of_each_tensor`, or BF16's own rounding
-        assert rel_rms(a, e) < (2**-7 if size is None else 2 * (2**0.5 + 1) * ROUNDING["sqrt8"] + 2**-9)
+        assert rel_rms(a, e) < (2**-7 if fmt is None else 2 * (2**0.5 + 1) * ROUNDING["sqrt8"] + 2**-9)
 
 
 def test_a_mask_is_made_once_and_its_rows_are_aligned(device):
@@ -236,13 +236,13 @@ def test_rows_that_see_nothing_are_torchs(device):
 
 
 @pytest.mark.parametrize("groups", [2, HEADS])
-@pytest.mark.parametrize("size", [None, 16])
-def test_a_mask_that_changed_before_backward_is_an_error(device, size, groups):
+@pytest.mark.parametrize("fmt", [None, "sqrt8"])
+def test_a_mask_that_changed_before_backward_is_an_error(device, fmt, groups):
     """The same error as without hooks."""
     heads = [t[:-3].permute(1, 2, 0, 3) for t in qkv(device, groups)]
     added = additive_mask(padded_mask(S - 3, device), torch.bfloat16)
     attend = partial(F.scaled_dot_product_attention, attn_mask=added)
-    y = kept_attention(attend, *heads, times=HEADS // groups, group_size=size)
+    y = kept_attention(attend, *heads, times=HEADS // groups, saved_format=fmt)
     added.zero_()
     with pytest.raises(RuntimeError, match="modified by an in-?place operation"):
         y.sum().backward()
@@ -258,28 +258,28 @@ def test_what_outer_hooks_took_away_is_not_held(device):
 
     inputs = qkv(device)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t.to(device)):
-        y = causal_attention(*inputs, group_size=16)
+        y = causal_attention(*inputs, saved_format="sqrt8")
     forget_notes(y)
     # the codes and exponents of q, k, v and the output
     assert len(held) == 8 and not any(ref() is not None for ref in held)
     y.sum().backward()
 
 
-@pytest.mark.parametrize("size", [None, 16])
-def test_a_forward_without_backward_is_let_go(device, size):
+@pytest.mark.parametrize("fmt", [None, "sqrt8"])
+def test_a_forward_without_backward_is_let_go(device, fmt):
     """Attention saves its output, which refers back to its node."""
     inputs = qkv(device, groups=2)
     attend = partial(kept_attention, F.scaled_dot_product_attention, times=HEADS // 2)
     for run, order in ((attend, (1, 2, 0, 3)), (partial(causal_attention, window=5), (0, 1, 2, 3))):
         given = [t.permute(order) * 1 for t in inputs]
         held = [StorageWeakRef(t.untyped_storage()) for t in given]
-        run(*given, group_size=size)
+        run(*given, saved_format=fmt)
         del given
         assert all(storage.expired() for storage in held)
 
 
-@pytest.mark.parametrize("size", [None, 16])
-def test_windows_share_a_mask_and_keep_groups(device, size):
+@pytest.mark.parametrize("fmt", [None, "sqrt8"])
+def test_windows_share_a_mask_and_keep_groups(device, fmt):
     # differs from the width of a head
     length, window = S - 3, 5
     inputs = [t[:length].detach().clone().requires_grad_() for t in qkv(device)]
@@ -287,12 +287,12 @@ def test_windows_share_a_mask_and_keep_groups(device, size):
     allowed = (distance >= 0) & (distance <= window)
     heads = [t.permute(1, 2, 0, 3) for t in inputs]
     expected = F.scaled_dot_product_attention(*heads, attn_mask=allowed).permute(2, 0, 1, 3).flatten(2)
-    ys, found = kept_bytes(lambda: [causal_attention(*inputs, window=window, group_size=size) for _ in "ab"])
+    ys, found = kept_bytes(lambda: [causal_attention(*inputs, window=window, saved_format=fmt) for _ in "ab"])
     assert rel_rms(ys[0], expected) < 2**-8
     # q, k, v and two outputs, or all of them twice in 8 bits
-    elements = inputs[0].numel() * (5 if size is None else 8)
+    elements = inputs[0].numel() * (5 if fmt is None else 8)
     # rows of the mask are padded to S
-    assert found == elements * (2 if size is None else 1 + 1 / 16) + 2 * length * S
+    assert found == elements * (2 if fmt is None else 1 + 1 / 16) + 2 * length * S
     ys[0].sum().backward()
     assert all(t.grad.isfinite().all() for t in inputs)
 
@@ -313,7 +313,7 @@ def test_a_window_that_leaves_out_one_pair_of_tokens(device):
 
 def test_scale_and_channels_that_are_no_multiple_of_the_group(device):
     q, k, v = (t[..., :20].detach().requires_grad_() for t in qkv(device))
-    y = causal_attention(q, k, v, scale=0.3, group_size=16)
+    y = causal_attention(q, k, v, scale=0.3, saved_format="sqrt8")
     heads = [t.permute(1, 2, 0, 3) for t in (q, k, v)]
     expected = F.scaled_dot_product_attention(*heads, is_causal=True, scale=0.3)
     assert rel_rms(y, expected.permute(2, 0, 1, 3).flatten(2)) < 2**-7

@@ -12,7 +12,7 @@ from coat_kernels import activation as act
 from coat_kernels import blocks, norm, rope, tensorwise
 from coat_kernels.activation import activation
 from coat_kernels.autograd.origin import Origin, origin_of, with_origin
-from coat_kernels.blocks import ActivationOptions, NormOptions, mlp_block, qkv_block
+from coat_kernels.blocks import ActivationOptions, mlp_block, norm_options, qkv_block
 from coat_kernels.fp8 import E4M3, E5M2
 from coat_kernels.linear import LinearFormats, LinearOptions, fp8_linear
 from coat_kernels.norm import layer_norm, rms_norm
@@ -83,8 +83,8 @@ class Model:
         self.biases = {name: biases.get(name) for name in self.weights}
         angles = torch.randn(S, R, device=self.device)
         self.tables = angles.cos(), angles.sin()
-        self.norm = NormOptions(1e-5, not self.llama, False, 16, "sqrt8")
-        self.activation = ActivationOptions("silu" if self.llama else "gelu_tanh", self.llama, 32, "sqrt8")
+        self.norm = norm_options(1e-5, not self.llama, False, "sqrt8")
+        self.activation = ActivationOptions("silu" if self.llama else "gelu_tanh", self.llama, "sqrt8")
         self.linears = {name: linear_options(self.cache) for name in ("qkv", "proj", "fc1", "fc2")}
 
     def parameters(self) -> dict[str, torch.Tensor]:
@@ -119,7 +119,7 @@ class Model:
 
     def normed(self, x, name):
         weight, bias, options = self.weights[name], self.biases[name], self.norm
-        rest = {"group_size": options.group_size, "saved_format": options.saved_format, "residual": True}
+        rest = {"saved_format": options.saved_format, "residual": True}
         if self.llama:
             return rms_norm(x, weight, options.eps, **rest)
         return layer_norm(x, weight, bias, options.eps, **rest)
@@ -137,9 +137,7 @@ class Model:
         x = residual + self.linear(self.attention(q, k, v), "proj")
         y, residual = self.normed(x, "norm2")
         options = self.activation
-        y = activation(
-            self.linear(y, "fc1"), options.kind, gated=options.gated, group_size=options.group_size
-        )
+        y = activation(self.linear(y, "fc1"), options.kind, gated=options.gated)
         return residual + self.linear(y, "fc2")
 
 

@@ -55,7 +55,7 @@ def one_by_one(inputs, lengths, window=None, scale=None, sinks=None) -> torch.Te
     return torch.cat(found)[None]
 
 
-def check_origin(y, group_size):
+def check_origin(y, fmt):
     """The rows of the output [.., .., channels] are recomputed from what attention has saved."""
     largest = y.detach().abs().amax().float()
     origin = origin_of(y)
@@ -64,7 +64,7 @@ def check_origin(y, group_size):
     assert found.scale.equal(expected.scale)
     found, expected = found.columns.float(), expected.columns.float()
     # saved in groups, values are rounded once more, and some fall on the neighbouring code of E4M3
-    assert rel_rms(found, expected) <= (0 if group_size is None else E4M3_RMS)
+    assert rel_rms(found, expected) <= (0 if fmt is None else E4M3_RMS)
 
 
 @LAYOUTS
@@ -126,12 +126,12 @@ def test_the_reference_of_sinks_is_exact():
         assert rel_rms(a, e) < 40 * 32 * 2**-53
 
 
-@pytest.mark.parametrize("group_size", [None, 16])
+@pytest.mark.parametrize("fmt", [None, "sqrt8"])
 @pytest.mark.parametrize("sinks", [False, True])
-def test_the_order_of_megatron(sinks, group_size, device):
+def test_the_order_of_megatron(sinks, fmt, device):
     """Two sequences, whose tokens alternate in memory, give the bits of one after the other."""
     inputs, documents = qkv(2 * 37, device, 2), packed([30, 7, 20, 17], device, 8)
-    how = {"sinks": torch.arange(N, device=device).bfloat16() if sinks else None, "group_size": group_size}
+    how = {"sinks": torch.arange(N, device=device).bfloat16() if sinks else None, "saved_format": fmt}
     grad = torch.randn(2, 37, N * D, dtype=torch.bfloat16, device=device)
     rows = [x.view(2, 37, *x.shape[2:]) for x in inputs]
     columns = [x.transpose(0, 1).contiguous() for x in rows]
@@ -141,25 +141,25 @@ def test_the_order_of_megatron(sinks, group_size, device):
     found = torch.autograd.grad(y, inputs, grad.transpose(0, 1), retain_graph=True)
     # FlashAttention adds up gradients in any order, in FP32, and rounds them to BF16
     assert all(rel_rms(a, e) <= (2**-8 if a.is_cuda else 0) for a, e in zip(found, wanted, strict=True))
-    check_origin(y, group_size)
+    check_origin(y, fmt)
 
 
 @pytest.mark.parametrize("batch_first", [True, False])
-@pytest.mark.parametrize("group_size", [None, 16])
-def test_equal_documents_are_whole_sequences(group_size, batch_first, device):
+@pytest.mark.parametrize("fmt", [None, "sqrt8"])
+def test_equal_documents_are_whole_sequences(fmt, batch_first, device):
     """With the bits of `causal_attention`, whose backends are faster."""
     inputs = qkv(4 * 9, device, 2)
     grad = torch.randn(4, 9, N * D, dtype=torch.bfloat16, device=device)
     rows = [x.view(4, 9, *x.shape[2:]) for x in inputs]
-    expected = causal_attention(*rows, group_size=group_size, batch_first=True)
+    expected = causal_attention(*rows, saved_format=fmt, batch_first=True)
     given = inputs if batch_first else [x.transpose(0, 1) for x in inputs]
-    y = attention(*given, packed([9] * 4, device), group_size=group_size, batch_first=batch_first)
+    y = attention(*given, packed([9] * 4, device), saved_format=fmt, batch_first=batch_first)
     assert y.shape[:2] == ((1, 36) if batch_first else (36, 1)) and y.view_as(expected).equal(expected)
     wanted = torch.autograd.grad(expected, inputs, grad)
     found = torch.autograd.grad(y, inputs, grad.view_as(y), retain_graph=True)
     # kernels add up gradients in any order, in FP32, and round them to BF16
     assert all(rel_rms(a, e) <= (2**-8 if a.is_cuda else 0) for a, e in zip(found, wanted, strict=True))
-    check_origin(y, group_size)
+    check_origin(y, fmt)
 
 
 @pytest.mark.parametrize("window", [None, 8])
@@ -180,7 +180,7 @@ def test_gradients_see_one_rounding_of_each_tensor(fmt, lengths, device):
     exact = packed_attention(*inputs, documents)
     grad = torch.randn_like(exact)
     expected = torch.autograd.grad(exact, inputs, grad)
-    y = packed_attention(*inputs, documents, group_size=16, saved_format=fmt)
+    y = packed_attention(*inputs, documents, saved_format=fmt)
     assert y.equal(exact)
     # as of causal_attention (test_attention.py)
     score = 2**0.5 * ROUNDING[fmt]
@@ -189,8 +189,8 @@ def test_gradients_see_one_rounding_of_each_tensor(fmt, lengths, device):
         assert rel_rms(a, e) < bound + 2**-9
 
 
-@pytest.mark.parametrize("group_size", [None, 16])
-def test_what_is_saved(group_size, device):
+@pytest.mark.parametrize("fmt", [None, "sqrt8"])
+def test_what_is_saved(fmt, device):
     """q, k, v and the output, a number for each head of a token, and the borders: no mask."""
     lengths, kept = LENGTHS["ends inside of groups"], {}
     tokens = sum(lengths)
@@ -201,17 +201,17 @@ def test_what_is_saved(group_size, device):
 
     inputs, documents = qkv(tokens, device, 2), packed(lengths, device)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        packed_attention(*inputs, documents, group_size=group_size)
+        packed_attention(*inputs, documents, saved_format=fmt)
     elements = tokens * D * (2 * N + 2 * 2)
-    heads = 2 * elements if group_size is None else elements + elements // group_size * 2
+    heads = 2 * elements if fmt is None else elements + elements // 16 * 2
     assert sum(kept.values()) <= heads + 4 * N * tokens + 4 * (len(lengths) + 1)
 
 
-@pytest.mark.parametrize("group_size", [None, 16])
-def test_the_output_has_its_origin(group_size, device):
+@pytest.mark.parametrize("fmt", [None, "sqrt8"])
+def test_the_output_has_its_origin(fmt, device):
     """The output projection recomputes its input from what attention has saved."""
-    y = packed_attention(*qkv(37, device), packed([30, 7], device), group_size=group_size)
-    check_origin(y, group_size)
+    y = packed_attention(*qkv(37, device), packed([30, 7], device), saved_format=fmt)
+    check_origin(y, fmt)
 
 
 def test_heads_that_flash_attention_does_not_take():

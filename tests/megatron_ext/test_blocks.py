@@ -39,11 +39,11 @@ VARIANTS = {
     "head norms": ({"qk_layernorm": True}, {}),
     "head norms, 8-bit attention": (
         {"qk_layernorm": True, "params_dtype": torch.float32, "bf16": False},
-        {"attention_format": "sqrt8", "group_size": 32},
+        {"attention_format": "sqrt8"},
     ),
     "formats": (
         {},
-        {"backward_format": "e4m3", "saved_format": "e4m3", "fast_accumulation": "all", "group_size": 32},
+        {"backward_format": "e4m3", "saved_format": "e4m3", "fast_accumulation": "all"},
     ),
     "fp32": ({"bf16": False}, {}),
     "recomputed": (

@@ -194,13 +194,14 @@ def test_layers_hold_on_to_nothing_after_forward(device):
 
 
 def test_block_reaches_the_layers(device):
-    """Larger groups save fewer exponents; gradients are quantized in the block's format."""
+    """8-bit attention saves less; gradients are quantized in the block's format."""
     kept, formats = [], []
-    for activations in (None, ActivationsConfig(group_size=32, backward_format="e4m3")):
+    for activations in (None, ActivationsConfig(attention_format="sqrt8", backward_format="e4m3")):
         model = build(coat_layer_spec, activations=activations)
         kept.append(saved_bytes(model, lambda model=model: model(*batch(device))).per_token_and_layer)
         formats.append({m._grad_scale.fmt for m in model.modules() if hasattr(m, "_grad_scale")})
-    assert formats == [{E5M2}, {E4M3}] and kept[0] - kept[1] == 2 * H / 32 + 2 * FFN / 32
+    # q, the output, and half as many heads of k and v: two bytes an element, or one and a sixteenth
+    assert formats == [{E5M2}, {E4M3}] and kept[0] - kept[1] == 3 * H * (2 - 17 / 16)
 
 
 def test_norm_is_megatrons_rms_norm(device):

@@ -38,7 +38,7 @@ def test_defaults_without_a_file(file):
 
 
 def test_a_file_is_the_block_of_deepspeed(file):
-    block = {"enabled": True, "activations": {"group_size": 32}, "optimizer": {"group_size": 64}}
+    block = {"enabled": True, "activations": {"saved_format": "e4m3"}, "optimizer": {"min_numel": 64}}
     file({"coat": block})
     assert options.coat_config() == CoatConfig.from_dict(block)
 
@@ -48,7 +48,7 @@ def test_a_file_is_the_block_of_deepspeed(file):
     [
         ([], 'the key "coat" alone, found'),
         ("[" * 100_000, 'expected a JSON file with a "coat" block'),
-        ({"coat": {"enabled": True, "activations": {"group_size": 7}}}, "coat.activations.group_size"),
+        ({"coat": {"enabled": True, "activations": {"group_size": 32}}}, "coat.activations.group_size"),
         ({"coat": {"enabled": False}}, "coat.enabled: expected true"),
         ({"coat": {"enabled": True, "report": True}}, "coat.report: found True, but the key was removed"),
         (
@@ -70,7 +70,10 @@ def test_errors_name_file_and_key(file, content, said):
 FEATURES = {
     "no file": (None, (True, True, False)),
     "defaults": ({}, (True, True, False)),
-    "layers": ({"activations": {"group_size": 32}, "optimizer": {"enabled": False}}, (True, False, False)),
+    "layers": (
+        {"activations": {"saved_format": "e4m3"}, "optimizer": {"enabled": False}},
+        (True, False, False),
+    ),
     "states": ({"activations": False}, (False, True, False)),
     "everything": ({"fp8_activation_checkpointing": True}, (True, True, True)),
     "nothing": ({"activations": False, "optimizer": {"enabled": False}}, (False, False, False)),
@@ -164,7 +167,7 @@ def test_single_layers_follow_the_precision_file(megatron):
 
 
 def test_single_layers_keep_the_rest_of_the_block():
-    base = ActivationsConfig(group_size=32, evaluation="stock")
+    base = ActivationsConfig(saved_format="e4m3", evaluation="stock")
     wanted = {"enabled": False, "backward_format": "e4m3", "weight_cache": "fp8", "fast_accumulation": "none"}
     place = SimpleNamespace(module_path="decoder.layers.0.mlp.linear_fc1")
     found = SimpleNamespace(config={"coat": wanted}, config_key="mine", match_input=place)
@@ -174,7 +177,7 @@ def test_single_layers_keep_the_rest_of_the_block():
 @pytest.mark.parametrize(
     "block, said",
     [
-        ({"group_size": 32}, "found 'group_size', expected an object with keys among enabled"),
+        ({"saved_format": "e4m3"}, "found 'saved_format', expected an object with keys among enabled"),
         ("e4m3", "found 'e4m3', expected an object"),
         ({"backward_format": "e3m4"}, "coat.activations.backward_format"),
     ],

@@ -191,7 +191,7 @@ matchers: {first: {type: glob, pattern: "*layers.0.mlp.linear_fc2", config: plai
 
 def test_options_reach_the_run(tmp_path):
     (tmp_path / "layers.yaml").write_text(PRECISION)
-    block = {"enabled": True, "optimizer": {"group_size": 64}, "fp8_activation_checkpointing": True}
+    block = {"enabled": True, "optimizer": {"exp_avg_format": "bf16"}, "fp8_activation_checkpointing": True}
     (tmp_path / "coat.json").write_text(json.dumps({"coat": block}))
     arguments = {
         "recompute_granularity": "full",
@@ -202,8 +202,8 @@ def test_options_reach_the_run(tmp_path):
     }
     logged, output = pretrain("gpt", coat_config=tmp_path / "coat.json", **arguments)
     assert logged[END][0] < logged[1][0] - 0.5
-    # a group of 64 costs 2 + 10 / 64 bytes, plus norms in FP32 and the masters' 16 bits
-    assert re.search(r"COAT: AdamW states 4\.1\d\d bytes per parameter", output)
+    # 3 + 5 / 128 bytes of moments, norms in FP32, and the masters' 16 bits
+    assert re.search(r"COAT: AdamW states 5\.\d\d\d bytes per parameter", output)
 
 
 def test_readings_reach_the_writers_and_the_fallback_the_checkpoint(tmp_path):

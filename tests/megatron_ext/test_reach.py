@@ -16,7 +16,7 @@ from coat_ds.zero.model_layers import prepare_layers
 from tests.util import run_distributed
 
 S, VOCAB = 32, 64
-OTHER = {"backward_format": "e4m3", "saved_format": "e4m3", "attention_format": "sqrt8", "group_size": 32}
+OTHER = {"backward_format": "e4m3", "saved_format": "e4m3", "attention_format": "sqrt8"}
 RECOMPUTE = {"attention_format": "recompute", "weight_cache": "fp8", "fast_accumulation": "none"}
 DENSE = {"num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 128, "num_attention_heads": 4}
 EXPERTS = {
@@ -177,10 +177,13 @@ def test_a_block_that_says_nothing_leaves_layers_as_they_were_told(found):
 @pytest.mark.parametrize(
     "case, words",
     [
-        ("told otherwise", ["coat.activations.group_size: found 16", "built with 32", "set_activations()"]),
+        (
+            "told otherwise",
+            ["coat.activations.backward_format: found 'e5m2'", "built with 'e4m3'", "set_activations()"],
+        ),
         (
             "told otherwise in part",
-            ["group_size: found 16, but 1.decoder", "built with 32", "set_activations()"],
+            ["backward_format: found 'e5m2', but 1.decoder", "built with 'e4m3'", "set_activations()"],
         ),
         (
             "file",

@@ -19,8 +19,8 @@ MISTAKES = {
         Mistake("a misspelt key", block(optimiser={}), ("coat.optimiser: ", "Did you mean 'optimizer'")),
         Mistake(
             "a misspelt key of an inner block",
-            block(optimizer={"groupsize": 128}),
-            ("coat.optimizer.groupsize: ", "(value 128)", "Known keys", "Did you mean 'group_size'"),
+            block(optimizer={"minnumel": 128}),
+            ("coat.optimizer.minnumel: ", "(value 128)", "Known keys", "Did you mean 'min_numel'"),
         ),
         Mistake("a key that means nothing", block(x=1), ("coat.x: unknown key (value 1)", "Drop it")),
         Mistake(
@@ -38,19 +38,14 @@ MISTAKES = {
         Mistake("a boolean in quotes", block(enabled="true"), ("coat.enabled: ", "true or false", "'true'")),
         Mistake('`"auto"`', block(enabled="auto"), ("coat.enabled: ", "No trainer fills in", "drop the key")),
         Mistake(
-            "a group size that is none",
-            block(optimizer={"group_size": 100}),
-            ("coat.optimizer.group_size: ", "64, 128, 256", "found 100"),
-        ),
-        Mistake(
-            "a group size of activations for moments",
-            block(activations={"group_size": 256}),
-            ("coat.activations.group_size: ", "16, 32, 64, 128", "found 256"),
+            "a size of groups",
+            block(optimizer={"group_size": 64}),
+            ("coat.optimizer.group_size: ", "found 64", "removed", "128 elements", "Drop the key"),
         ),
         Mistake(
             "a choice in quotes",
-            block(activations={"group_size": "16"}),
-            ("coat.activations.group_size: ", "16, 32, 64, 128", "found '16'", "Leave the quotes out"),
+            block(activations={"cuda_graphs": "true"}),
+            ("coat.activations.cuda_graphs: ", "found 'true'", "Leave the quotes out"),
         ),
         Mistake(
             "a negative number", block(optimizer={"min_numel": -1}), ("min_numel: ", "0 or more", "found -1")
@@ -142,8 +137,8 @@ MISTAKES = {
         ),
         Mistake(
             "an option of the block",
-            params(lr=1e-3, group_size=64),
-            ("optimizer.params.group_size: found 64", "a key of coat.optimizer", "Write it there"),
+            params(lr=1e-3, min_numel=64),
+            ("optimizer.params.min_numel: found 64", "a key of coat.optimizer", "Write it there"),
         ),
         Mistake(
             "AMSGrad",

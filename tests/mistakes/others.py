@@ -66,8 +66,12 @@ MISTAKES = {
         ),
         Mistake(
             "a model that was converted with other options",
-            converted(TWICE, TWICE, group_size=32),
-            ("convert: group_size: found 32", "converted with 16", "coat_ds.unconvert(model) first"),
+            converted(TWICE, TWICE, saved_format="e4m3"),
+            (
+                "convert: saved_format: found 'e4m3'",
+                "converted with 'sqrt8'",
+                "coat_ds.unconvert(model) first",
+            ),
         ),
         Mistake(
             "a partly converted model",
@@ -95,7 +99,9 @@ MISTAKES = {
             "a learning rate that is no number", optimizer(lr="1e-3"), ("lr must be a number", "found '1e-3'")
         ),
         Mistake(
-            "a group size that is none", optimizer(group_size=32), ("group_size: ", "64, 128, 256; found 32")
+            "a size of groups",
+            lambda folder: CoatAdamW([{"params": [torch.nn.Parameter(torch.zeros(3))], "group_size": 64}]),
+            ("group_size: found 64", "128 elements", "Drop it"),
         ),
         Mistake(
             "a misspelt option of a parameter group",

@@ -33,7 +33,6 @@ from coat_kernels.attention import (
     takes_packed,
 )
 from coat_kernels.autograd.origin import ATTENDED, Origin, note, noted, origin_of
-from coat_kernels.groups.reference import DEFAULT_FORMAT
 
 NAME = "coat"
 # transformers' implementation with the same arithmetic
@@ -51,11 +50,10 @@ _CHANGING = ("position_bias", "softcap", "cache")
 @dataclass(frozen=True, slots=True)
 class KeptAttention:
     """The attribute `coat_attention` of a converted attention module: how it saves q, k, v and the output.
-    group_size: elements of a group; None saves them unchanged. evaluates_stock: evaluation calls
+    saved_format: None saves them unchanged. evaluates_stock: evaluation calls
     transformers' function. loaded: the implementation that the model was loaded with."""
 
-    group_size: int | None
-    saved_format: str
+    saved_format: str | None
     evaluates_stock: bool
     loaded: str = STOCK
 
@@ -65,9 +63,9 @@ def kept_attention_of(activations: ActivationsConfig) -> KeptAttention:
     "recompute" saves q, k, v and the output."""
     fmt, evaluates_stock = activations.attention_format, activations.evaluation == "stock"
     if fmt == "bf16":
-        return KeptAttention(None, activations.saved_format, evaluates_stock)
+        return KeptAttention(None, evaluates_stock)
     saved_format = activations.saved_format if fmt == "recompute" else fmt
-    return KeptAttention(activations.group_size, saved_format, evaluates_stock)
+    return KeptAttention(saved_format, evaluates_stock)
 
 
 def uses_interface(module: torch.nn.Module) -> bool:
@@ -180,7 +178,7 @@ def coat_attention(
     if registered is not sdpa_attention_forward:
         return registered(module, query, key, value, attention_mask, **arguments)
     compiling = torch.compiler.is_compiling()
-    if kept is not None and kept.group_size is not None and compiling and torch.is_grad_enabled():
+    if kept is not None and kept.saved_format is not None and compiling and torch.is_grad_enabled():
         say_once(
             "coat.activations.attention_format: of no effect under torch.compile: attention saves what it "
             "saved before it was converted. Write 'bf16'."
@@ -216,8 +214,8 @@ def coat_attention(
         attention_mask = mask.whole() if isinstance(mask, PackedMask) else mask
         if stock or sinks is not None:
             return attend(module, query, key, value, attention_mask, **arguments)
-    how = {} if stock else {"group_size": kept.group_size, "saved_format": kept.saved_format}
-    if how.get("group_size") is None:
+    how = {"saved_format": None if stock else kept.saved_format}
+    if how["saved_format"] is None:
         query, key, value = _own_storages(query, key, value)
     heads = [x.transpose(1, 2) for x in (query, key, value)]
     if packed is not None:
@@ -265,8 +263,7 @@ def any_attention(
     mask: torch.Tensor | None,
     arguments: dict,
     *,
-    group_size: int | None = None,
-    saved_format: str = DEFAULT_FORMAT,
+    saved_format: str | None = None,
 ) -> torch.Tensor:
     """The output of transformers' own function for heads as in `coat_attention`, `mask` and further
     `arguments`: [b, s, n * d], with a note of its origin. Saved as in `kept_attention`; all layers share the
@@ -296,9 +293,8 @@ def any_attention(
     biased = mask is not None or arguments.get("position_bias") is not None
     if biased and key.shape[2] in (query.shape[-1], value.shape[-1]):
         # with such a shape, the saved bias of the scores could be mistaken for a head
-        group_size = None
-    how = {"group_size": group_size, "saved_format": saved_format}
-    return kept_attention(attend, query, key, value, times=times, **how)
+        saved_format = None
+    return kept_attention(attend, query, key, value, times=times, saved_format=saved_format)
 
 
 def _is_only_masked(query, key, mask, arguments) -> bool:

@@ -161,7 +161,7 @@ class Fp8DecoderLayer(Replaced):
         elif mask is not None:
             mask = mask.whole() if isinstance(mask, PackedMask) else mask
             constants.append(additive_mask(mask, x.dtype))
-        saved = {"group_size": kept.group_size, "saved_format": kept.saved_format}
+        saved = {"saved_format": kept.saved_format}
         options = LayerOptions(
             input_norm=replaced(input_norm).options,
             qkv=self.qkv.options(qkv),
@@ -173,7 +173,7 @@ class Fp8DecoderLayer(Replaced):
             head_norms=tuple([replaced(norm).options for norm in head_norms]),
             groups=qkv[1].weight.shape[0] // d,
             d=d,
-            recomputed=(kept.group_size, kept.saved_format) if self.recomputes else None,
+            recomputed=kept.saved_format if self.recomputes else None,
             batch_first=True,
             apart=True,
         )

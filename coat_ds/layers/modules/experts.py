@@ -45,7 +45,7 @@ def _sizes(module: torch.nn.Module) -> tuple[int, int, int, int]:
 
 def _kernel_gate(module: torch.nn.Module, kept: dict) -> KernelGate | None:
     """The kernels' gate that computes what the module's does: an activation times up, or GPT-OSS's gate. None
-    if there is none. kept: `group_size` and `saved_format`."""
+    if there is none. kept: `saved_format`."""
     if type(module)._apply_gate.__name__ == "_default_apply_gate":
         kind = activation_kind(module.act_fn) if _is(module, "is_concatenated") else None
         return kind and KernelGate(kind, **kept)
@@ -67,9 +67,9 @@ def _asks_interface(forward: Callable) -> bool:
     return getattr(forward, "__globals__", {}).get("__name__") == "transformers.integrations.moe"
 
 
-def why_not(module: torch.nn.Module, group_size: int, dispatched: bool) -> str | None:
-    """Why an expert layer is not converted; None if it can be. group_size: of saved activations. dispatched:
-    whether its forward on the instance is expert parallelism's."""
+def why_not(module: torch.nn.Module, dispatched: bool) -> str | None:
+    """Why an expert layer is not converted; None if it can be. dispatched: whether its forward on the
+    instance is expert parallelism's."""
     cls = type(module)
     if not hasattr(cls, "_apply_gate") or not _is(module, "has_gate") or not _asks_interface(cls.forward):
         return "experts with a forward of their own"
@@ -86,9 +86,8 @@ def why_not(module: torch.nn.Module, group_size: int, dispatched: bool) -> str |
     _, h, f, both = _sizes(module)
     if both != 2 * f:
         return "experts whose gate does not halve"
-    # backward recomputes the gate's output from whole groups
-    if h % ALIGNMENT or f % group_size:
-        return f"experts of {h} x {f}, not multiples of {ALIGNMENT} and {group_size}"
+    if h % ALIGNMENT or f % ALIGNMENT:
+        return f"experts of {h} x {f}, not multiples of {ALIGNMENT}"
     return None
 
 
@@ -104,7 +103,7 @@ class Fp8Experts(Replaced):
         super().__init__(module, activations)
         # a plain function in LFM2; GPT-OSS has none
         self.act = getattr(module, "act_fn", None)
-        self.kept = {"group_size": activations.group_size, "saved_format": activations.saved_format}
+        self.kept = {"saved_format": activations.saved_format}
         self.gate = _kernel_gate(module, self.kept)
         caches = (WeightCache(activations.weight_cache) for _ in range(2))
         self.state = ExpertsState(*caches, fast=activations.fast_accumulation != "none")

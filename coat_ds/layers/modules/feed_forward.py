@@ -20,7 +20,7 @@ class _Activation(Replaced):
 
     def __init__(self, module: torch.nn.Module, activations: ActivationsConfig):
         super().__init__(module, activations)
-        self.kept = {"group_size": activations.group_size, "saved_format": activations.saved_format}
+        self.kept = {"saved_format": activations.saved_format}
 
     def activate(self, x: torch.Tensor, function: str, gated: bool) -> torch.Tensor:
         return activation(x, function, gated=gated, **self.kept)
@@ -89,7 +89,7 @@ class Fp8GatedFeedForward(_Activation):
     @property
     def options(self) -> ActivationOptions:
         """The options of the activation, for a fused block."""
-        return activation_options(self.form.kind, True, self.kept["group_size"], self.kept["saved_format"])
+        return activation_options(self.form.kind, True, self.kept["saved_format"])
 
     def _both(self, x: torch.Tensor) -> torch.Tensor:
         """gate(x) | up(x)."""

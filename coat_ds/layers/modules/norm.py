@@ -29,15 +29,13 @@ class Fp8Norm(Replaced):
     def __init__(self, module: torch.nn.Module, activations: ActivationsConfig, form: NormForm):
         super().__init__(module, activations)
         self.form = form
-        self.kept = {"group_size": activations.group_size, "saved_format": activations.saved_format}
+        self.kept = {"saved_format": activations.saved_format}
 
     @property
     def options(self) -> NormOptions:
         """The options of the norm, for a fused block."""
         form, kept = self.form, self.kept
-        return norm_options(
-            form.eps, form.layer_norm, form.zero_centered, kept["group_size"], kept["saved_format"]
-        )
+        return norm_options(form.eps, form.layer_norm, form.zero_centered, kept["saved_format"])
 
     def compute(self, hidden_states: torch.Tensor) -> torch.Tensor:
         module, takes = self.module, self.takes(hidden_states)

@@ -30,11 +30,11 @@ def is_autoep(module: torch.nn.Module) -> bool:
     return _deepspeed() is not None and type(module).forward is _deepspeed().GroupedExperts.forward
 
 
-def why_not(module: torch.nn.Module, group_size: int) -> str | None:
-    """Why experts keep their forward; None if they can be converted. group_size: of saved activations."""
+def why_not(module: torch.nn.Module) -> str | None:
+    """Why experts keep their forward; None if they can be converted."""
     _, h, f = shape_of(module.w2)
-    if h % ALIGNMENT or f % group_size:
-        return f"experts of {h} x {f}, not multiples of {ALIGNMENT} and {group_size}"
+    if h % ALIGNMENT or f % ALIGNMENT:
+        return f"experts of {h} x {f}, not multiples of {ALIGNMENT}"
     return None
 
 
@@ -78,7 +78,7 @@ class AutoEPExperts(Replaced):
 
     def __init__(self, module: torch.nn.Module, activations: ActivationsConfig):
         super().__init__(module, activations)
-        self.kept = {"group_size": activations.group_size, "saved_format": activations.saved_format}
+        self.kept = {"saved_format": activations.saved_format}
         fast = activations.fast_accumulation != "none"
         self.state = ExpertsState(_Halves(module), WeightCache(activations.weight_cache), fast=fast)
 

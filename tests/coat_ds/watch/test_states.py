@@ -137,7 +137,7 @@ TENSORS = [
     ((33, 130), {"exp_avg_format": "fp8_expanded", "exp_avg_sq_format": "fp8_expanded"}, 3),
     # measured together with the first one, whose steps the CPU counts
     ((9, 200), {"capturable": True}, 3),
-    ((4096,), {"group_size": 64}, 3),
+    ((4096,), {}, 3),
     ((20, 128), {"betas": (0.9, 0.95)}, 3),
     ((20, 128), {"exp_avg_format": "bf16", "exp_avg_sq_format": "bf16"}, 3),
     # in the batch of the first one, but in another step
@@ -191,8 +191,7 @@ def test_tensors_that_are_measured_together_say_what_each_says_alone(monkeypatch
     made, tensors = many()
     together = sums_of(made, dict(enumerate(tensors)))
     torch.testing.assert_close(together, alone, rtol=1e-6, atol=0)
-    sizes = [made.state[p]["exp_avg"].group_size for p in tensors]
-    expected = [min(p.numel() // n, 16) * n for p, n in zip(tensors, sizes, strict=True)]
+    expected = [min(p.numel() // 128, 16) * 128 for p in tensors]
     assert together[:, 5].tolist() == expected
 
 
