@@ -24,10 +24,10 @@ import torch
 import coat_ds
 from coat_ds.layers.modules import decoder_layer
 from coat_ds.layers.modules.replaced import replaced
-from coat_kernels.agreement import ROUNDING
 from coat_kernels.graphs import WARM_UP, memory, proof
 from tests.coat_ds.layers.measures import fp8_bound, fp8_forward_bound, placed, relative, run
 from tests.families import FAMILIES
+from tests.kernels.agreement import ROUNDING
 
 # none with experts: FP8's noise before a router sends tokens to other experts, and no bound of rounding holds
 NAMES = "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "gpt2", "gpt_neox", "opt"

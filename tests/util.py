@@ -1,4 +1,4 @@
-"""The one error metric, from `coat_kernels.agreement`, and a way to run a function in several processes."""
+"""The one error metric, from `tests.kernels.agreement`, and a way to run a function in several processes."""
 
 import collections
 import contextlib
@@ -19,14 +19,13 @@ import torch.multiprocessing as mp
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from coat_kernels.agreement import rel_rms  # noqa: F401
 from coat_kernels.groups import GroupFormat
 from tests.hosts import repair_old_deepspeed
+from tests.kernels.agreement import rel_rms  # noqa: F401
 
 # a format of saved activations that stores FP32 values, for references on a CPU
 EXACT = GroupFormat(
     "exact",
-    0.0,
     lambda groups: (groups, torch.full(groups.shape[:2], 127, dtype=torch.uint8)),
     lambda codes: codes,
     None,

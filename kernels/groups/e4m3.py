@@ -28,5 +28,4 @@ def from_codes_tile(b_codes):
     return from_fp8(b_codes, False)
 
 
-# rms: errors are uniform in half a step of each value
-FORMAT = GroupFormat("e4m3", 0.02657, to_codes, from_codes, to_codes_tile, from_codes_tile)
+FORMAT = GroupFormat("e4m3", to_codes, from_codes, to_codes_tile, from_codes_tile)

@@ -21,17 +21,12 @@ class GroupFormat:
     kernel. Codes and exponents are bytes (uint8)."""
 
     name: str
-    rms: float
-    """Relative RMS error of Gaussian values in groups of 16."""
     to_codes: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
     """FP32 groups [rows, groups, G] -> (codes, exponent [rows, groups])."""
     from_codes: Callable[[torch.Tensor], torch.Tensor]
     """Codes of any shape -> FP32 values divided by their scales."""
     to_codes_tile: Callable
     from_codes_tile: Callable
-    approximate: bool = False
-    """Whether a kernel may give an FP32 value next to a tie either code. Values of 16 bits get the
-    reference's."""
 
 
 def scaled(groups: torch.Tensor, largest: float) -> tuple[torch.Tensor, torch.Tensor]:

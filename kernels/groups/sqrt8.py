@@ -46,6 +46,4 @@ def from_codes_tile(b_codes):
     return tl.where(b_root == NAN_CODE, float("nan"), b_root * tl.abs(b_root))
 
 
-# rms: errors are uniform in half a step, and the step of a value r^2 is 2 r; the root of a group's amax is
-# 90 to 127. approximate: a kernel's root is off by up to 2^-22
-FORMAT = GroupFormat("sqrt8", 0.00714, to_codes, from_codes, to_codes_tile, from_codes_tile, True)
+FORMAT = GroupFormat("sqrt8", to_codes, from_codes, to_codes_tile, from_codes_tile)

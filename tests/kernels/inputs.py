@@ -5,7 +5,7 @@ import dataclasses
 import torch
 
 from coat_kernels.adamw import AdamWOptions
-from coat_kernels.agreement import summed
+from tests.kernels.agreement import summed
 
 SIZES = (1, 127, 128, 129, 1000)
 SHAPES = ((1, 1), (3, 16), (5, 33), (13, 300), (130, 96))

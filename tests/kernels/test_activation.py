@@ -5,11 +5,11 @@ import torch
 import torch.nn.functional as F
 
 from coat_kernels import activation as act
-from coat_kernels.agreement import E4M3_RMS, ROUNDING, grouped
 from coat_kernels.autograd.origin import maxima_of, origin_of
 from coat_kernels.fp8 import E4M3, E5M2
 from coat_kernels.groups import dequantize_groups_reference
 from coat_kernels.tensorwise import quantize_tensor_reference
+from tests.kernels.agreement import E4M3_RMS, ROUNDING, grouped
 from tests.kernels.inputs import SHAPES, hard, wide
 from tests.util import rel_rms
 

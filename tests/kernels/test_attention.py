@@ -10,12 +10,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from coat_kernels.agreement import E4M3_RMS, ROUNDING
 from coat_kernels.attention import BACKENDS, additive_mask, causal_attention, kept_attention, switched_on
 from coat_kernels.autograd.origin import forget_notes, origin_of
 from coat_kernels.fp8 import E4M3
 from coat_kernels.linear import fp8_linear
 from coat_kernels.tensorwise import largest_magnitude
+from tests.kernels.agreement import E4M3_RMS, ROUNDING
 from tests.util import rel_rms
 
 S, B, HEADS, D = 32, 2, 4, 32

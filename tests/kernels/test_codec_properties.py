@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from coat_kernels.agreement import comparable
 from coat_kernels.codecs import CODECS, get_codec
 from coat_kernels.codecs.codec import (
     decode_kernel_launch,
@@ -16,6 +15,7 @@ from coat_kernels.codecs.codec import (
     encode_reference,
 )
 from tests.hosts import TEST_ALL
+from tests.kernels.agreement import comparable
 from tests.kernels.test_codecs import GROUP, log2_error_bound
 
 EIGHT_BIT = [name for name, codec in CODECS.items() if codec.dtype == torch.uint8]

@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 
-from coat_kernels.agreement import comparable
 from coat_kernels.codecs import CODECS, get_codec
 from coat_kernels.codecs.codec import (
     decode_kernel_launch,
@@ -14,6 +13,7 @@ from coat_kernels.codecs.codec import (
     encode_reference,
 )
 from coat_kernels.fp8 import E4M3, E5M2
+from tests.kernels.agreement import comparable
 from tests.kernels.inputs import SIZES, hard, wide
 
 EXPANDED = ("fp8_expanded", "fp8_expanded_e5m2")

@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from coat_kernels.agreement import BF16_RMS, EXPERTS_BACKWARD, EXPERTS_FORWARD, ROUNDING
 from coat_kernels.experts import (
     ExpertsState,
     KernelGate,
@@ -16,6 +15,7 @@ from coat_kernels.experts import (
     permuted_experts,
 )
 from coat_kernels.weights import WeightCache
+from tests.kernels.agreement import BF16_RMS, EXPERTS_BACKWARD, EXPERTS_FORWARD, ROUNDING
 from tests.util import rel_rms
 
 T, K, E, HIDDEN, FFN = 50, 3, 7, 48, 64

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from coat_kernels import groups
-from coat_kernels.agreement import ROUNDING, grouped
 from tests.hosts import TEST_ALL
+from tests.kernels.agreement import ROUNDING, grouped
 from tests.kernels.inputs import SHAPES, hard, wide
 from tests.util import rel_rms
 

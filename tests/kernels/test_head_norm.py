@@ -7,10 +7,10 @@ import torch.nn.functional as F
 
 from coat_kernels import head_norm as heads
 from coat_kernels import norm
-from coat_kernels.agreement import ROUNDING
 from coat_kernels.groups import dequantize_groups_reference
 from coat_kernels.head_norm import head_norm
 from coat_kernels.rope import rotate
+from tests.kernels.agreement import ROUNDING
 from tests.kernels.inputs import hard, wide
 from tests.util import rel_rms
 

@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 
 from coat_kernels import linear, tensorwise
-from coat_kernels.agreement import E4M3_RMS, E5M2_RMS
 from coat_kernels.autograd.origin import (
     Origin,
     maxima_of,
@@ -23,6 +22,7 @@ from coat_kernels.fp8 import E4M3, E5M2
 from coat_kernels.linear import LinearFormats, LinearOptions, fp8_linear
 from coat_kernels.tensorwise import PredictedScale, quantize_tensor
 from coat_kernels.weights import WeightCache
+from tests.kernels.agreement import E4M3_RMS, E5M2_RMS
 from tests.kernels.inputs import check_sums
 from tests.util import rel_rms
 

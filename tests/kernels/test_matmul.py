@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from coat_kernels.agreement import FAST_TERM
 from coat_kernels.fp8 import E4M3, E5M2
 from coat_kernels.linear import matmul
 from coat_kernels.tensorwise import largest_magnitude, quantize_tensor
+from tests.kernels.agreement import FAST_TERM
 from tests.kernels.inputs import hard
 from tests.util import rel_rms
 

@@ -5,13 +5,13 @@ import torch
 import torch.nn.functional as F
 
 from coat_kernels import norm
-from coat_kernels.agreement import E4M3_RMS, ROUNDING
 from coat_kernels.autograd.origin import maxima_of, origin_of, with_maxima
 from coat_kernels.fp8 import E4M3, E5M2
 from coat_kernels.groups import dequantize_groups_reference
 from coat_kernels.linear import fp8_linear
 from coat_kernels.tensorwise import PredictedScale, quantize_tensor_reference
 from coat_kernels.tensorwise.operands import fp8_operands
+from tests.kernels.agreement import E4M3_RMS, ROUNDING
 from tests.kernels.inputs import SHAPES, hard, wide
 from tests.util import rel_rms
 

@@ -6,13 +6,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from coat_kernels.agreement import E4M3_RMS, ROUNDING
 from coat_kernels.attention import Packed, causal_attention, takes_packed
 from coat_kernels.attention import packed_attention as attention
 from coat_kernels.attention.packed import _flash, _flash_backward
 from coat_kernels.autograd.origin import origin_of
 from coat_kernels.fp8 import E4M3
 from coat_kernels.tensorwise.quantize import quantize_tensor
+from tests.kernels.agreement import E4M3_RMS, ROUNDING
 from tests.util import rel_rms
 
 N, D = 4, 32

@@ -5,9 +5,9 @@ import torch
 
 from coat_kernels.adamw import AdamWOptions, storing
 from coat_kernels.adamw.storing import SUMS, Moments, storing_sums_reference, storing_sums_triton
-from coat_kernels.agreement import STORING
 from coat_kernels.codecs import GROUP_SIZE, get_codec
 from coat_kernels.codecs.codec import Stored, encode_reference
+from tests.kernels.agreement import STORING
 from tests.kernels.steps import PAIRS
 from tests.util import default_dtype
 

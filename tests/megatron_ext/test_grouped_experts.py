@@ -15,8 +15,8 @@ from megatron.core.transformer import TransformerConfig
 from coat_ds.config import ActivationsConfig, CoatConfigError
 from coat_ds.layers.inventory import layers_of
 from coat_ds.saved_bytes import SavedStorages
-from coat_kernels.agreement import BF16_RMS, EXPERTS_BACKWARD, EXPERTS_FORWARD
 from megatron_ext.layer_specs import coat_layer_spec, sdpa_layer_spec
+from tests.kernels.agreement import BF16_RMS, EXPERTS_BACKWARD, EXPERTS_FORWARD
 from tests.megatron_ext.test_moe import (
     ALL_TO_ALL,
     DROPPING,
@@ -35,7 +35,7 @@ from tests.util import rel_rms, run_distributed
 
 GROUPED = {"moe_grouped_gemm": True}
 FFN = EXPERTS["moe_ffn_hidden_size"]
-# the part of the experts' errors that BF16 makes (`coat_kernels.agreement`)
+# the part of the experts' errors that BF16 makes (`tests.kernels.agreement`)
 BF16_FORWARD, BF16_BACKWARD = 8**0.5 * BF16_RMS, 4 * BF16_RMS
 # some experts have no rows, and some end within a tile
 OF_EACH = (9, 0, 16, 25)

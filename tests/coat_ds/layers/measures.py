@@ -4,7 +4,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from coat_ds.layers.modules.decoder_layer import Fp8DecoderLayer
-from coat_kernels.agreement import E4M3_RMS, E5M2_RMS
+from tests.kernels.agreement import E4M3_RMS, E5M2_RMS
 
 
 def placed(batch: dict, device: torch.device | str) -> dict:

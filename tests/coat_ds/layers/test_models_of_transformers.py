@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import coat_ds
-from coat_kernels.agreement import EXPERTS_FORWARD
 from tests.coat_ds.layers.measures import fp8_bound, fp8_forward_bound
+from tests.kernels.agreement import EXPERTS_FORWARD
 from tests.util import rel_rms
 
 transformers = pytest.importorskip("transformers")
