@@ -35,13 +35,6 @@ def ours(params, **options):
     return CoatAdamW(params, **OPTIONS | options, min_numel=0)
 
 
-def ours_with_copies(params):
-    optimizer = ours(params)
-    for p in params:
-        optimizer.copy_weight(p, torch.empty_like(p, dtype=torch.bfloat16))
-    return optimizer
-
-
 def torch_fused(params):
     return torch.optim.AdamW(params, **OPTIONS, fused=True)
 
@@ -84,7 +77,6 @@ def cases() -> dict[str, Case]:
         ),
         "ours, BF16 gradient": Case(ours, FP32, BF16, 8 + 2 + STATES),
         "ours, gradient scale": Case(ours, FP32, FP32, 8 + 4 + STATES, scale),
-        "ours, BF16 copy": Case(ours_with_copies, FP32, FP32, 8 + 4 + 2 + STATES),
         "ours, BF16 exact": Case(ours, BF16, BF16, 4 + 4 + 2 + STATES),
         "ours, BF16 stochastic": Case(
             functools.partial(ours, bf16_params="stochastic"), BF16, BF16, 4 + 2 + STATES

@@ -5,6 +5,8 @@ It may import `coat_kernels` and the config. Start at optimizer.py.
     optimizer.py     CoatAdamW
     options.py       its options: names, choices, what they mean for a moment
     checks.py        which tensors it refuses
+    changes.py       which changes of options between steps it refuses
+    states.py        the state of one parameter: created, completed, converted
     step.py          the update of one parameter group by `coat_kernels.adamw`
     host_states.py   states in host memory that stream through the GPU
     release.py       steps during backward, which free gradients

@@ -1,5 +1,6 @@
 """The formats in which moments are stored, and their bytes."""
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -36,52 +37,44 @@ def state_bytes(optimizer) -> dict[str, Any]:
     Returns `bytes`, without step counts, `parameters` (elements that have a state; ZeRO's padding included),
     `bytes_per_parameter`, and `by_codec`: bytes by codec name, where plain tensors are named by dtype.
     """
-    optimizer = _base_optimizer(optimizer)
-    by_codec: dict[str, int] = {}
-    parameters = 0
-    for p, state in optimizer.state.items():
-        if not isinstance(p, torch.Tensor):
-            continue
-        parameters += local(p).numel()
-        for name, value in state.items():
-            value = None if name == "step" else local(value)
-            if isinstance(value, Moment):
-                held = [(piece.codec.name, piece.storage.nbytes) for piece in value.pieces]
-            elif isinstance(value, torch.Tensor):
-                held = [(str(value.dtype).removeprefix("torch."), value.nbytes)]
-            else:
-                continue
-            for kind, size in held:
-                by_codec[kind] = by_codec.get(kind, 0) + size
-    return _summed(by_codec, parameters)
+    states = {p: x for p, x in _base_optimizer(optimizer).state.items() if isinstance(p, torch.Tensor)}
+    values = (local(x) for state in states.values() for name, x in state.items() if name != "step")
+    held = (item for value in values for item in _held(value))
+    return _summed(held, sum(local(p).numel() for p in states))
 
 
-def _summed(by_codec: dict[str, int], parameters: int) -> dict[str, Any]:
-    total = sum(by_codec.values())
-    return {
-        "bytes": total,
-        "parameters": parameters,
-        "bytes_per_parameter": total / parameters if parameters else 0.0,
-        "by_codec": by_codec,
-    }
+def _held(value: Any) -> list[tuple[str, int]]:
+    if isinstance(value, Moment):
+        return [(piece.codec.name, piece.storage.nbytes) for piece in value.pieces]
+    if isinstance(value, torch.Tensor):
+        return [(str(value.dtype).removeprefix("torch."), value.nbytes)]
+    return []
 
 
 def planned_bytes(optimizer) -> dict[str, Any]:
     """What `state_bytes` will return for a CoatAdamW without flat partitions, once each parameter has a
     state. For a DTensor it counts all shards.
     """
-    by_codec: dict[str, int] = {}
-    parameters = 0
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            parameters += p.numel()
-            held = [("int16", 2 * p.numel())] if has_remainder(p, group) else []
-            for name in MOMENTS:
-                (codec,) = optimizer.codecs_of(p, group, name)
-                held.append((codec.name, codec.zeros(p.numel(), device="meta").nbytes))
-            for name, size in held:
-                by_codec[name] = by_codec.get(name, 0) + size
-    return _summed(by_codec, parameters)
+    held, pairs = [], [(p, group) for group in optimizer.param_groups for p in group["params"]]
+    for p, group in pairs:
+        held += [("int16", 2 * p.numel())] if has_remainder(p, group) else []
+        for name in MOMENTS:
+            ((_, codec),) = optimizer.layouts.layout_of(p, group, name)
+            held.append((codec.name, codec.zeros(p.numel(), device="meta").nbytes))
+    return _summed(held, sum(p.numel() for p, _ in pairs))
+
+
+def _summed(held: Iterable[tuple[str, int]], parameters: int) -> dict[str, Any]:
+    by_codec: Counter[str] = Counter()
+    for name, size in held:
+        by_codec[name] += size
+    total = by_codec.total()
+    return {
+        "bytes": total,
+        "parameters": parameters,
+        "bytes_per_parameter": total / parameters if parameters else 0.0,
+        "by_codec": dict(by_codec),
+    }
 
 
 def _base_optimizer(optimizer) -> torch.optim.Optimizer:

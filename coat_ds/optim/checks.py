@@ -81,6 +81,19 @@ def check_tensors(p: torch.Tensor, state: dict[str, Any], device: torch.device) 
             )
 
 
+def check_params(params: list[torch.Tensor], in_framework: bool, checkpoint_layout: str) -> None:
+    """Raises TypeError or ValueError for parameters of a new group. Frameworks may keep FP32 masters of
+    parameters of other types."""
+    if not in_framework:
+        for p in params:
+            check_dtype(p)
+    if checkpoint_layout == "compressed" and any(map(is_distributed, params)):
+        raise ValueError(
+            "CoatAdamW: checkpoint_layout='compressed' cannot be cut for another number of ranks, as "
+            "checkpoints of DTensors are. Take 'stock'."
+        )
+
+
 def check_dtype(p: torch.Tensor, trained: bool | None = None) -> None:
     """Raises TypeError for a parameter that is trained in another type than FP32 or BF16.
 
@@ -104,21 +117,6 @@ def check_grad_scale(scale: Any) -> None:
         raise ValueError(
             "CoatAdamW.step: grad_scale: expected a tensor of one element, by which all gradients are "
             f"multiplied, found shape {tuple(scale.shape)}. Take one factor."
-        )
-
-
-def check_copy(copy: torch.Tensor, p: torch.Tensor) -> None:
-    """Raises ValueError for a tensor to which a step cannot write a BF16 copy of `p`."""
-    if (copy.dtype, p.dtype) != (torch.bfloat16, torch.float32) or not copy.is_contiguous():
-        raise ValueError(
-            f"copy_weight: expected a contiguous BF16 copy of an FP32 parameter, found {copy.dtype} of "
-            f"{p.dtype}."
-        )
-    held, copied = local(p), local(copy)
-    if copied.shape != held.shape or copied.device != held.device:
-        raise ValueError(
-            f"copy_weight: the copy is {tuple(copied.shape)} on {copied.device}, the parameter "
-            f"{tuple(held.shape)} on {held.device}. Give it the parameter's shape and device."
         )
 
 

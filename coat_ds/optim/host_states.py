@@ -160,7 +160,6 @@ class Operands(NamedTuple):
     exp_avg_sq: Piece
     step: torch.Tensor
     remainder: torch.Tensor | None
-    copy: torch.Tensor | None
 
     def part(self, begin: int, end: int) -> "Operands":
         """The elements from `begin`, a multiple of `GROUP_SIZE`, to `end`, exclusive."""
@@ -178,7 +177,6 @@ class Operands(NamedTuple):
             exp_avg=groups(self.exp_avg),
             exp_avg_sq=groups(self.exp_avg_sq),
             remainder=None if self.remainder is None else cut(self.remainder),
-            copy=None if self.copy is None else cut(self.copy),
         )
 
     @property
@@ -196,8 +194,7 @@ class Operands(NamedTuple):
             return piece._replace(storage=Storage(*map(of, piece.storage)))
 
         first, second = stored(self.exp_avg), stored(self.exp_avg_sq)
-        param, grad, remainder, copy = map(of, (self.param, self.grad, self.remainder, self.copy))
-        return Operands(param, grad, first, second, self.step, remainder, copy)
+        return Operands(of(self.param), of(self.grad), first, second, self.step, of(self.remainder))
 
 
 def chunks_of(bucket: list[Operands]) -> Iterator[list[Operands]]:
@@ -275,13 +272,12 @@ def plan_of(chunk: list[Operands], host: HostStates) -> Plan:
     for x in chunk:
         if not x.param.is_cpu:
             continue
-        for t, to in ((x.param, (there, back)), (x.grad, (there,)), (x.copy, (back,))):
-            if t is not None:
-                begin = -(-size // ALIGNMENT) * ALIGNMENT
-                size = begin + t.nbytes
-                places.append((t, begin))
-                for copies in to:
-                    copies.append((begin, t.reshape(-1).view(torch.uint8)))
+        for t, to in ((x.param, (there, back)), (x.grad, (there,))):
+            begin = -(-size // ALIGNMENT) * ALIGNMENT
+            size = begin + t.nbytes
+            places.append((t, begin))
+            for copies in to:
+                copies.append((begin, t.reshape(-1).view(torch.uint8)))
     return Plan(chunk, places, there, back, size)
 
 

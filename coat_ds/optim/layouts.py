@@ -4,6 +4,7 @@ This module only decides. `CoatAdamW` converts the moments that exist.
 """
 
 import dataclasses
+from collections.abc import Iterable
 from itertools import zip_longest
 from typing import Any
 
@@ -61,6 +62,24 @@ class Layouts:
         fragments = self.fragments.get(p)
         kept = self.keeps(p, group) if fragments is None else all(f.kept for f in fragments)
         return BOTH_FP32 if kept else formats
+
+    def held_in(self, index: int, group: dict[str, Any]) -> list[torch.Tensor]:
+        """The tensors of the parameter group `index`, including those that ZeRO-3 puts into it only for a
+        step."""
+        flats = (p for p, i in self.group_index.items() if i == index)
+        return list(dict.fromkeys((*group["params"], *flats)))
+
+    def note_kept(self, groups: Iterable[dict[str, Any]]) -> None:
+        """Notes which parameters keep FP32 moments, before ZeRO replaces them by flat partitions without
+        names."""
+        for group in groups:
+            self.kept |= {p: True for p in group["params"] if self.keeps(p, group)}
+
+    def parts_of(self, p: torch.Tensor) -> list[tuple[torch.Tensor | None, int, int]]:
+        """The model's parameters that `p`, a tensor of the optimizer, holds: parameter, first element in `p`,
+        number of elements. The parameter is None if it is not known."""
+        fragments = self.fragments.get(p)
+        return [(p, 0, p.numel())] if fragments is None else [(f.param, f.start, f.numel) for f in fragments]
 
     def partitions_of(self, p: torch.Tensor) -> list[tuple[torch.Tensor, tuple[Fragment, ...], int]]:
         """The flat partitions that hold parts of the parameter `p`, with their fragments and groups."""

@@ -65,8 +65,8 @@ def _compressed(optimizer, group_index: int) -> list[Codec]:
     group = optimizer.param_groups[group_index]
     codecs = {
         codec.name: codec
-        for p in optimizer.held_in(group_index)
-        for codec in optimizer.codecs_of(p, group, "exp_avg_sq")
+        for p in optimizer.layouts.held_in(group_index, group)
+        for _, codec in optimizer.layouts.layout_of(p, group, "exp_avg_sq")
     }
     return [codec for codec in codecs.values() if codec.dtype != torch.float32]
 

@@ -6,13 +6,14 @@
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain, islice
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from coat_ds.log import say
+from coat_ds.optim.changes import check_changes, check_supported
 from coat_ds.optim.lines import conversions_line
 from coat_ds.optim.options import (
     FORMATS,
@@ -29,6 +30,7 @@ from coat_ds.optim.options import (
 from coat_ds.optim.pair import pair_up
 from coat_ds.optim.shards import laid_out_like, local, shard_of
 from coat_ds.optim.state_dict import format_of, restored, stored_formats
+from coat_ds.optim.states import ready_state, state_device
 
 # the kernels' dither counts steps up to this number
 MOST_STEPS = 2**31 - 1
@@ -40,6 +42,9 @@ FOREIGN = (
     *("wd_ratio", "delta", "initial_accumulator", "rectify", "degenerated_to_sgd", "clamp_value"),
 )
 
+GO_ON = "Go on with that one, or start CoatAdamW without its state dict."
+LOAD_ONE = "Load what state_dict() of an optimizer gave."
+
 
 @contextlib.contextmanager
 def loading_states(optimizer) -> Iterator[None]:
@@ -49,20 +54,20 @@ def loading_states(optimizer) -> Iterator[None]:
 
     Raises ValueError, before anything is changed, for a state dict that `optimizer` cannot load.
     """
-    own = optimizer.layout_options()
+    own = options_of_groups(optimizer)
     loaded: dict[str, Any] = {}
 
     def keep_states(_, incoming):
-        optimizer._check_options()
+        check_supported(optimizer)
         check_loaded(incoming, optimizer.param_groups, optimizer.defaults)
         loaded.update(incoming)
         return {**incoming, "state": {}}
 
     def load_states(_):
-        optimizer.restore_layout_options(own)
+        restore_options(optimizer, own)
         # states are re-created with the options that the groups have now
-        optimizer._checked_groups = ()
-        optimizer._check_changes()
+        optimizer.checked_groups = ()
+        check_changes(optimizer)
         say_conversions(optimizer, _load_states(optimizer, loaded))
 
     hooks = (
@@ -85,7 +90,7 @@ def _load_states(optimizer, loaded: dict[str, Any]) -> dict[torch.Tensor, Format
         for p, index in zip(group["params"], saved["params"], strict=True):
             if entry := loaded["state"].get(index):
                 optimizer.state[p] = {**entry, "step": torch.tensor(float(steps[index]), dtype=torch.float32)}
-                said = optimizer._layouts.unless_kept(p, group, of_group)
+                said = optimizer.layouts.unless_kept(p, group, of_group)
                 formats = optimizer._load_state(p, group, loaded, index, said)
                 if formats is not None:
                     stored[p] = formats
@@ -107,22 +112,55 @@ def load_state(
     said: the formats of its moments that the parameter group in `loaded` names.
     Returns the formats in which the moments were stored, as `stored_formats` does.
     """
-    state, device = optimizer.state[p], optimizer.state_device(p, group)
+    state, device = optimizer.state[p], state_device(optimizer, p, group)
     remainder = state.pop("remainder", None)
     if _is_remainder(remainder) and has_remainder(p, group):
         held = shard_of(remainder, p).view(torch.int16)
         state["remainder"] = laid_out_like(p, held.to(device, copy=True))
     moment, all_exact = None, True
     for name in SECOND_FIRST:
-        layout = optimizer._layouts.layout_of(p, group, name)
+        layout = optimizer.layouts.layout_of(p, group, name)
         moment, exact = restored(loaded, index, name, layout, p, device, moment)
         state[name] = laid_out_like(p, moment)
-        optimizer._count_arrival(exact)
+        optimizer.count_arrival(exact)
         all_exact = all_exact and exact
     pair_up(state, p)
     if optimizer.offloads:
-        optimizer._ready_state(p, group)
+        ready_state(optimizer, p, group)
     return stored_formats(loaded, index, p, said, all_exact)
+
+
+def options_of_groups(optimizer) -> list[dict[str, Any]]:
+    """The options of each parameter group, for `restore_options`."""
+    return [{name: group[name] for name in optimizer.defaults} for group in optimizer.param_groups]
+
+
+def restore_options(optimizer, options: list[dict[str, Any]]) -> None:
+    """Restores, from the result of `options_of_groups`, the options that belong to the optimizer and not to a
+    checkpoint, and options that the checkpoint did not have.
+
+    Raises ValueError if the groups are now those of an optimizer with another update than AdamW's.
+    """
+    check_groups(optimizer.param_groups)
+    for group, own in zip(optimizer.param_groups, options, strict=True):
+        group |= {k: v for k, v in own.items() if k in LAYOUT or k in STOCK_SWITCHES or k not in group}
+        group |= {k: v for k, v in optimizer.of_the_whole().items() if k in group}
+        # FusedAdam's count for the group; here every state has its own `step`
+        group.pop("step", None)
+
+
+def say_conversions_from(optimizer, formats: Iterable[FormatNames]) -> None:
+    """Logs the changes of format of moments that were put into the state as FP32 values.
+
+    formats: for each parameter group, the formats in which its moments were stored.
+    """
+    stored = {
+        p: optimizer.layouts.unless_kept(p, group, saved)
+        for i, (group, saved) in enumerate(zip(optimizer.param_groups, formats, strict=True))
+        for p in optimizer.layouts.held_in(i, group)
+        if p in optimizer.state
+    }
+    say_conversions(optimizer, stored)
 
 
 def say_conversions(optimizer, stored: Mapping[torch.Tensor, FormatNames]) -> None:
@@ -131,7 +169,7 @@ def say_conversions(optimizer, stored: Mapping[torch.Tensor, FormatNames]) -> No
     for p, old in stored.items():
         new = tuple(format_of(local(optimizer.state[p][name])) for name in MOMENTS)
         if old != new:
-            converted[old, new] += optimizer._layouts.tensors_in(p)
+            converted[old, new] += optimizer.layouts.tensors_in(p)
     if converted:
         say(conversions_line(converted), logging.WARNING)
 
@@ -139,7 +177,8 @@ def say_conversions(optimizer, stored: Mapping[torch.Tensor, FormatNames]) -> No
 def check_loaded(state_dict: dict[str, Any], groups: list[dict[str, Any]], defaults: dict[str, Any]) -> None:
     """Raises ValueError for a state dict that an optimizer of these groups and defaults cannot load."""
     _check_layout(state_dict)
-    for i, group in enumerate(state_dict["param_groups"]):
+    saved = state_dict["param_groups"]
+    for i, group in enumerate(saved):
         kept = {k: v for k, v in group.items() if k not in LAYOUT and k not in STOCK_SWITCHES}
         try:
             check_names(group, defaults, {})
@@ -147,36 +186,33 @@ def check_loaded(state_dict: dict[str, Any], groups: list[dict[str, Any]], defau
             check_numbers({**defaults, **kept})
         except ValueError as error:
             raise ValueError(f"load_state_dict: parameter group {i}: {error}") from None
-    check_groups(state_dict["param_groups"])
+    check_groups(saved)
     _check_states(state_dict, groups)
-    for i, group in enumerate(state_dict["param_groups"]):
+    for i, group in enumerate(saved):
         # all torch optimizers have foreach; RAdam has AdamW's states, and SGD may have no states
         if "foreach" in group and "amsgrad" not in group:
-            raise ValueError(
-                f"load_state_dict: parameter group {i} is another optimizer's and not torch.optim.AdamW's: "
-                f"expected amsgrad, found {', '.join(k for k in group if k != 'params')}. Go on with that "
-                "one, or start CoatAdamW without its state dict."
+            _refuse(
+                f"parameter group {i} is another optimizer's and not torch.optim.AdamW's: expected amsgrad, "
+                f"found {', '.join(k for k in group if k != 'params')}. {GO_ON}"
             )
+
+
+def _refuse(why: str) -> NoReturn:
+    raise ValueError(f"load_state_dict: {why}")
 
 
 def _check_layout(state_dict: dict[str, Any]) -> None:
     """Raises ValueError for a dict that is not the state dict of an optimizer."""
     states, groups = state_dict.get("state"), state_dict.get("param_groups")
     if not isinstance(states, dict):
-        raise ValueError(
-            f"load_state_dict: expected a dict of states under 'state', found {_said(states)}. Load what "
-            "state_dict() of an optimizer gave."
-        )
+        _refuse(f"expected a dict of states under 'state', found {_said(states)}. {LOAD_ONE}")
     if not isinstance(groups, list) or not all(isinstance(g, dict) for g in groups):
-        raise ValueError(
-            f"load_state_dict: expected a list of parameter groups under 'param_groups', found "
-            f"{_said(groups)}. Load what state_dict() of an optimizer gave."
-        )
+        _refuse(f"expected a list of groups under 'param_groups', found {_said(groups)}. {LOAD_ONE}")
     for i, group in enumerate(groups):
-        if not isinstance(group.get("params"), list):
-            raise ValueError(
-                f"load_state_dict: parameter group {i} has no list of parameters under 'params', but "
-                f"{_said(group.get('params'))}. Load what state_dict() of an optimizer gave."
+        params = group.get("params")
+        if not isinstance(params, list):
+            _refuse(
+                f"expected a list under 'params' of parameter group {i}, found {_said(params)}. {LOAD_ONE}"
             )
         if "step" in group:
             _check_step(group["step"], f"parameter group {i}")
@@ -195,29 +231,25 @@ def _said(value: Any) -> str:
 def _check_step(step: Any, of_what: str) -> None:
     is_number = isinstance(step, int | float) or (isinstance(step, torch.Tensor) and step.numel() == 1)
     if not is_number or not (0 <= float(step) <= MOST_STEPS and float(step).is_integer()):
-        raise ValueError(
-            f"load_state_dict: the step of {of_what} is {_said(step)}. Expected a whole number from 0 to "
-            f"{MOST_STEPS}."
-        )
+        _refuse(f"the step of {of_what} is {_said(step)}. Expected a whole number from 0 to {MOST_STEPS}.")
 
 
 def check_groups(groups: list[dict[str, Any]]) -> None:
     """Raises ValueError for groups of an optimizer whose update is not AdamW's."""
     for i, group in enumerate(groups):
+        if foreign := [key for key in FOREIGN if key in group]:
+            _refuse(
+                f"parameter group {i} has {', '.join(foreign)}, which AdamW does not have: it is from an "
+                f"optimizer with another update, such as LAMB, AdamP or Yogi. {GO_ON}"
+            )
         refused = [k for k, value in REFUSED.items() if k in group and bool(group[k]) == value]
         if group.get("weight_decay") and not group.get("decoupled_weight_decay", True):
             refused.append("decoupled_weight_decay")
-        if foreign := [key for key in FOREIGN if key in group]:
-            raise ValueError(
-                f"load_state_dict: parameter group {i} has {', '.join(foreign)}, which AdamW does not have: "
-                "it is from an optimizer with another update, such as LAMB, AdamP or Yogi. Go on with that "
-                "one, or start CoatAdamW without its state dict."
-            )
         for key in refused:
-            raise ValueError(
-                f"load_state_dict: parameter group {i} has {key}={group[key]!r}, which CoatAdamW does not "
-                "support: its next step would not be the saved optimizer's. Go on with that one, or set the "
-                f"key to {not group[key]} to change it."
+            _refuse(
+                f"parameter group {i} has {key}={group[key]!r}, which CoatAdamW does not support: its next "
+                "step would not be the saved optimizer's. Go on with that one, or set the key to "
+                f"{not group[key]} to change it."
             )
 
 
@@ -243,52 +275,48 @@ def _check_states(state_dict: dict[str, Any], groups: list[dict[str, Any]]) -> N
     for index, entry in state_dict["state"].items():
         # torch copies entries under other keys unchanged
         if index not in known and isinstance(entry, dict) and any(name in entry for name in MOMENTS):
-            raise ValueError(
-                f"load_state_dict: there is a state of {index!r}, which no parameter group has: the first of "
-                f"their params are {', '.join(map(repr, islice(known, 3)))}. Use the same keys in both; JSON "
-                "makes strings of numbers."
+            _refuse(
+                f"there is a state of {index!r}, which no parameter group has: the first of their params are "
+                f"{', '.join(map(repr, islice(known, 3)))}. Use the same keys in both; JSON makes strings of "
+                "numbers."
             )
     params = chain.from_iterable(g["params"] for g in groups)
     for (index, group), p in zip(indices, params, strict=True):
-        entry = state_dict["state"].get(index)
-        if not entry:
-            continue
-        if not isinstance(entry, dict):
-            raise ValueError(
-                f"load_state_dict: expected a dict as the state of parameter {index}, found {_said(entry)}. "
-                "Load what state_dict() of an optimizer gave."
+        if entry := state_dict["state"].get(index):
+            _check_state(entry, group, p, f"parameter {index}")
+
+
+def _check_state(entry: Any, group: dict[str, Any], p: torch.Tensor, of_p: str) -> None:
+    if not isinstance(entry, dict):
+        _refuse(f"expected a dict as the state of {of_p}, found {_said(entry)}. {LOAD_ONE}")
+    if "max_exp_avg_sq" in entry:
+        _refuse(
+            "the state is amsgrad's, which CoatAdamW does not support. Go on with AdamW, or load a "
+            "checkpoint without it."
+        )
+    if missing := [k for k in (*MOMENTS, *(() if "step" in group else ("step",))) if k not in entry]:
+        _refuse(
+            f"the state of {of_p} has no {', '.join(missing)}, but {', '.join(entry)}. Load the state dict "
+            "of CoatAdamW or torch.optim.AdamW."
+        )
+    others = [k for k in entry if k not in ("step", *MOMENTS, "remainder")]
+    # in this optimizer's own state dict such entries are notes of the caller
+    if others and not any(name in group for name in FORMATS):
+        _refuse(
+            f"the state of {of_p} has {', '.join(others)}, which AdamW does not have: it is from an "
+            f"optimizer with another update. Go on with that one. Remove {' and '.join(others)} from the "
+            "state dict if they are notes of your own."
+        )
+    if "step" in entry:
+        _check_step(entry["step"], of_p)
+    for name in (*MOMENTS, *(("remainder",) if _is_remainder(entry.get("remainder")) else ())):
+        value = entry[name]
+        is_tensor = isinstance(value, torch.Tensor)
+        if not is_tensor or value.layout is not torch.strided or value.dtype.is_complex:
+            found = f"{value.dtype}, {value.layout}" if is_tensor else _said(value)
+            _refuse(f"{name} of {of_p} is {found}. Expected a dense tensor.")
+        if value.shape != p.shape:
+            _refuse(
+                f"{name} of {of_p} is {tuple(value.shape)}, the parameter {tuple(p.shape)}. Load a "
+                "checkpoint of the same model and the same layout."
             )
-        if "max_exp_avg_sq" in entry:
-            raise ValueError(
-                "load_state_dict: the state is amsgrad's, which CoatAdamW does not support. Go "
-                "on with AdamW, or load a checkpoint without it."
-            )
-        missing = [k for k in (*MOMENTS, *(() if "step" in group else ("step",))) if k not in entry]
-        if missing:
-            raise ValueError(
-                f"load_state_dict: the state of parameter {index} has no {', '.join(missing)}, but "
-                f"{', '.join(entry)}. Load the state dict of CoatAdamW or torch.optim.AdamW."
-            )
-        others = [k for k in entry if k not in ("step", *MOMENTS, "remainder")]
-        # in this optimizer's own state dict such entries are notes of the caller
-        if others and not any(name in group for name in FORMATS):
-            raise ValueError(
-                f"load_state_dict: the state of parameter {index} has {', '.join(others)}, which AdamW does "
-                "not have: it is from an optimizer with another update. Go on with that one. Remove "
-                f"{' and '.join(others)} from the state dict if they are notes of your own."
-            )
-        if "step" in entry:
-            _check_step(entry["step"], f"parameter {index}")
-        for name in (*MOMENTS, *(("remainder",) if _is_remainder(entry.get("remainder")) else ())):
-            value = entry[name]
-            is_tensor = isinstance(value, torch.Tensor)
-            if not is_tensor or value.layout is not torch.strided or value.dtype.is_complex:
-                found = f"{value.dtype}, {value.layout}" if is_tensor else _said(value)
-                raise ValueError(
-                    f"load_state_dict: {name} of parameter {index} is {found}. Expected a dense tensor."
-                )
-            if value.shape != p.shape:
-                raise ValueError(
-                    f"load_state_dict: {name} of parameter {index} is {tuple(value.shape)}, the "
-                    f"parameter {tuple(p.shape)}. Load a checkpoint of the same model and the same layout."
-                )

@@ -43,7 +43,11 @@ class Moment(StoredTensor):
 
     @staticmethod
     def __new__(cls, pieces: Pieces, shape, start: int = 0, pair: Pair | None = None):
-        return cls.without_memory(tuple(shape), dtype=torch.float32, device=pieces[0].storage.codes.device)
+        device = pieces[0].storage.codes.device
+        made = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=torch.float32, device=device)
+        # C++ code that reads its data pointer gets an error instead of a null pointer
+        torch._C._set_throw_on_mutable_data_ptr(made)
+        return made
 
     def __init__(self, pieces: Pieces, shape, start: int = 0, pair: Pair | None = None):
         self.pieces, self.start, self.pair = pieces, start, pair

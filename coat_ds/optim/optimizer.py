@@ -18,41 +18,32 @@ from coat_ds.config import (
 )
 from coat_ds.log import say
 from coat_ds.optim.accounting import layout_table, planned_bytes
-from coat_ds.optim.allocator import GivenBack
+from coat_ds.optim.changes import CheckedGroup, check_changes
 from coat_ds.optim.checks import (
-    check_can_keep_remainder,
-    check_copy,
-    check_dtype,
     check_grad_scale,
+    check_params,
     check_tensors,
 )
 from coat_ds.optim.fragments import Fragment
-from coat_ds.optim.host_states import HostStates, Passages, host_bytes
+from coat_ds.optim.host_states import HostStates, Passages
 from coat_ds.optim.layouts import Layouts
 from coat_ds.optim.lines import frozen_line, stalling, states_line
-from coat_ds.optim.loading import check_groups, load_state, loading_states, say_conversions
-from coat_ds.optim.moment import Moment, as_plain
+from coat_ds.optim.loading import load_state, loading_states
+from coat_ds.optim.moment import as_plain
 from coat_ds.optim.options import (
-    LAYOUT,
     MOMENTS,
-    SECOND_FIRST,
     STOCK_SWITCHES,
-    CheckedGroup,
-    FormatNames,
     Rule,
     check_names,
     check_options,
     check_patterns,
     check_seed,
-    check_unchanged,
-    has_remainder,
 )
-from coat_ds.optim.pair import pair_up
 from coat_ds.optim.release import Release
-from coat_ds.optim.shards import is_distributed, laid_out_like, local, shard_of
+from coat_ds.optim.shards import is_distributed
 from coat_ds.optim.state_dict import take_states
-from coat_ds.optim.step import Scaling, in_turns, is_on, unscale_, update_group
-from coat_kernels.codecs import Codec
+from coat_ds.optim.states import arrange, ready_state, state_device
+from coat_ds.optim.step import Scaling, in_turns, unscale_, update_group
 
 CPU = torch.device("cpu")
 
@@ -125,7 +116,7 @@ class CoatAdamW(torch.optim.Optimizer):
     # not copied either: hooks are on the parameters
     _release: Release | None = None
     # the parameter groups when states were last created or stepped
-    _checked_groups: Sequence[CheckedGroup] = ()
+    checked_groups: Sequence[CheckedGroup] = ()
 
     def __init__(
         self,
@@ -175,12 +166,10 @@ class CoatAdamW(torch.optim.Optimizer):
         if not callable(keep_fp32):
             keep_fp32 = name_patterns("CoatAdamW: keep_fp32", keep_fp32)
         self._seed, self._checkpoint_layout, self._offload = seed, checkpoint_layout, offload
-        self._layouts = Layouts(keep_fp32)
+        self.layouts = Layouts(keep_fp32)
         self._in_framework = in_framework
         self._arrived: Counter[str] = Counter()
-        self._copies: dict[torch.Tensor, torch.Tensor] = {}
         self._host = _host_states(offload)
-        self._given_back = GivenBack()
         # by name: in a subclass, DeepSpeed's FusedAdam may follow this class in the MRO
         torch.optim.Optimizer.__init__(self, params, defaults)
         if not callable(keep_fp32):
@@ -191,13 +180,13 @@ class CoatAdamW(torch.optim.Optimizer):
             say(f"CoatAdamW: {states_line(self, planned_bytes(self))}")
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("_seed", "_checkpoint_layout", "_offload", "_arrived", "_copies", "_layouts", "_in_framework")
+        own = ("_seed", "_checkpoint_layout", "_offload", "_arrived", "layouts", "_in_framework")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # torch also calls this when it loads a state dict, with states and parameter groups only
-        if "_layouts" in state:
-            state = {**state, "_given_back": GivenBack(), "_host": _host_states(state["_offload"])}
+        if "layouts" in state:
+            state = {**state, "_host": _host_states(state["_offload"])}
         torch.optim.Optimizer.__setstate__(self, state)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -207,41 +196,14 @@ class CoatAdamW(torch.optim.Optimizer):
         trained parameters that are neither FP32 nor BF16.
         """
         if isinstance(param_group, dict):
-            check_names(param_group, self.defaults, self._of_the_whole())
+            check_names(param_group, self.defaults, self.of_the_whole())
             check_options({**self.defaults, **param_group})
         torch.optim.Optimizer.add_param_group(self, param_group)
-        group = self.param_groups[-1]
-        if not self._in_framework:
-            try:
-                for p in group["params"]:
-                    check_dtype(p)
-            except TypeError:
-                del self.param_groups[-1]
-                raise
-        if self._checkpoint_layout == "compressed" and any(map(is_distributed, group["params"])):
+        try:
+            check_params(self.param_groups[-1]["params"], self._in_framework, self._checkpoint_layout)
+        except (TypeError, ValueError):
             del self.param_groups[-1]
-            raise ValueError(
-                "CoatAdamW: checkpoint_layout='compressed' cannot be cut for another number of ranks, as "
-                "checkpoints of DTensors are. Take 'stock'."
-            )
-
-    def has_option(self, name: str, value: Any) -> bool:
-        """Whether an option of the constructor has this value in all parameter groups. A function as
-        `keep_fp32` cannot be compared: True."""
-        if name == "keep_fp32":
-            rule = self._layouts.keep_fp32
-            return callable(rule) or rule == value
-        if name in (own := self._of_the_whole()):
-            return own[name] == value
-        return all(group[name] == value for group in self.param_groups)
-
-    def copy_weight(self, param: torch.Tensor, copy: torch.Tensor) -> None:
-        """Has every later step also write the FP32 `param` to `copy`, rounded to BF16, in the same pass.
-
-        Raises ValueError unless `copy` is contiguous BF16 of the same shape on the same device.
-        """
-        check_copy(copy, param)
-        self._copies[param] = local(copy)
+            raise
 
     @torch._disable_dynamo
     @torch.no_grad()
@@ -257,7 +219,7 @@ class CoatAdamW(torch.optim.Optimizer):
         Raises TypeError or ValueError, before anything is changed, for parameters, gradients and a grad_scale
         of an unsupported type, shape or device, and for unsupported options in `param_groups`.
         """
-        self._check_changes()
+        check_changes(self)
         if grad_scale is not None:
             check_grad_scale(grad_scale)
         loss = None
@@ -284,9 +246,6 @@ class CoatAdamW(torch.optim.Optimizer):
         if scaler_scale is not None:
             # torch's optimizers leave unscaled gradients too; training loops log them after the step
             unscale_([p for _, params in work for p in params], inverse)
-        stepped = next((p for _, params in work for p in params), None)
-        if stepped is not None and (line := self._given_back.end_step(stepped.device)):
-            say(line, logging.WARNING)
         return loss
 
     def _passages(self) -> Passages | None:
@@ -302,14 +261,14 @@ class CoatAdamW(torch.optim.Optimizer):
         """Steps parameters, which all have gradients, by group."""
         for group, params in work:
             for p in params:
-                check_tensors(p, self.state.get(p, {}), self.state_device(p, group))
+                check_tensors(p, self.state.get(p, {}), state_device(self, p, group))
         for group, listed in work:
             for turn, params in enumerate(in_turns(listed)):
                 if turn and passages is not None:
                     passages.end()
                 counted = scaling.found_inf is not None
-                states = [self._ready_state(p, group, count_on_device=counted) for p in params]
-                update_group(group, params, states, self._copies, scaling, seed=self._seed, passages=passages)
+                states = [ready_state(self, p, group, count_on_device=counted) for p in params]
+                update_group(group, params, states, scaling, seed=self._seed, passages=passages)
 
     def release_gradients(self, clip_by_last_norm: float | None = None) -> None:
         """From now on backward steps each parameter as soon as its gradient is final, and frees the gradient.
@@ -330,7 +289,7 @@ class CoatAdamW(torch.optim.Optimizer):
         RuntimeError for gradient accumulation, gradient scalers, grad_scale, and several processes without
         FSDP2.
         """
-        if type(self) is not CoatAdamW or self._layouts.fragments or self._release is not None:
+        if type(self) is not CoatAdamW or self.layouts.fragments or self._release is not None:
             raise ValueError(
                 "CoatAdamW.release_gradients: expected one call, and a model's own parameters; found "
                 f"a second call, or {type(self).__name__} of partitions. DeepSpeed and Megatron free "
@@ -345,88 +304,27 @@ class CoatAdamW(torch.optim.Optimizer):
                 )
         self._release = Release(self, clip_by_last_norm)
 
-    def _of_the_whole(self) -> dict[str, Any]:
+    def of_the_whole(self) -> dict[str, Any]:
         """The options that must be equal in all parameter groups."""
         return {
-            "keep_fp32": self._layouts.keep_fp32,
+            "keep_fp32": self.layouts.keep_fp32,
             "checkpoint_layout": self._checkpoint_layout,
             "seed": self._seed,
             "offload": self._offload,
         }
-
-    def _fixed_options(self) -> list[dict[str, Any]]:
-        """For each parameter group, the options that are checked when they change. Options that every step
-        reads, such as lr, and notes of the caller are None."""
-        fixed = {*LAYOUT, *STOCK_SWITCHES, *self._of_the_whole()}
-        return [{k: v if k in fixed else None for k, v in group.items()} for group in self.param_groups]
-
-    def _check_options(self) -> None:
-        """Raises ValueError for options in parameter groups that the constructor would refuse, except options
-        that every step reads, and TypeError for options that the parameters do not support."""
-        for group in self.param_groups:
-            check_names(group, self.defaults, self._of_the_whole())
-            check_options(self.defaults | {k: group[k] for k in (*LAYOUT, *STOCK_SWITCHES) if k in group})
-            for p in group["params"]:
-                if has_remainder(p, group):
-                    check_can_keep_remainder(p)
-
-    def _check_changes(self) -> None:
-        """Raises ValueError if an option of a parameter group has changed since the last check to a value
-        that the constructor would refuse, or if it determines existing states."""
-        options, before = self._fixed_options(), self._checked_groups
-        if options == [old.options for old in before] and all(
-            old.group is group for old, group in zip(before, self.param_groups, strict=True)
-        ):
-            return
-        self._check_options()
-        held = [frozenset(map(id, self.held_in(i))) for i in range(len(options))]
-        now = list(map(CheckedGroup, self.param_groups, options, held))
-        check_unchanged(before, now, self.state)
-        self._checked_groups = now
 
     def init_states(self) -> None:
         """Creates missing states of all parameters, and encodes moments that are plain tensors.
 
         Raises ValueError for options in `param_groups` that `step` does not support.
         """
-        self._check_changes()
+        check_changes(self)
         for group in self.param_groups:
             for p in group["params"]:
                 if p.requires_grad:
-                    self._ready_state(p, group)
-        for p, group_index in self._layouts.group_index.items():
-            self._ready_state(p, self.param_groups[group_index])
-
-    def _ready_state(
-        self, p: torch.Tensor, group: dict[str, Any], count_on_device: bool = False
-    ) -> dict[str, Any]:
-        """Creates missing parts of the state of `p`, encodes its plain moments, and returns the state."""
-        state = self.state[p]
-        step, place = state.get("step", 0), p.device if group["capturable"] or count_on_device else CPU
-        if not is_on(step, place):
-            state["step"] = torch.tensor(float(step), dtype=torch.float32, device=place)
-        for name in SECOND_FIRST:
-            value = state.get(name)
-            if value is None:
-                layout = self._layouts.layout_of(p, group, name)
-                moment = Moment.zeros(local(p).shape, layout, self.state_device(p, group))
-                # zeros are stored alike in every pair, and encoding them again takes long on a CPU
-                second = local(state["exp_avg_sq"]) if name == "exp_avg" else None
-                state[name] = laid_out_like(p, moment.beside(second))
-            elif not isinstance(local(value), Moment) or is_distributed(value) != is_distributed(p):
-                # universal checkpoints put plain values here
-                self._take_moment(p, group, name, value)
-        pair_up(state, p)
-        if not has_remainder(p, group):
-            # the parameter's dtype or bf16_params has changed
-            state.pop("remainder", None)
-        elif "remainder" not in state:
-            # zero: the parameter's own value is the master
-            remainder = torch.zeros(local(p).shape, dtype=torch.int16, device=self.state_device(p, group))
-            state["remainder"] = laid_out_like(p, remainder)
-        if self._host is not None and self._is_streamed(p, group):
-            self._host.place(p, state)
-        return state
+                    ready_state(self, p, group)
+        for p, group_index in self.layouts.group_index.items():
+            ready_state(self, p, self.param_groups[group_index])
 
     @property
     def offloads(self) -> bool:
@@ -436,37 +334,6 @@ class CoatAdamW(torch.optim.Optimizer):
     def streams(self, p: torch.Tensor) -> bool:
         """Whether the state of `p`, which exists, is in host memory, whatever the device of `p`."""
         return self._host is not None and self._host.streams[p]
-
-    def state_device(self, p: torch.Tensor, group: dict[str, Any]) -> torch.device:
-        """The device of the moments and of the remainder of `p`."""
-        return CPU if self._is_streamed(p, group) else p.device
-
-    def _is_streamed(self, p: torch.Tensor, group: dict[str, Any]) -> bool:
-        """As `streams`, also before the state exists: decides it for all trained parameters of this rank."""
-        host = self._host
-        if host is None or p in host.streams:
-            return self.streams(p)
-        held = {x: own for i, own in enumerate(self.param_groups) for x in self.held_in(i)} | {p: group}
-        trained = (x for x in held if x is p or x.requires_grad or x in self._layouts.fragments)
-        host.decide({x: host_bytes(x, held[x], self._layouts) for x in trained})
-        if self._offload != "cpu":
-            stay, streamed = host.decided
-            say(
-                f"CoatAdamW: offload: {stay:,} bytes of states stay on the GPU, {streamed:,} bytes stream "
-                "from host memory",
-                logging.INFO,
-            )
-        return self.streams(p)
-
-    def _take_moment(self, p: torch.Tensor, group: dict[str, Any], name: str, values: torch.Tensor) -> None:
-        """Puts FP32 values into the state, in their original codes if they were decoded from codes."""
-        values, layout = shard_of(values, p), self._layouts.layout_of(p, group, name)
-        second = local(self.state[p]["exp_avg_sq"]) if name == "exp_avg" else None
-        device = self.state_device(p, group)
-        moment = Moment.zeros(values.shape, layout, device).beside(second)
-        exact = moment.recover_(values, p.device)
-        self.state[p][name] = laid_out_like(p, moment)
-        self._count_arrival(exact)
 
     def set_fragments(self, placed: Iterable[tuple[torch.Tensor, Iterable[Fragment], int]]) -> None:
         """Notes the fragments of flat partitions such as ZeRO's, and creates the states of the partitions.
@@ -481,61 +348,25 @@ class CoatAdamW(torch.optim.Optimizer):
         """
         placed = list(placed)
         for param, fragments, group_index in placed:
-            self._layouts.fragments[param] = tuple(fragments)
-            self._layouts.group_index[param] = group_index
+            self.layouts.fragments[param] = tuple(fragments)
+            self.layouts.group_index[param] = group_index
         for param, _, group_index in placed:
             group = self.param_groups[group_index]
-            self._ready_state(param, group)
-            self._arrange(param, group)
+            ready_state(self, param, group)
+            arrange(self, param, group)
 
     def keep(self, p: torch.Tensor, whether: bool = True) -> None:
         """Has `p` keep FP32 moments from now on, or compressed ones, and converts existing moments. `p` is a
         parameter of this optimizer, or one whose parts its flat partitions hold."""
-        self._layouts.kept[p] = whether
+        self.layouts.kept[p] = whether
         self.set_fragments(
             (flat, [f._replace(kept=whether) if f.param is p else f for f in fragments], index)
-            for flat, fragments, index in self._layouts.partitions_of(p)
+            for flat, fragments, index in self.layouts.partitions_of(p)
         )
         group = next((g for g in self.param_groups if any(p is own for own in g["params"])), None)
         if group is None or "exp_avg" not in self.state.get(p, {}):
             return
-        self._arrange(p, group)
-
-    def parts_of(self, p: torch.Tensor) -> list[tuple[torch.Tensor | None, int, int]]:
-        """The model's parameters that `p`, a tensor of this optimizer, holds: parameter, first element in
-        `p`, number of elements. The parameter is None if it is not known."""
-        fragments = self._layouts.fragments.get(p)
-        return [(p, 0, p.numel())] if fragments is None else [(f.param, f.start, f.numel) for f in fragments]
-
-    def note_kept(self) -> None:
-        """Notes which parameters keep FP32 moments, before ZeRO replaces them by flat partitions without
-        names."""
-        for group in self.param_groups:
-            self._layouts.kept |= {p: True for p in group["params"] if self.keeps(p, group)}
-
-    def _arrange(self, p: torch.Tensor, group: dict[str, Any]) -> None:
-        """Converts the moments of `p` to their present layout."""
-        state, second = self.state[p], None
-        for name in SECOND_FIRST:
-            layout, held = self._layouts.layout_of(p, group, name), local(state[name])
-            if held.arrangement != layout:
-                held = held.rearranged(layout, second=second)
-                state[name] = laid_out_like(p, held)
-            second = held
-        self._ready_state(p, group)
-
-    def keeps(self, p: torch.Tensor, group: dict[str, Any]) -> bool:
-        """Whether `p` keeps FP32 moments in `group`. If ZeRO-3 has emptied `p`, its full size counts."""
-        return self._layouts.keeps(p, group)
-
-    def codecs_of(self, p: torch.Tensor, group: dict[str, Any], name: str) -> list[Codec]:
-        """The codec of each piece of the moment `name` of `p`, now or once the moment exists."""
-        return [codec for _, codec in self._layouts.layout_of(p, group, name)]
-
-    def held_in(self, group_index: int) -> list[torch.Tensor]:
-        """The tensors of a parameter group, including those that ZeRO-3 puts into it only for a step."""
-        flats = (p for p, index in self._layouts.group_index.items() if index == group_index)
-        return list(dict.fromkeys((*self.param_groups[group_index]["params"], *flats)))
+        arrange(self, p, group)
 
     def layout(self) -> str:
         """A table of how the moments of each tensor are stored, with their bytes; equal rows are counted. For
@@ -545,7 +376,7 @@ class CoatAdamW(torch.optim.Optimizer):
             (name, p.shape, *(codec for _, codec in codecs))
             for group in self.param_groups
             for name, p in zip(group.get("param_names", repeat("")), group["params"], strict=False)
-            for codecs in zip(*(self._layouts.layout_of(p, group, moment) for moment in MOMENTS), strict=True)
+            for codecs in zip(*(self.layouts.layout_of(p, group, moment) for moment in MOMENTS), strict=True)
         )
 
     def moments(self, param: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -576,7 +407,7 @@ class CoatAdamW(torch.optim.Optimizer):
         FusedAdam or DeepSpeedCPUAdam. Unchanged values of this class get the saved codes; other moments are
         encoded.
 
-        The formats, group size and `min_numel` of this optimizer do not change, nor do options that the saved
+        The formats and `min_numel` of this optimizer do not change, nor do options that the saved
         optimizer does not have.
         Raises ValueError, before anything is changed, if the state dict does not fit the parameters or comes
         from an optimizer with another update than AdamW's.
@@ -586,23 +417,6 @@ class CoatAdamW(torch.optim.Optimizer):
 
     # loads the state of one parameter; Megatron's optimizer overrides it
     _load_state = load_state
-
-    def layout_options(self) -> list[dict[str, Any]]:
-        """The options of each parameter group, for `restore_layout_options`."""
-        return [{name: group[name] for name in self.defaults} for group in self.param_groups]
-
-    def restore_layout_options(self, options: list[dict[str, Any]]) -> None:
-        """Restores, from the result of `layout_options`, the options that belong to the optimizer and not to
-        a checkpoint, and options that the checkpoint did not have.
-
-        Raises ValueError if the groups are now those of an optimizer with another update than AdamW's.
-        """
-        check_groups(self.param_groups)
-        for group, own in zip(self.param_groups, options, strict=True):
-            group |= {k: v for k, v in own.items() if k in LAYOUT or k in STOCK_SWITCHES or k not in group}
-            group |= {k: v for k, v in self._of_the_whole().items() if k in group}
-            # FusedAdam's count for the group; here every state has its own `step`
-            group.pop("step", None)
 
     def _say_if_frozen(self) -> None:
         """Logs a warning, once, that steps do nothing, if all parameters are frozen."""
@@ -617,21 +431,8 @@ class CoatAdamW(torch.optim.Optimizer):
         self._arrived.clear()
         return said
 
-    def _count_arrival(self, exact: bool) -> None:
+    def count_arrival(self, exact: bool) -> None:
         self._arrived["restored to the bit" if exact else "with groups encoded from FP32"] += 1
-
-    def say_conversions_from(self, formats: Iterable[FormatNames]) -> None:
-        """Logs the changes of format of moments that were put into the state as FP32 values.
-
-        formats: for each parameter group, the formats in which its moments were stored.
-        """
-        stored = {
-            p: self._layouts.unless_kept(p, group, saved)
-            for index, (group, saved) in enumerate(zip(self.param_groups, formats, strict=True))
-            for p in self.held_in(index)
-            if p in self.state
-        }
-        say_conversions(self, stored)
 
 
 def _host_states(offload: str | float) -> HostStates | None:

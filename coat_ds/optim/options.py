@@ -4,9 +4,8 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from itertools import product
 from numbers import Integral, Real
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -230,34 +229,6 @@ def check_seed(seed: Any) -> None:
         raise CoatConfigError(
             f"CoatAdamW: seed: expected an integer below 2**62, found {seed!r}. Correct it or drop it."
         )
-
-
-class CheckedGroup(NamedTuple):
-    """A parameter group as it was when its options were checked."""
-
-    group: dict[str, Any]
-    """The dict itself, to notice if another group has replaced it."""
-    options: dict[str, Any]
-    held: frozenset[int]
-    """The ids of its tensors; references would keep tensors alive that Accelerate removes from the group."""
-
-
-def check_unchanged(
-    before: Sequence[CheckedGroup], now: Sequence[CheckedGroup], state: Iterable[torch.Tensor]
-) -> None:
-    """Raises ValueError if an option that determines stored states has changed in a parameter group whose
-    parameters have states.
-
-    state: the parameters that have states.
-    """
-    for (i, new), old, name in product(enumerate(now), before, OF_STATES):
-        was, found = old.options[name], new.options[name]
-        if was != found and any(id(p) in new.held & old.held for p in state):
-            raise ValueError(
-                f"CoatAdamW: {name} was {was!r} when states of parameter group {i} were made, and is "
-                f"{found!r} now. Set it before the first step, or call "
-                "optimizer.load_state_dict(optimizer.state_dict()), which re-creates them."
-            )
 
 
 def _is_number(value: Any) -> bool:

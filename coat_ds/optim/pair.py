@@ -38,9 +38,9 @@ def paired(first: Moment, second: Moment) -> tuple[Moment, Moment]:
     if own is not None and own is pair and own.other(first.pieces) is second.pieces:
         return first, second
     for (piece, old), (_, _, codec, storage) in zip(first.each_piece(), second.pieces, strict=True):
-        new = Stored(codec, storage)
-        if piece.codec.relative and not (old and _is_same(old, new)):
-            piece.reencode_(old, new)
+        # decoded values encode to the same codes, if the second moment has the same (codecs/ratio.py)
+        if piece.codec.relative and not (old and old.storage is storage):
+            piece.reencode_(old, Stored(codec, storage))
     own = own if own is not None and own.first is first.pieces else Pair(first.pieces, (), shared=True)
     # views of the second moment hold its pair and must find the new first moment in it
     pair = pair if pair is not None and pair.second is second.pieces else own
@@ -61,15 +61,3 @@ def _set_free(pair: Pair) -> None:
     for piece, other in zip(pair.first, pair.second, strict=True):
         if piece.codec.relative:
             piece.reencode_(Stored(other.codec, other.storage), None)
-
-
-def _is_same(a: Stored, b: Stored) -> bool:
-    """Whether two stored moments are the same bits, or the same tensors."""
-    if a.codec is not b.codec:
-        return False
-    if all(x is y for x, y in zip(a.storage, b.storage, strict=True)):
-        return True
-    # comparing takes one byte per element
-    parts = zip(a.parts(), b.parts(), strict=True)
-    pairs = (pair for x, y in parts for pair in zip(x.storage, y.storage, strict=True))
-    return all(x.device == y.device and torch.equal(x, y) for x, y in pairs)

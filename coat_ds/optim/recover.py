@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from coat_ds.optim.pieces import write
 from coat_kernels.codecs import GROUP_SIZE, Codec, Storage, Stored
+from coat_kernels.codecs.codec import encode_reference
 
 # decoding on another device differs by a few FP32 roundings (2^-24) times at most 16, the largest 1 / k;
 # neighbouring codes differ by at least 2^-4 / 16. Any threshold between the two separates them.
@@ -70,7 +71,8 @@ def _recovered(codec: Codec, rows: torch.Tensor) -> tuple[Storage, bool]:
         left = ((errors > 0) & (reach >= abs(step))).nonzero().squeeze(1)
         if not left.numel():
             return best, bool((errors <= SAME_VALUE).all())
-        tried = codec.encode(rows[left], like=_moved(codec, first, left, step))
+        moved = _moved(codec, first, left, step)
+        tried = encode_reference(codec, rows[left].view(-1), GROUP_SIZE, moved)
         found = _errors(codec, tried, rows[left])
         better = (found < errors[left]) & (found <= SAME_VALUE)
         where = left[better]

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import torch
 
+from coat_ds.optim.changes import check_changes
 from coat_ds.optim.checks import grad_of
 from coat_ds.optim.host_states import CHUNK, Passages
 from coat_ds.optim.shards import is_distributed, local
@@ -69,7 +70,7 @@ class Release:
                 "accumulation, and checkpoint with use_reentrant=False; or do not release gradients."
             )
         if not self._taken:
-            optimizer._check_changes()
+            check_changes(optimizer)
         self._taken.add(p)
         self._final[p.device].append(p)
         # fewer elements than a chunk of states keep the GPU waiting for the CPU

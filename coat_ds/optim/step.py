@@ -1,7 +1,7 @@
 """The update of one parameter group of `CoatAdamW`, by `coat_kernels.adamw`."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -44,7 +44,6 @@ def update_group(
     group: dict[str, Any],
     params: list[torch.Tensor],
     states: list[dict[str, Any]],
-    copies: Mapping[torch.Tensor, torch.Tensor],
     scaling: Scaling,
     *,
     seed: int,
@@ -53,7 +52,6 @@ def update_group(
     """One step of `params`, which all have gradients, in place.
 
     states: the optimizer's state of each parameter, ready for the step.
-    copies: BF16 copies of parameters, written along with them.
     seed: as in `CoatAdamW`.
     passages: of the states in host memory; None: all states are on the parameters' devices.
     """
@@ -65,7 +63,7 @@ def update_group(
     grads = [grad for grad, _ in read]
     streams = [passages is not None and passages.serve(p) for p in params]
     kinds = list(zip(streams, map(id, (scale for _, scale in read)), strict=True))
-    for key, bucket in _buckets(params, contiguous, grads, kinds, states, steps, copies).items():
+    for key, bucket in _buckets(params, contiguous, grads, kinds, states, steps).items():
         (streamed, kind), *_ = key
         scaled = scaling._replace(grad_scale=_product(scaling.grad_scale, scales[kind]))
         parts: Iterable[list[Operands]] = [bucket]
@@ -90,7 +88,6 @@ def _buckets(
     kinds: list[tuple],
     states: list[dict[str, Any]],
     steps: list[torch.Tensor],
-    copies: Mapping[torch.Tensor, torch.Tensor],
 ) -> dict[tuple, list[Operands]]:
     """Pieces by launch. Pieces of one launch have equal `kinds`, device, dtypes and codecs."""
     buckets: dict[tuple, list[Operands]] = defaultdict(list)
@@ -100,12 +97,12 @@ def _buckets(
         if not grad.numel():
             # a rank may hold an empty shard of a DTensor
             continue
-        grad, remainder, copy = grad.contiguous(), state.get("remainder"), copies.get(p)
+        grad, remainder = grad.contiguous(), state.get("remainder")
         m, v = local(state["exp_avg"]), local(state["exp_avg_sq"])
         if remainder is not None:
             remainder = local(remainder)
         # either all BF16 parameters of a group have remainders, or none
-        key = kind, p.device, p.dtype, grad.dtype, copy is not None
+        key = kind, p.device, p.dtype, grad.dtype
         for first, second in zip(m.pieces, v.pieces, strict=True):
             operands = Operands(
                 _cut(param, first),
@@ -114,7 +111,6 @@ def _buckets(
                 second,
                 step,
                 None if remainder is None else _cut(remainder, first),
-                None if copy is None else _cut(copy, first),
             )
             buckets[*key, first.codec.name, second.codec.name].append(operands)
     return buckets
@@ -152,7 +148,6 @@ def _launch(
             seed=seed,
         ),
         None if first.remainder is None else [x.remainder for x in bucket],
-        None if first.copy is None else [x.copy for x in bucket],
         # the kernel reads 32 bits; PyTorch's step keeps the gradient's shape
         grad_scale=None if scale is None else scale.to(device, torch.float32).reshape(()),
         found_inf=None if found_inf is None else found_inf.to(device),

@@ -1,7 +1,7 @@
 """Tensors whose values are stored as codes, and how operations of torch on them are carried out."""
 
 from collections.abc import Callable
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
@@ -10,7 +10,7 @@ aten = torch.ops.aten
 
 
 class StoredTensor(torch.Tensor):
-    """A tensor whose values are stored as codes: a `Moment`."""
+    """What torch calls on a `Moment`, its only subclass, which has `decode`, `encode_` and `window`."""
 
     handlers: ClassVar[dict[Any, Callable]] = {}
     """Functions for operations that need not decode, called with the operation's arguments. A function that
@@ -19,17 +19,6 @@ class StoredTensor(torch.Tensor):
     swappable = False
     # torch's own way to disable this hook; torch's type stubs lack it
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    @classmethod
-    def without_memory(cls, shape: tuple[int, ...], **how: Any) -> Self:
-        """For `__new__`. C++ code that reads its data pointer gets an error instead of a null pointer."""
-        made = torch.Tensor._make_wrapper_subclass(cls, shape, **how)
-        torch._C._set_throw_on_mutable_data_ptr(made)
-        return made
-
-    def decode(self) -> torch.Tensor:
-        """The values as a plain tensor of the same shape, type and device."""
-        raise NotImplementedError
 
     @property
     def data(self) -> torch.Tensor:
@@ -54,9 +43,6 @@ class StoredTensor(torch.Tensor):
         array = self.decode().numpy(force=force)
         array.flags.writeable = False
         return array
-
-    def __reduce_ex__(self, protocol):
-        return self.decode().cpu().__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo):
         memo[id(self)] = copy = self.clone()

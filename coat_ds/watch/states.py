@@ -136,7 +136,7 @@ class StateSampler:
         if key not in self._chosen:
             piece, size = m.pieces[i], GROUP_SIZE
             chosen = []
-            for param, start, numel in self.optimizer.parts_of(p):
+            for param, start, numel in self.optimizer.layouts.parts_of(p):
                 first = -(-(max(start, piece.begin) - piece.begin) // size)
                 last = (min(start + numel, piece.end) - piece.begin) // size
                 is_compressed = piece.codec.dtype != torch.float32

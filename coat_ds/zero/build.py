@@ -47,7 +47,7 @@ def optimizer_for_engine(coat: CoatConfig, config: Mapping[str, Any], optimizer:
     def converted(given: torch.optim.Optimizer) -> CoatAdamW:
         take_names()
         if isinstance(given, CoatAdamW):
-            given.note_kept()
+            given.layouts.note_kept(given.param_groups)
             if offloads(config) and not given.offloads:
                 say(
                     "zero_optimization.offload_optimizer: found the script's own CoatAdamW with "
@@ -124,7 +124,7 @@ def _keeps_fp32_by_name(patterns: tuple[str, ...], names: Mapping[torch.Tensor, 
 
 def _layout(optimizer: CoatAdamW, names: Mapping[torch.Tensor, str]) -> str:
     def codec(p, group, moment):
-        return get_codec("fp32") if optimizer.keeps(p, group) else codec_of(group, moment)
+        return get_codec("fp32") if optimizer.layouts.keeps(p, group) else codec_of(group, moment)
 
     return layout_table(
         (
@@ -159,5 +159,13 @@ def idle_options(found: CoatAdamW, wanted: OptimizerConfig) -> list[str]:
         f"coat.optimizer.{name}: found {value!r}, of no effect: the script's own CoatAdamW is used as it is. "
         f"Give it {name}={value!r}, or drop the key."
         for name, value in asked.items()
-        if value != getattr(usual, name) and not found.has_option(name, value)
+        if value != getattr(usual, name) and not _has_option(found, name, value)
     ]
+
+
+def _has_option(optimizer: CoatAdamW, name: str, value: Any) -> bool:
+    """Whether an option of the constructor has this value in all parameter groups. A function as `keep_fp32`
+    cannot be compared: True."""
+    if name in (own := optimizer.of_the_whole()):
+        return callable(own[name]) or own[name] == value
+    return all(group[name] == value for group in optimizer.param_groups)

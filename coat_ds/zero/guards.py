@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from coat_ds.log import say
+from coat_ds.optim.loading import options_of_groups, restore_options, say_conversions_from
 from coat_ds.optim.moment import Moment
 from coat_ds.optim.optimizer import CoatAdamW
 from coat_ds.optim.options import FORMATS, MOMENTS, FormatNames, formats_of
@@ -83,7 +84,7 @@ def _loading(engine, load: Callable) -> Callable:
         optimizer = engine.basic_optimizer
         optimizer.take_arrivals()
         # a universal checkpoint overwrites options of the parameter groups by its saved ones
-        own = optimizer.layout_options()
+        own = options_of_groups(optimizer)
         if universal := engine.load_universal_checkpoint():
             for group in optimizer.param_groups:
                 group |= {name: _Own(group[name]) for name in FORMATS}
@@ -100,7 +101,7 @@ def _loading(engine, load: Callable) -> Callable:
                 link_states(engine)
             raise
         finally:
-            optimizer.restore_layout_options(own)
+            restore_options(optimizer, own)
         if hasattr(engine.optimizer, "_link_all_hp_params"):
             # a universal load in DeepSpeed 0.18 to 0.19.5 leaves parameters linked to copies of a moment
             # instead of their masters (tests with 0.18.9 check this); 0.19.8 does not
@@ -108,7 +109,7 @@ def _loading(engine, load: Callable) -> Callable:
         link_states(engine)
         arrived = optimizer.take_arrivals()
         if universal and arrived:
-            optimizer.say_conversions_from(saved)
+            say_conversions_from(optimizer, saved)
         say(f"moments of the checkpoint: {arrived or 'none was loaded'}")
         return result
 

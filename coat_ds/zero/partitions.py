@@ -15,11 +15,11 @@ def link_partitions(wrapper, optimizer: CoatAdamW) -> None:
     wrapper: DeepSpeed's wrapper of the optimizer: ZeRO 1, 2 or 3, BF16_Optimizer, stage 0's FP16_Optimizer,
     or any other wrapper that passes the parameters on unchanged.
     """
-    groups = optimizer.param_groups
+    groups, keeps = optimizer.param_groups, optimizer.layouts.keeps
     placed = [
         (
             flat,
-            [Fragment(start, n, offset, optimizer.keeps(p, groups[i]), p) for p, start, n, offset in parts],
+            [Fragment(start, n, offset, keeps(p, groups[i]), p) for p, start, n, offset in parts],
             i,
         )
         for i, flat, parts in partitions(wrapper, len(groups))

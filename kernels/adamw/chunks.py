@@ -28,7 +28,7 @@ def chunk_table(
     """Cuts `numels` elements of each tensor, starting at element `first`, into chunks of `tiles` tiles.
 
     Returns int64 [chunks, COLUMNS]. A row holds `pointers` of the tensor (parameter, gradient, both storages
-    and the extra tensor, [tensors, POINTERS]), advanced to the chunk's start by `group_bytes` [POINTERS]
+    and the remainder, [tensors, POINTERS]), advanced to the chunk's start by `group_bytes` [POINTERS]
     bytes per group; the number of elements from there to the tensor's end; the tensor's index; and a zero,
     with which every row begins at a multiple of 16 bytes.
     """

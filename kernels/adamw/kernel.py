@@ -77,8 +77,8 @@ def adamw_kernel(
     V_SCALE: tl.constexpr, V_EXPONENT: tl.constexpr, V_E5M2: tl.constexpr,
     # for an exp_avg that is stored relative to the root of exp_avg_sq
     V_ROOTS: tl.constexpr, V_LOG_ROOTS: tl.constexpr, M_RATIO: tl.constexpr, RELATIVE: tl.constexpr,
-    # EXTRA: "remainder", "weight" or "none", the kind of the table's last pointer
-    EXTRA: tl.constexpr, STOCHASTIC: tl.constexpr, DITHER: tl.constexpr, MAXIMIZE: tl.constexpr,
+    # EXACT: the table's last pointer is of remainders
+    EXACT: tl.constexpr, STOCHASTIC: tl.constexpr, DITHER: tl.constexpr, MAXIMIZE: tl.constexpr,
     # ALIGNED: tensors begin at multiples of 16 bytes; MASKED: the last tile of a tensor; WHOLE: full chunks
     ALIGNED: tl.constexpr, MASKED: tl.constexpr, WHOLE: tl.constexpr,
     ROWS: tl.constexpr, G: tl.constexpr,
@@ -111,7 +111,7 @@ def adamw_kernel(
     b_g = widen(load_tile(p_grad, o_x, m_x, MASKED))
     b_param = load_tile(p_param, o_x, m_x, MASKED)
     b_p = widen(b_param)
-    if EXTRA == "remainder":
+    if EXACT:
         p_remainder = load_pointer(p_chunk, 8, tl.int16, ALIGNED)
         b_p = join_tile(b_param, load_tile(p_remainder, o_x, m_x, MASKED))
     b_m_codes = load_tile(p_m, o_x, m_x, MASKED)
@@ -155,7 +155,7 @@ def adamw_kernel(
     # because infinity minus infinity would be NaN.
     b_p -= tl.where(tl.abs(b_p) < float("inf"), (lr * weight_decay) * b_p, 0.0)
     b_p -= step_size * b_update
-    if EXTRA == "remainder":
+    if EXACT:
         b_weight, b_remainder = split_tile(b_p)
         store_tile(p_param, o_x, b_weight, m_x, MASKED)
         store_tile(p_remainder, o_x, b_remainder, m_x, MASKED)
@@ -167,9 +167,6 @@ def adamw_kernel(
         store_tile(p_param, o_x, tl.where(b_p == b_p, b_rounded, cast(b_p, PARAM)), m_x, MASKED)
     else:
         store_tile(p_param, o_x, cast(b_p, PARAM), m_x, MASKED)
-    if EXTRA == "weight":
-        p_weight = load_pointer(p_chunk, 8, tl.bfloat16, ALIGNED)
-        store_tile(p_weight, o_x, cast(b_p, tl.bfloat16), m_x, MASKED)
     if MASKED:
         # elements past the end must not enter the statistics of the last group
         b_m = tl.where(m_x, b_m, 0.0)

@@ -1,7 +1,7 @@
 """AdamW (Loshchilov & Hutter, arXiv 1711.05101, algorithm 2) over stored moments, in plain PyTorch.
 
 The update uses the fresh FP32 moments; only the stored values are rounded. The same pass scales the gradient,
-writes a BF16 copy of the weight, and updates BF16 parameters either exactly (a 16-bit remainder completes
+and updates BF16 parameters either exactly (a 16-bit remainder completes
 them to an FP32 master) or with stochastic rounding.
 
 With beta2 near 1, one step reduces a second moment by less than half a code. With rounding to nearest, it
@@ -103,7 +103,6 @@ def adamw_reference(
     step: float,
     options: AdamWOptions,
     remainder: torch.Tensor | None = None,
-    weight: torch.Tensor | None = None,
     *,
     grad_scale: torch.Tensor | None = None,
 ) -> None:
@@ -131,8 +130,6 @@ def adamw_reference(
         param.copy_(round_stochastically(p, g, options.seed, int(step)).view_as(param))
     else:
         param.copy_(p.view_as(param))
-    if weight is not None:
-        weight.copy_(p.view_as(weight))
     shift = dither_reference(int(step), p.numel(), device=p.device) if options.dither else None
     _overwrite(exp_avg_sq, encode_reference(v_codec, v, dither=shift))
     turn = None

@@ -27,9 +27,8 @@ TRITON_DTYPES = {
 }
 
 
-def constants_of(options: AdamWOptions, extra: str) -> dict[str, object]:
-    """The kernel's constants that are equal in all launches of a step. extra: "remainder", "weight" or
-    "none"."""
+def constants_of(options: AdamWOptions) -> dict[str, object]:
+    """The kernel's constants that are equal in all launches of a step, except `EXACT`."""
     m, v = options.exp_avg_codec, options.exp_avg_sq_codec
     return {
         "M_CODES": TRITON_DTYPES[m.dtype],
@@ -50,7 +49,6 @@ def constants_of(options: AdamWOptions, extra: str) -> dict[str, object]:
         "M_RATIO": m.ratio_tile,
         "V_ROOTS": v.roots_tile,
         "V_LOG_ROOTS": v.log_roots_tile,
-        "EXTRA": extra,
         "STOCHASTIC": options.stochastic,
         "DITHER": options.dither,
         "MAXIMIZE": options.maximize,
@@ -67,7 +65,6 @@ def adamw_triton(
     steps: Sequence[float] | torch.Tensor,
     options: AdamWOptions,
     remainders: Sequence[torch.Tensor] | None = None,
-    weights: Sequence[torch.Tensor] | None = None,
     *,
     grad_scale: torch.Tensor | None = None,
     found_inf: torch.Tensor | None = None,
@@ -78,16 +75,14 @@ def adamw_triton(
     each tensor. Only the last one uses masks.
     """
     device, lr = params[0].device, options.lr
-    extra = remainders or weights or params
-    tensors = [
-        (p, g, *m, *v, e) for p, g, m, v, e in zip(params, grads, exp_avgs, exp_avg_sqs, extra, strict=True)
-    ]
+    lists = zip(params, grads, exp_avgs, exp_avg_sqs, remainders or params, strict=True)
+    tensors = [(p, g, *m, *v, r) for p, g, m, v, r in lists]
     pointers = np.array([[t.data_ptr() for t in row] for row in tensors], dtype=np.int64)
     element_bytes = tuple(t.element_size() for t in tensors[0])
     numels = tuple(p.numel() for p in params)
     corrections = corrections_of(steps, options, device)
     uploaded = launches(pointers.tobytes(), element_bytes, numels, device)
-    constants = constants_of(options, "remainder" if remainders else "weight" if weights else "none")
+    constants = constants_of(options) | {"EXACT": bool(remainders)}
     constants |= {"PARAM": TRITON_DTYPES[params[0].dtype], "GRAD": TRITON_DTYPES[grads[0].dtype]}
     # views into flat buffers may start anywhere
     constants["ALIGNED"] = not (pointers[:, (0, 1, 2, 5, 8)] % 16).any()
@@ -124,7 +119,6 @@ def adamw_(
     steps: Sequence[float] | torch.Tensor,
     options: AdamWOptions,
     remainders: Sequence[torch.Tensor] | None = None,
-    weights: Sequence[torch.Tensor] | None = None,
     *,
     grad_scale: torch.Tensor | None = None,
     found_inf: torch.Tensor | None = None,
@@ -136,7 +130,6 @@ def adamw_(
         grads: FP32, BF16 or FP16, contiguous, of one type.
         steps: the step count of each tensor, from 1, as numbers or as one FP32 tensor on the device.
         remainders: int16, for BF16 parameters: 16 bits that complete each parameter to an exact FP32 master.
-        weights: BF16 copies to write as well, for FP32 parameters.
         grad_scale: FP32 [1] on the device; gradients are multiplied by it.
         found_inf: FP32 [1] on the device; unless it is zero, nothing changes.
 
@@ -144,19 +137,18 @@ def adamw_(
     pieces.
     """
     if params and uses_kernels(params[0], fp8=False):
-        lists = (params, grads, exp_avgs, exp_avg_sqs, steps, options, remainders, weights)
+        lists = (params, grads, exp_avgs, exp_avg_sqs, steps, options, remainders)
         adamw_triton(*lists, grad_scale=grad_scale, found_inf=found_inf)
         return
     if found_inf is not None and found_inf.item():
         return
     options = replace(options, lr=float(options.lr))
-    nothing = [None] * len(params)
-    lists = (params, grads, exp_avgs, exp_avg_sqs, steps, remainders or nothing, weights or nothing)
-    for param, grad, m, v, step, remainder, weight in zip(*lists, strict=True):
-        _in_pieces(param, grad, m, v, float(step), options, remainder, weight, grad_scale)
+    lists = params, grads, exp_avgs, exp_avg_sqs, steps, remainders or [None] * len(params)
+    for param, grad, m, v, step, remainder in zip(*lists, strict=True):
+        _in_pieces(param, grad, m, v, float(step), options, remainder, grad_scale)
 
 
-def _in_pieces(param, grad, m, v, step, options: AdamWOptions, remainder, weight, grad_scale) -> None:
+def _in_pieces(param, grad, m, v, step, options: AdamWOptions, remainder, grad_scale) -> None:
     """`adamw_reference` on one piece of the tensor after another: the temporaries of a piece fit into the
     cache."""
 
@@ -172,6 +164,5 @@ def _in_pieces(param, grad, m, v, step, options: AdamWOptions, remainder, weight
             step,
             options,
             cut(remainder, a, b),
-            cut(weight, a, b),
             grad_scale=grad_scale,
         )

@@ -226,7 +226,7 @@ def storing_sums_triton(
     before: Moments, after: Moments, grad: torch.Tensor, step: torch.Tensor, options: AdamWOptions
 ) -> torch.Tensor:
     """`storing_sums` by the Triton kernel, in one launch."""
-    constants = constants_of(options, "none")
+    constants = constants_of(options)
     sums = torch.empty(len(grad), SUMS, dtype=torch.float64, device=grad.device)
     if len(grad):
         with torch.cuda.device_of(grad):

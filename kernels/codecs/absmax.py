@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from coat_kernels.codecs.codec import Codec, unclamped_tile
+from coat_kernels.codecs.codec import Codec
 from coat_kernels.fp8 import E4M3, E5M2, Fp8Format, dither_fp8, dither_tile, from_fp8, round_to_fp8, to_fp8
 
 # smallest scale whose inverse is finite
@@ -68,7 +68,6 @@ def _codec(name: str, fmt: Fp8Format) -> Codec:
         statistics_tile,
         to_codes_tile,
         from_codes_tile,
-        unclamped_tile,
     )
 
 

@@ -66,8 +66,7 @@ class Codec:
     the last group is padded with zeros. Tile functions do the same on a tile inside a kernel, with one value
     of the statistics per row, [rows]. Their last arguments are the flags E5M2; SIGNED, set for a first
     moment, which has signs; and, for `to_codes_tile`, DITHER. `to_codes_tile` may assume that the statistics
-    are those of the same values. For other statistics, `clamp_tile` first brings the values into the
-    statistics' range.
+    are those of the same values; `to_codes` takes any.
     """
 
     name: str
@@ -85,7 +84,6 @@ class Codec:
     statistics_tile: Callable
     to_codes_tile: Callable
     from_codes_tile: Callable
-    clamp_tile: Callable
     fine: bool = False
     """Whether neighbouring codes are so close everywhere that stochastic rounding adds little noise."""
     signed: bool = True
@@ -116,14 +114,9 @@ class Codec:
         )
 
     def encode(
-        self,
-        x: torch.Tensor,
-        group_size: int = GROUP_SIZE,
-        like: Storage | None = None,
-        beside: "Stored | None" = None,
+        self, x: torch.Tensor, group_size: int = GROUP_SIZE, beside: "Stored | None" = None
     ) -> Storage:
-        """Stores `x` (any shape; converted to FP32, flat), rounded to nearest. `like` supplies scale and
-        exponent.
+        """Stores `x` (any shape; converted to FP32, flat), rounded to nearest.
 
         beside: the second moment on which a relative code depends; None stands for roots of 1. Other codes
         ignore it.
@@ -133,9 +126,8 @@ class Codec:
             x = x.clone()
             for part, roots in beside.roots_in_parts(group_size):
                 x[part] /= roots
-        if uses_kernels(x, fp8=False):
-            return encode_kernel_launch(self, x, group_size, like)
-        return encode_reference(self, x, group_size, like)
+        encode = encode_kernel_launch if uses_kernels(x, fp8=False) else encode_reference
+        return encode(self, x, group_size)
 
     def decode(
         self, storage: Storage, group_size: int = GROUP_SIZE, beside: "Stored | None" = None
@@ -194,7 +186,8 @@ def encode_reference(
     like: Storage | None = None,
     dither: torch.Tensor | None = None,
 ) -> Storage:
-    """`Codec.encode` in plain PyTorch; x FP32 [n]. `dither` FP32 [n] in (-1/2, 1/2) rounds stochastically."""
+    """`Codec.encode` in plain PyTorch; x FP32 [n]. `like` supplies scale and exponent. `dither` FP32 [n] in
+    (-1/2, 1/2) rounds stochastically."""
     rows = _rows(x, group_size)
     if like is None:
         scale, exponent = codec.statistics(rows)
@@ -230,12 +223,6 @@ def extremes_tile(b_x, SIGNED: tl.constexpr):
     b_top = tl.maximum(tl.max(b_bits + 0x800000, axis=1), 0x800000) - 0x800000
     b_bottom = tl.min((b_bits - 1).to(tl.uint32, bitcast=True), axis=1).to(tl.int32, bitcast=True) + 1
     return b_top.to(tl.float32, bitcast=True), b_bottom.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def unclamped_tile(b_x, b_scale, b_exponent, E5M2: tl.constexpr, SIGNED: tl.constexpr):
-    """The `clamp_tile` of codecs whose codes saturate."""
-    return b_x
 
 
 @triton.jit
@@ -312,26 +299,15 @@ def store_moment(b_x, b_dither, p_codes, p_scale, p_exponent, o_x, m_x, o_row, m
 
 @triton.jit
 def encode_kernel(p_x, p_codes, p_scale, p_exponent, n,
-                  STATISTICS: tl.constexpr, TO_CODES: tl.constexpr, CLAMP: tl.constexpr,
-                  HAS_SCALE: tl.constexpr, HAS_EXPONENT: tl.constexpr, E5M2: tl.constexpr,
-                  REUSE: tl.constexpr, ROWS: tl.constexpr, G: tl.constexpr):  # fmt: skip
+                  STATISTICS: tl.constexpr, TO_CODES: tl.constexpr, HAS_SCALE: tl.constexpr,
+                  HAS_EXPONENT: tl.constexpr, E5M2: tl.constexpr,
+                  ROWS: tl.constexpr, G: tl.constexpr):  # fmt: skip
     o_row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     o_x = o_row[:, None] * G + tl.arange(0, G)[None, :]
     m_x, m_row = o_x < n, o_row * G < n
     b_x = tl.load(p_x + o_x, mask=m_x, other=0.0)
-    if REUSE:
-        b_scale = 0.0
-        b_exponent = 0
-        if HAS_SCALE:
-            b_scale = tl.load(p_scale + o_row, mask=m_row, other=0.0)[:, None]
-        if HAS_EXPONENT:
-            b_exponent = tl.load(p_exponent + o_row, mask=m_row, other=255)[:, None]
-        b_x = CLAMP(b_x, b_scale, b_exponent, E5M2, True)
-        b_codes = TO_CODES(b_x, b_scale, b_exponent, 0.0, E5M2, True, False)
-        tl.store(p_codes + o_x, cast(b_codes, p_codes.dtype.element_ty), mask=m_x)
-    else:
-        store_moment(b_x, 0.0, p_codes, p_scale, p_exponent, o_x, m_x, o_row, m_row,
-                     STATISTICS, TO_CODES, HAS_SCALE, HAS_EXPONENT, E5M2, True, False, True)  # fmt: skip
+    store_moment(b_x, 0.0, p_codes, p_scale, p_exponent, o_x, m_x, o_row, m_row,
+                 STATISTICS, TO_CODES, HAS_SCALE, HAS_EXPONENT, E5M2, True, False, True)  # fmt: skip
 
 
 @triton.jit
@@ -347,13 +323,9 @@ def decode_kernel(p_codes, p_scale, p_exponent, p_x, n,
     tl.store(p_x + o_x, b_x, mask=m_x)
 
 
-def encode_kernel_launch(
-    codec: Codec, x: torch.Tensor, group_size: int, like: Storage | None = None
-) -> Storage:
+def encode_kernel_launch(codec: Codec, x: torch.Tensor, group_size: int) -> Storage:
     """`Codec.encode` by the Triton kernel; x FP32 [n]."""
     out = codec.zeros(x.numel(), group_size, x.device)
-    if like is not None:
-        out = Storage(out.codes, like.scale.clone(), like.exponent.clone())
     if x.numel():
         with torch.cuda.device_of(x):
             encode_kernel[(triton.cdiv(x.numel(), ROWS * group_size),)](
@@ -362,11 +334,9 @@ def encode_kernel_launch(
                 x.numel(),
                 STATISTICS=codec.statistics_tile,
                 TO_CODES=codec.to_codes_tile,
-                CLAMP=codec.clamp_tile,
                 HAS_SCALE=codec.has_scale,
                 HAS_EXPONENT=codec.has_exponent,
                 E5M2=codec.is_e5m2,
-                REUSE=like is not None,
                 ROWS=ROWS,
                 G=group_size,
                 **FUSED,

@@ -100,14 +100,6 @@ def to_codes_tile(b_x, b_scale, b_exponent, b_dither,
 
 
 @triton.jit
-def clamp_tile(b_x, b_scale, b_exponent, E5M2: tl.constexpr, SIGNED: tl.constexpr):
-    """Clamps non-zero values to the range that the given `b_scale` and `b_exponent` can store."""
-    b_tiny = from_codes_tile(tl.full([1, 1], 1, tl.uint8), b_scale, b_exponent, E5M2, SIGNED)
-    b_abs = tl.minimum(tl.maximum(tl.abs(b_x), b_tiny), b_scale)
-    return tl.where((b_x != 0.0) & (tl.abs(b_x) < float("inf")), with_sign_of(b_abs, b_x), b_x)
-
-
-@triton.jit
 def from_codes_tile(b_codes, b_scale, b_exponent, E5M2: tl.constexpr, SIGNED: tl.constexpr):
     INVERSE_MAX: tl.constexpr = 1.0 / 57344.0 if E5M2 else 1.0 / 448.0
     b_y = from_fp8(b_codes, E5M2)
@@ -132,7 +124,6 @@ def _codec(name: str, fmt: Fp8Format) -> Codec:
         statistics_tile,
         to_codes_tile,
         from_codes_tile,
-        clamp_tile,
     )
 
 

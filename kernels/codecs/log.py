@@ -83,14 +83,6 @@ def to_codes_tile(b_x, b_scale, b_exponent, b_dither,
 
 
 @triton.jit
-def clamp_tile(b_x, b_scale, b_exponent, E5M2: tl.constexpr, SIGNED: tl.constexpr):
-    """Clamps positive values to the range that the given `b_scale` and `b_exponent` can store."""
-    b_tiny = from_codes_tile(tl.full([1, 1], 1, tl.uint8), b_scale, b_exponent, E5M2, SIGNED)
-    b_clamped = tl.minimum(tl.maximum(b_x, b_tiny), b_scale)
-    return tl.where((b_x > 0.0) & (b_x < float("inf")), b_clamped, b_x)
-
-
-@triton.jit
 def half_steps_tile(b_scale, b_exponent):
     """log2 of the root of a step, per row; 0 in a group of zeros, whose roots are 1."""
     return tl.where(b_scale > 0.0, b_exponent.to(tl.float32) * (1.0 / 512.0), 0.0)
@@ -140,7 +132,6 @@ CODECS = (
         statistics_tile,
         to_codes_tile,
         from_codes_tile,
-        clamp_tile,
         fine=True,
         signed=False,
         log_roots=log_roots,

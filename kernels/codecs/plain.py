@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from coat_kernels.codecs.codec import Codec, unclamped_tile
+from coat_kernels.codecs.codec import Codec
 from coat_kernels.fp8 import widen
 
 
@@ -46,7 +46,6 @@ def _codec(name: str, dtype: torch.dtype) -> Codec:
         statistics_tile,
         to_codes_tile,
         from_codes_tile,
-        unclamped_tile,
     )
 
 

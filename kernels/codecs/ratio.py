@@ -106,12 +106,6 @@ def to_codes_tile(b_x, b_scale, b_exponent, b_dither,
 
 
 @triton.jit
-def clamp_tile(b_x, b_scale, b_exponent, E5M2: tl.constexpr, SIGNED: tl.constexpr):
-    """Clamps values to the range that the given `b_scale` can store."""
-    return tl.where(tl.abs(b_x) < float("inf"), tl.minimum(tl.maximum(b_x, -b_scale), b_scale), b_x)
-
-
-@triton.jit
 def from_codes_tile(b_codes, b_scale, b_exponent, E5M2: tl.constexpr, SIGNED: tl.constexpr):
     b_y = b_codes.to(tl.float32)
     b_x = b_y * fast_sqrt(tl.abs(b_y)) * (b_scale * UNIT)
@@ -131,7 +125,6 @@ CODECS = (
         statistics_tile,
         to_codes_tile,
         from_codes_tile,
-        clamp_tile,
         relative=True,
         ratio_tile=ratio_tile,
     ),

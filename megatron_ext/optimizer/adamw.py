@@ -24,6 +24,7 @@ from coat_ds.optim.options import (
 )
 from coat_ds.optim.pair import pair_up
 from coat_ds.optim.state_dict import take_states
+from coat_ds.optim.states import ready_state, take_moment
 from coat_kernels.adamw import join_master, split_master
 from coat_kernels.codecs import parts_of
 
@@ -127,7 +128,7 @@ class MegatronAdamW(CoatAdamW, torch.optim.AdamW):
         else:
             p.copy_(tensors["param"])
         for name in SECOND_FIRST:
-            self._take_moment(p, group, name, tensors[name])
+            take_moment(self, p, group, name, tensors[name])
         pair_up(state, p)
 
     def state_dict(self) -> dict[str, Any]:
@@ -174,8 +175,8 @@ class MegatronAdamW(CoatAdamW, torch.optim.AdamW):
                 # the optimizer's own, which Megatron passes through
                 state[name] = Moment(value.pieces, value.shape, pair=value.pair)
             else:
-                self._take_moment(p, group, name, value)
-        self._ready_state(p, group)
+                take_moment(self, p, group, name, value)
+        ready_state(self, p, group)
         # the moments are FP32, or this optimizer's own, which take the checkpoint's FP32 values later
         return said
 

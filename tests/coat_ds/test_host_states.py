@@ -144,17 +144,6 @@ def test_as_many_states_stay_as_fit_into_the_budget(device):
         assert f"{sizes[False]:,} bytes of states stay" in line and f"{sizes[True]:,} bytes stream" in line
 
 
-def test_copies_of_parameters_are_written(device):
-    for place in {device.type, "cpu"}:
-        params, optimizer = made(torch.device(place), torch.float32, "cpu")
-        copies = [torch.zeros(p.shape, dtype=torch.bfloat16, device=place) for p in params]
-        for p, copied in zip(params, copies, strict=True):
-            optimizer.copy_weight(p, copied)
-        # each parameter has a gradient in one of them
-        train(params, optimizer, 3)
-        assert_equal([p.bfloat16() for p in params[:-1]], copies[:-1])
-
-
 @pytest.mark.parametrize("offload, passes", [("cpu", True), (0.0, True), (1.0, False), ("none", False)])
 def test_states_in_host_memory_are_stepped_in_chunks(offload, passes, device, monkeypatch):
     """On the CPU, where states could be stepped in place."""
@@ -207,7 +196,7 @@ def test_no_chunk_copies_bytes_of_an_earlier_one(room):
     optimizer.init_states()
     states = [optimizer.state[p] for p in params]
     whole = [
-        Operands(p.detach(), p.detach(), s["exp_avg"].piece, s["exp_avg_sq"].piece, s["step"], None, None)
+        Operands(p.detach(), p.detach(), s["exp_avg"].piece, s["exp_avg_sq"].piece, s["step"], None)
         for p, s in zip(params, states, strict=True)
     ]
     earlier: set[int] = set()

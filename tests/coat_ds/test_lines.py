@@ -2,14 +2,12 @@
 test_host_config.py; of Megatron: megatron_ext/test_optimizer.py."""
 
 import copy
-import itertools
 from pathlib import Path
 
 import pytest
 import torch
 
 from coat_ds import CoatAdamW
-from coat_ds.optim.allocator import STEPS, GivenBack
 from coat_ds.optim.options import MOMENTS
 from tests.coat_ds.optimizers import FP32, parameters, set_grads, through_file
 
@@ -115,16 +113,3 @@ def test_a_file_of_todays_formats_loads(lines, layout):
         # another CPU than the file's decodes the same codes to other bits: on each exp2 is off by up to 1.2
         # roundings (2^-24), 4.8 of a root that is squared; three products after it may be rounded otherwise
         torch.testing.assert_close(moment, saved[name], rtol=2**-21, atol=0, msg=name)
-
-
-@pytest.mark.parametrize(
-    "each, said", [([0, 0, 0], []), ([99, 0, STEPS - 1], []), ([0, STEPS, STEPS], [2]), ([99, 0, STEPS], [3])]
-)
-def test_memory_that_the_allocator_gives_back_in_each_step_is_named_once(each, said):
-    """`each`: how often it does in that many steps; the first ones warm up."""
-    totals = iter(itertools.accumulate(each))
-    given_back = GivenBack(lambda device: next(totals))
-    for number, times in enumerate(each, 1):
-        *earlier, line = (given_back.end_step(torch.device("cuda")) for _ in range(STEPS))
-        assert not any(earlier) and bool(line) == (number in said)
-        assert not line or f"{times} times in the last {STEPS} steps" in line

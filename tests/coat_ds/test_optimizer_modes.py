@@ -1,4 +1,4 @@
-"""Copies, gradient scalers, device-side steps, graphs, and which tensors stay in FP32."""
+"""Gradient scalers, device-side steps, graphs, and which tensors stay in FP32."""
 
 import pytest
 import torch
@@ -6,26 +6,6 @@ import torch
 from coat_ds import CoatAdamW
 from coat_kernels.adamw import step as adamw_step
 from tests.coat_ds.stepping import OPTIONS, all_equal, set_grads, start, state_of, train
-
-
-def test_copies_are_written_in_the_same_pass(device):
-    params, plain = start(device, 300, 5000), start(device, 300, 5000)
-    copies = [torch.empty_like(p, dtype=torch.bfloat16) for p in params]
-    optimizer = CoatAdamW(params, **OPTIONS)
-    for p, c in zip(params, copies, strict=True):
-        optimizer.copy_weight(p, c)
-    train(params, optimizer)
-    train(plain, CoatAdamW(plain, **OPTIONS))
-    assert all_equal(params, plain)
-    assert all_equal(copies, [p.detach().bfloat16() for p in params])
-    with pytest.raises(ValueError, match="contiguous BF16 copy of an FP32 parameter, found torch.float16"):
-        optimizer.copy_weight(params[0], copies[0].half())
-    with pytest.raises(ValueError, match="expected a contiguous BF16 copy"):
-        optimizer.copy_weight(params[0], copies[1][:600:2])
-    with pytest.raises(ValueError, match="the copy is .7,. on"):
-        optimizer.copy_weight(params[0], copies[0][:7])
-    with pytest.raises(ValueError, match="the copy is .300,. on meta"):
-        optimizer.copy_weight(params[0], copies[0].to("meta"))
 
 
 def test_clip_coefficient_is_applied_in_the_step(device):
@@ -99,20 +79,14 @@ def test_tensors_of_every_kind_in_one_step(bf16_params, device, monkeypatch):
         params[2].grad_dtype = None
         set_grads(params, 0)
         params[2].grad = params[2].grad.bfloat16()
-        return params, torch.empty_like(params[3], dtype=torch.bfloat16)
+        return params
 
-    def stepped(optimizer, params, copies):
-        for p in params:
-            if len(p) == 900:
-                optimizer.copy_weight(p, copies)
-        optimizer.step()
-
-    (together, first), (alone, second) = made(), made()
+    together, alone = made(), made()
     options = {**OPTIONS, "min_numel": 600, "bf16_params": bf16_params}
-    stepped(CoatAdamW(together, **options), together, first)
+    CoatAdamW(together, **options).step()
     for p in alone:
-        stepped(CoatAdamW([p], **options), [p], second)
-    assert all_equal([*together, first], [*alone, second])
+        CoatAdamW([p], **options).step()
+    assert all_equal(together, alone)
     assert not all_equal(together[:1], start(device, 300))
 
 
@@ -233,7 +207,7 @@ def test_norms_and_biases_keep_fp32_moments_and_matrices_below_such_names_do_not
     shape, kept = KEPT_BY_NAME[name]
     p = torch.nn.Parameter(torch.zeros(shape))
     optimizer = CoatAdamW([(name, p)])
-    assert (optimizer.codecs_of(p, optimizer.param_groups[0], "exp_avg_sq")[0].name == "fp32") == kept
+    assert optimizer.layouts.keeps(p, optimizer.param_groups[0]) == kept
 
 
 def test_which_tensors_keep_fp32_moments(device):

@@ -121,7 +121,7 @@ def test_what_states_were_made_by_may_not_change_in_a_group(name, value):
     optimizer.load_state_dict(optimizer.state_dict())
     optimizer.step()
     moments = [optimizer.state[p][f"exp_avg{sq}"] for p in params for sq in ("", "_sq")]
-    made = [optimizer._layouts.layout_of(p, group, f"exp_avg{sq}") for p in params for sq in ("", "_sq")]
+    made = [optimizer.layouts.layout_of(p, group, f"exp_avg{sq}") for p in params for sq in ("", "_sq")]
     assert [moment.arrangement for moment in moments] == made
 
 

@@ -142,14 +142,6 @@ def test_tensors_that_start_anywhere(device):
 
 
 @pytest.mark.parametrize("run", [adamw_, adamw_list])
-def test_weight_copy_is_the_rounded_parameter(run, device):
-    params = [0.02 * torch.randn(n, device=device) for n in (300, 128 * 6)]
-    weights = [torch.full_like(p, torch.nan, dtype=torch.bfloat16) for p in params]
-    run_list(run, params, gradients((300, 128 * 6), device), device, weights=weights)
-    assert all(w.equal(p.bfloat16()) for p, w in zip(params, weights, strict=True))
-
-
-@pytest.mark.parametrize("run", [adamw_, adamw_list])
 def test_gradient_scale_and_found_inf_stay_on_the_device(run, device):
     sizes = (300, 128 * 6)
     start = [0.02 * torch.randn(n, device=device) for n in sizes]
