@@ -12,6 +12,7 @@ from benchmarks.common.harness import Table, benchmark
 from benchmarks.common.timing import measure, synchronize
 from coat_ds import CoatAdamW
 from coat_ds.optim import host_states as streamed
+from coat_ds.optim.host_memory import allocate
 
 # slots, and elements of a chunk
 CASES = [(3, 2**24), (4, 2**24), (6, 2**24), (4, 2**23), (3, 2**25), (4, 2**25)]
@@ -26,7 +27,7 @@ def link_ms(size: int, chunk: int = 2**26) -> float:
     if not torch.cuda.is_available():
         return float("nan")
     part = min(size, 2**31) // chunk * chunk
-    pages = [streamed.allocate(part, device()) for _ in range(2)]
+    pages = [allocate(part, device()) for _ in range(2)]
     here = [x.view(0, part, torch.uint8).fill_(1) for x in pages]
     there = [torch.empty(chunk, dtype=torch.uint8, device="cuda") for _ in range(2)]
     streams = [torch.cuda.Stream() for _ in range(2)]

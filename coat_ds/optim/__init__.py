@@ -9,6 +9,7 @@ It may import `coat_kernels` and the config. Start at optimizer.py.
     states.py        the state of one parameter: created, completed, converted
     step.py          the update of one parameter group by `coat_kernels.adamw`
     host_states.py   states in host memory that stream through the GPU
+    host_memory.py   pinned host memory, and how much of it there is
     release.py       steps during backward, which free gradients
     layouts.py       how the moments of each tensor are stored, and which keep FP32
     fragments.py     flat partitions that are composed of parts of parameters

@@ -10,14 +10,12 @@ with their states. Without a GPU everything takes the same path with plain copie
 """
 
 import contextlib
-import mmap
-import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from coat_ds.optim.host_memory import Pages, allocate
 from coat_ds.optim.layouts import Layouts
 from coat_ds.optim.moment import Moment
 from coat_ds.optim.options import SECOND_FIRST, has_remainder
@@ -25,20 +23,16 @@ from coat_ds.optim.pieces import Piece, made_of
 from coat_ds.optim.shards import laid_out_like, local
 from coat_kernels.codecs import GROUP_SIZE, Storage
 
-# elements per chunk. On an H100, chunks of 2^22 elements take 2.7 times as long, chunks of 2^26 1.2 times
-CHUNK = 2**24
-# chunks that are on the GPU at once: one is copied in, one stepped, one copied out, and one waits
-SLOTS = 4
+# Elements per chunk, and chunks that are on the GPU at once: one is copied in, one stepped, one copied out.
+# On an H200 (benchmarks/results/host_states_h200.csv) the CPU launched a step of 1.6 billion parameters in 80
+# ms, and the step took 147 ms. 2^24 elements in 4 slots took 176 ms, of which the CPU launched for 168 ms. A
+# fourth slot changed nothing.
+CHUNK = 2**25
+SLOTS = 3
 # bytes; the kernel loads 16 bytes at once, and the copy engines are slower from other addresses
 ALIGNMENT = 256
 # elements: the ends of parts are whole groups, whose first elements are aligned in every tensor
 UNIT = 256
-MEMORY_INFO = Path("/proc/meminfo")
-CGROUP = Path("/sys/fs/cgroup")
-
-
-class HostMemoryError(RuntimeError):
-    """The host has too little memory for the states, or does not let CUDA pin it."""
 
 
 class HostStates:
@@ -110,7 +104,7 @@ class HostStates:
             state["remainder"] = laid_out_like(p, remainder)
         self._placed[p] = (second.pieces, first.pieces, remainder)
 
-    def _slice(self, p: torch.Tensor, size: int) -> tuple["Pages", int]:
+    def _slice(self, p: torch.Tensor, size: int) -> tuple[Pages, int]:
         """Pages and first byte of `size` bytes for the state of `p`."""
         if p not in self._slices or self._slices[p][2] != size:
             if not self._pages or self._used + size > len(self._pages[-1]) - ALIGNMENT:
@@ -375,74 +369,3 @@ class Passages(dict[torch.device, Passage]):
 
     def __missing__(self, device: torch.device) -> Passage:
         return self.setdefault(device, Passage(self._host, device))
-
-
-class Pages(mmap.mmap):
-    """Anonymous pages of host memory, which CUDA may have pinned."""
-
-    def __init__(self, *_, **__):
-        self.address = torch.frombuffer(self, dtype=torch.uint8, count=1).data_ptr()
-        # the process that has pinned them
-        self.pinned_by: int | None = None
-
-    def __del__(self):
-        # a forked process has no part in CUDA
-        if self.pinned_by == os.getpid():
-            torch.cuda.synchronize()
-            torch.cuda.cudart().cudaHostUnregister(self.address)
-
-    def view(self, begin: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """`numel` elements from byte `begin` on. The tensor has a storage of its own: files hold whole
-        storages."""
-        if not numel:
-            return torch.empty(0, dtype=dtype)
-        return torch.frombuffer(self, dtype=dtype, count=numel, offset=begin)
-
-
-def allocate(size: int, device: torch.device) -> Pages:
-    """`size` bytes of host memory, pinned if `device` is a GPU.
-
-    torch's own allocator of pinned memory rounds up to a power of two.
-    Raises HostMemoryError if the host has less memory, or CUDA does not pin it.
-    """
-    check_room(size)
-    pages = Pages(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if device.type == "cuda":
-        with contextlib.suppress(OSError):
-            pages.madvise(mmap.MADV_HUGEPAGE)
-        # after a fork, a write would move a page away from where CUDA has pinned it
-        pages.madvise(mmap.MADV_DONTFORK)
-        if error := int(torch.cuda.cudart().cudaHostRegister(pages.address, len(pages), 0)):
-            raise HostMemoryError(
-                f"CoatAdamW: offload: CUDA did not pin {size:,} bytes of host memory (cudaHostRegister: "
-                f"error {error}). Free host memory, or keep the states on the GPU."
-            )
-        pages.pinned_by = os.getpid()
-    return pages
-
-
-def check_room(size: int) -> None:
-    """Raises HostMemoryError if the host has no room for `size` bytes in each process of this job."""
-    # torchrun's name, and that of DeepSpeed's launcher
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
-    total, available = host_memory()
-    # other ranks may have allocated their part already: what is available is compared with this rank's part
-    if size * ranks > total or size > available:
-        raise HostMemoryError(
-            f"CoatAdamW: offload: states of {size:,} bytes in each of {ranks} processes of this host need "
-            f"{size * ranks:,} bytes; found {total:,} bytes of host memory, {available:,} of them available. "
-            "Use more hosts, or keep the states on the GPU."
-        )
-
-
-def host_memory() -> tuple[int, int]:
-    """Bytes of memory that this process may use, and that are available now; limits of its cgroup count."""
-    lines = (line.split() for line in MEMORY_INFO.read_text().splitlines())
-    info = {words[0]: 1024 * int(words[1]) for words in lines}
-    total, available = info["MemTotal:"], info["MemAvailable:"]
-    if (limit := CGROUP / "memory.max").exists() and (most := limit.read_text().strip()).isdigit():
-        stat = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
-        # cached files give way
-        used = int((CGROUP / "memory.current").read_text()) - int(stat["file"]) + int(stat["shmem"])
-        total, available = min(total, int(most)), min(available, int(most) - used)
-    return total, available

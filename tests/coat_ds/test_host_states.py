@@ -10,10 +10,11 @@ import torch
 from torch.distributed.fsdp import fully_shard
 
 from coat_ds import CoatAdamW, state_bytes
-from coat_ds.optim import host_states
+from coat_ds.optim import host_memory, host_states
 from coat_ds.optim import step as optimizer_step
 from coat_ds.optim.fragments import Fragment
-from coat_ds.optim.host_states import HostMemoryError, Operands, chunks_of, runs_of
+from coat_ds.optim.host_memory import HostMemoryError
+from coat_ds.optim.host_states import Operands, chunks_of, runs_of
 from coat_ds.optim.moment import Moment
 from coat_ds.optim.shards import local
 from tests.coat_ds.optimizers import assert_equal, through_file
@@ -293,8 +294,8 @@ def test_too_little_host_memory_is_found_before_it_is_allocated(
     unit = -(-size // (50 * 1024))
     info = tmp_path / "meminfo"
     info.write_text(f"MemTotal: {total * unit} kB\nMemAvailable: {available * unit} kB\n")
-    monkeypatch.setattr(host_states, "MEMORY_INFO", info)
-    monkeypatch.setattr(host_states, "CGROUP", tmp_path)
+    monkeypatch.setattr(host_memory, "MEMORY_INFO", info)
+    monkeypatch.setattr(host_memory, "CGROUP", tmp_path)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     optimizer = CoatAdamW([p], offload="cpu")
     if not refused:
@@ -306,12 +307,12 @@ def test_too_little_host_memory_is_found_before_it_is_allocated(
 
 
 def test_limits_of_the_cgroup_count(monkeypatch, tmp_path):
-    monkeypatch.setattr(host_states, "CGROUP", tmp_path)
-    total, available = host_states.host_memory()
+    monkeypatch.setattr(host_memory, "CGROUP", tmp_path)
+    total, available = host_memory.host_memory()
     (tmp_path / "memory.max").write_text("max\n")
-    assert host_states.host_memory()[0] == total
+    assert host_memory.host_memory()[0] == total
     (tmp_path / "memory.max").write_text("5000\n")
     (tmp_path / "memory.current").write_text("4000\n")
     # 1000 bytes of files, which give way, and shared memory, which does not
     (tmp_path / "memory.stat").write_text("anon 2500\nfile 1500\nshmem 500\n")
-    assert host_states.host_memory() == (5000, 2000) and available > 2000
+    assert host_memory.host_memory() == (5000, 2000) and available > 2000
