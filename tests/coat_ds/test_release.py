@@ -69,13 +69,18 @@ def run(model, optimizer, steps=range(STEPS), scale_of=None):
     return losses
 
 
+@pytest.mark.parametrize(
+    "released, steps",
+    [(True, STEPS), *(pytest.param(released, 50, marks=pytest.mark.gpu) for released in (False, True))],
+)
 @pytest.mark.parametrize("offload", OFFLOADS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_steps_have_the_bits_of_those_after_backward(dtype, offload, device):
+def test_steps_have_the_bits_of_resident_states_after_backward(released, dtype, offload, steps, device):
     model, other = (net(device, dtype) for _ in range(2))
     after, during = adamw(model), adamw(other, offload=offload)
-    during.release_gradients()
-    assert run(model, after) == run(other, during)
+    if released:
+        during.release_gradients()
+    assert run(model, after, range(steps)) == run(other, during, range(steps))
     assert_equal(list(model.parameters()), list(other.parameters()))
     assert_equal(stored(after), stored(during))
 
