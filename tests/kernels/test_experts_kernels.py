@@ -182,7 +182,8 @@ def test_kernels_of_gates_agree_with_the_references(fmt, group_size, f, gate, de
     assert rounded(*(codes[0].view(torch.uint8) for codes in (found, expected))) <= 1
     assert found[1].equal(expected[1])
     finite = expected[2].isfinite()
-    assert exact(found[2][~finite].isnan(), expected[2][~finite].isnan()) == 0
+    # a sum that overflows is NaN or infinite, depending on the order of its terms
+    assert found[2].isfinite().equal(finite)
     torch.testing.assert_close(found[2][finite], expected[2][finite], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(found[3], expected[3], rtol=FP32, atol=0)
     assert found[4].equal(found[3].amax(0, keepdim=True))
