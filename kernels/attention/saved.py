@@ -1,6 +1,5 @@
 """What attention saves: q, k, v and its output, unquantized or in groups of channels."""
 
-import contextlib
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -168,11 +167,11 @@ def attended(
     origin; no origin without gradients. `times`: how often heads of k and v are repeated for `attend`."""
     if not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)):
         return attend(q, _repeated(k, times), _repeated(v, times)), None
+    if saved_format is None and times == 1:
+        output = attend(q, k, v)
+        return output, Origin((output.detach(),), order.columns)
     compressed = _Compressed(saved_format, q, v, order, mask)
-    k, v = (compressed.repeat(x, times) for x in (k, v))
-    hooks = contextlib.nullcontext()
-    if saved_format is not None or times > 1:
-        hooks = torch.autograd.graph.saved_tensors_hooks(compressed.pack, compressed.unpack)
-    with hooks:
+    k, v = compressed.repeat(k, times), compressed.repeat(v, times)
+    with torch.autograd.graph.saved_tensors_hooks(compressed.pack, compressed.unpack):
         output = attend(q, k, v)
     return output, compressed.origin_of(output)

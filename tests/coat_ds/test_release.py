@@ -122,10 +122,16 @@ def test_clipping_is_by_the_norm_of_the_backward_before(offload, device):
     during.release_gradients(clip_by_last_norm=most)
     losses = run(model, after, scale_of=factor), run(other, during)
     assert float(max(norms)) > most
-    # the squares are summed in another order: some 2^-22 of a gradient, which the bits of a moment may show
+    # the squares are summed in another order: some 2^-22 of a gradient
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    far = count = 0
     for p, q in zip(model.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-4)
+        # a moment next to the middle of two codes gets the other one, up to 2^-4 off, and so is its update,
+        # which is about the learning rate
+        torch.testing.assert_close(p, q, rtol=1e-3, atol=2**-4 * 1e-2)
+        far += int((~torch.isclose(p, q, rtol=1e-3, atol=1e-4)).sum())
+        count += p.numel()
+    assert far < 1e-3 * count
 
 
 def test_a_run_goes_on_from_a_checkpoint(device):
