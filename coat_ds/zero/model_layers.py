@@ -44,7 +44,13 @@ def prepare_layers(
         _of_engines.discard(holder)
         holder = None
     if holder is not None:
-        _check_converted(conversion_of(holder).activations, activations, said)
+        found = conversion_of(holder).activations
+        if said and found != activations:
+            key, has, says = difference(found, activations)
+            raise CoatConfigError(
+                f"coat.activations.{key}: found {says!r}, but the script has called coat_ds.convert with "
+                f"{has!r}. Make them equal, or drop one of the two."
+            )
         return "not there when the model was converted"
     if not activations.enabled:
         return "coat.activations.enabled is false"
@@ -119,13 +125,3 @@ def _tell(built: list[tuple[str, nn.Module]], activations: ActivationsConfig, sa
     # inner modules first: outer modules read their options
     for _, module in reversed(others):
         module.take_activations(activations)
-
-
-def _check_converted(found: ActivationsConfig, wanted: ActivationsConfig, said: bool) -> None:
-    """Raises CoatConfigError if the script has converted its model with other options than the block's."""
-    if said and found != wanted:
-        key, has, says = difference(found, wanted)
-        raise CoatConfigError(
-            f"coat.activations.{key}: found {says!r}, but the script has called coat_ds.convert with "
-            f"{has!r}. Make them equal, or drop one of the two."
-        )

@@ -23,6 +23,7 @@ import torch
 from coat_ds.checkpointing import compressed_checkpoints
 from coat_ds.config import CoatConfigError
 from coat_ds.patches import Patch
+from coat_ds.zero.block import section
 from coat_kernels.autograd.checkpointing import (
     Packed,
     compressing,
@@ -50,16 +51,11 @@ CONTIGUOUS = (
 
 def check_config(config: Mapping[str, Any]) -> None:
     """Raises CoatConfigError where `coat.fp8_activation_checkpointing` would have no effect."""
-
-    def found(section: str, key: str) -> Any:
-        block = config.get(section)
-        return block.get(key) if isinstance(block, Mapping) else None
-
-    if found("activation_checkpointing", "contiguous_memory_optimization"):
+    if section(config, "activation_checkpointing").get("contiguous_memory_optimization"):
         raise CoatConfigError(
             f"activation_checkpointing.contiguous_memory_optimization: found True; {CONTIGUOUS}"
         )
-    for section, key, value, why in (
+    for name, key, value, why in (
         (
             "pipeline",
             "use_reentrant",
@@ -68,9 +64,9 @@ def check_config(config: Mapping[str, Any]) -> None:
         ),
         ("compile", "deepcompile", True, "compiled regions keep their inputs as they are"),
     ):
-        if found(section, key) is value:
+        if section(config, name).get(key) is value:
             raise CoatConfigError(
-                f"{section}.{key}: found {value}; {why}. Drop the key, or set "
+                f"{name}.{key}: found {value}; {why}. Drop the key, or set "
                 "coat.fp8_activation_checkpointing to false."
             )
 
