@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from coat_ds.config import ActivationsConfig, difference
+from coat_ds.config import ActivationsConfig
 from coat_ds.layers.conversion import ATTRIBUTE, Conversion, conversion_of
 from coat_ds.layers.detection import decoder_parts, probe
 from coat_ds.layers.detection.stays import DISPATCHED, what_stays
@@ -27,8 +27,6 @@ from coat_kernels.fp8 import ALIGNMENT
 
 __all__ = ["convert", "conversion_of", "unconvert"]
 
-# such as that of torch.nn.LazyLinear before its first forward
-NO_SHAPE = "a weight that has no shape yet"
 # with fewer rows or columns in a weight, quantizing the input takes longer than the GEMM
 LEAST = 32
 
@@ -45,8 +43,8 @@ def convert(
     Linear layers, norms, feed-forward layers and attention each get another forward, set on the instance.
     Classes, parameters, buffers and their names are unchanged, so checkpoints are those of the stock model.
     `conversion_of(model)` lists what was not converted (heads, routers, sizes that FP8 GEMMs do not support).
-    Evaluation runs in FP8 too, unless `activations.evaluation` is "stock". `unconvert` restores the stock
-    model.
+    Evaluation runs in FP8 too, unless `activations.evaluation` is "stock". A model that was converted before,
+    as a whole or in part, is converted anew. `unconvert` restores the stock model.
 
     Args:
         model: any module with parameters in BF16 or FP32; for FP32, best under autocast to BF16.
@@ -55,14 +53,12 @@ def convert(
             is logged if there is none. `cuda_graphs` applies to layers that run as fused blocks.
         filter: filter(name, module) returns whether a module may be converted.
 
-    Raises ValueError for a compiled model, for parameters in FP16 and for lazy linear layers before their
-    first forward. Raises CoatConfigError for invalid options. Raises RuntimeError if the model was converted
-    with other options, or only a part of it was converted.
+    Raises ValueError for a compiled model and for parameters in FP16. Raises CoatConfigError for invalid
+    options. Raises RuntimeError if other code has replaced a converted forward since.
     """
-    before = conversion_of(model)
     convert_silently(model, activations, filter)
     done = conversion_of(model)
-    if done is not None and done is not before:
+    if done is not None:
         layers = layers_of(model, "")
         if any(done.converted.values()):
             say_once(
@@ -82,32 +78,11 @@ def convert_silently(
     may = filter or (lambda name, module: True)
     if not isinstance(activations, ActivationsConfig):
         activations = ActivationsConfig.from_dict({} if activations is None else activations)
-    done = conversion_of(model)
-    if done is None and not activations.enabled:
-        return model
-    if wraps_compiled(model):
+    if activations.enabled and wraps_compiled(model):
         raise ValueError("coat_ds.convert: found a compiled model. Convert it first, then torch.compile it.")
-    if done is not None:
-        if done.activations != activations:
-            key, had, found = difference(done.activations, activations)
-            raise RuntimeError(
-                f"coat_ds.convert: {key}: found {found!r}, but the model was converted with {had!r}. Call "
-                "coat_ds.unconvert(model) first."
-            )
-        if others := _not_converted(model, activations, may):
-            raise RuntimeError(
-                f"coat_ds.convert: a part of the model was converted before, other linear layers were not "
-                f"({len(others)}, such as {others[0]!r}). Call coat_ds.unconvert(model) first; `filter` "
-                "leaves modules out."
-            )
-        if kept := [n for n, m in model.named_modules() if replaced(m) is not None and not may(n, m)]:
-            raise RuntimeError(
-                f"coat_ds.convert: `filter` leaves out modules that were converted before ({len(kept)}, such "
-                f"as {kept[0]!r}). Call coat_ds.unconvert(model) first."
-            )
-        return model
-    # the model may be a part of one that was converted before, as PEFT's merge_and_unload returns it
     unconvert(model)
+    if not activations.enabled:
+        return model
     conversion = Conversion(activations)
     forwards = list(_forwards(model, conversion, may))
     # nothing is changed until all forwards are built without an error
@@ -115,11 +90,10 @@ def convert_silently(
         forward.install()
     _convert_attention(model, conversion, may)
     for name, module in model.named_modules():
-        if replaced(module) is not None or not may(name, module):
-            continue
-        if (parts := decoder_parts.parts_of(module)) is not None:
+        may_run_fused = replaced(module) is None and may(name, module)
+        if may_run_fused and (parts := decoder_parts.parts_of(module)) is not None:
             decoder_layer.Fp8DecoderLayer(module, activations, parts).install()
-            if reason := decoder_parts.why_not_fused(parts):
+            if reason := decoder_parts.why_never_fused(parts):
                 conversion.leave("layer", name, reason)
             else:
                 conversion.take("layer", name)
@@ -200,15 +174,6 @@ def _give_back(model: nn.Module) -> None:
                 config._attn_implementation_internal = kept.loaded
 
 
-def _not_converted(model: nn.Module, activations: ActivationsConfig, may: Callable) -> list[str]:
-    """Names of the linear layers that could be converted and are not: they are outside of the converted part,
-    were left out by its `filter`, or were added later."""
-    conversion = Conversion(activations)
-    # builds the forwards, but does not install them
-    list(_forwards(model, conversion, may))
-    return conversion.converted["linear"]
-
-
 # the attribute that holds the module inside PEFT's wrappers, torch's checkpoint wrapper and torch.compile's
 _WRAPPED = {"base_layer", "original_module", "_checkpoint_wrapped_module", "_orig_mod"}
 
@@ -238,33 +203,24 @@ def _forwards(model: nn.Module, conversion: Conversion, may: Callable) -> Iterat
     }
     taken: set[int] = set()
     for name, module in model.named_modules():
-        if id(module) in taken or replaced(module) is not None:
-            continue
-        kind = _kind_of(module)
-        if kind is None:
-            continue
-        built, reason = _BUILDERS[kind](module, activations, projections)
-        if built is None and reason is None:
+        kind = None if id(module) in taken else _kind_of(module)
+        built = None if kind is None else _BUILDERS[kind](module, activations, id(module) in projections)
+        if built is None:
             continue
         if kind in ("gated", "experts"):
             # the activation needs no conversion: this forward calls it, or a replaced forward does not
             taken.update(id(m) for m in module.children() if _looks_elementwise(m))
-        reason = stays.get(id(module)) or (None if may(name, module) else "the filter") or reason
-        if reason == NO_SHAPE:
-            raise ValueError(
-                f"coat_ds.convert: {name}: expected a linear layer whose weight has a shape, found "
-                f"{type(module).__name__} before its first forward. Run a forward of the model first, or "
-                "leave the layer out by `filter`."
-            )
+        reason = stays.get(id(module)) or (None if may(name, module) else "the filter")
+        if reason is None and isinstance(built, str):
+            reason = built
         if reason is None:
             _require_dtype(name, module)
             yield built
         for counted in _COUNTED.get(kind, (kind,)):
-            why = reason or built.left.get(counted)
-            if why is None:
+            if reason is None:
                 conversion.take(counted, name)
             else:
-                conversion.leave(counted, name, why)
+                conversion.leave(counted, name, reason)
 
 
 _COUNTED = {
@@ -312,73 +268,75 @@ def _require_dtype(name: str, module: nn.Module) -> None:
         )
 
 
-def _build_linear(module, activations, projections):
+# A builder returns the forward of a module of its kind, or the reason why the module keeps its own. None: the
+# module only looked like one of this kind.
+_Built = Replaced | str | None
+
+
+def _build_linear(module: nn.Module, activations: ActivationsConfig, cancels: bool) -> _Built:
     weight = module._parameters.get("weight")
     if weight is None:
-        return None, "a weight that each forward recomputes from other parameters"
+        return "a weight that each forward recomputes from other parameters"
     if is_lazy(weight):
-        return None, NO_SHAPE
+        return "a weight that has no shape before its first forward"
     if module._modules or set(module._parameters) - {"weight", "bias"}:
-        return None, "more than a weight and a bias"
+        return "more than a weight and a bias"
     if weight.dtype not in (*DTYPES, torch.float16):
-        return None, f"a weight in {str(weight.dtype).removeprefix('torch.')}"
+        return f"a weight in {str(weight.dtype).removeprefix('torch.')}"
     sizes = probe.shape_of(weight)
     if any(size % ALIGNMENT for size in sizes):
-        return None, f"{' x '.join(map(str, sizes))}, not multiples of {ALIGNMENT}"
+        return f"{' x '.join(map(str, sizes))}, not multiples of {ALIGNMENT}"
     if min(sizes) < LEAST:
-        return None, f"{' x '.join(map(str, sizes))}, too small to gain by FP8"
+        return f"{' x '.join(map(str, sizes))}, too small to gain by FP8"
     if autotp.is_autotp(module):
-        reason = autotp.why_not(module)
-        cancels = id(module) in projections
-        return None if reason else autotp.AutoTPLinear(module, activations, cancels=cancels), reason
-    stock = "forward" not in module.__dict__ and type(module).forward is nn.Linear.forward
+        return autotp.why_not(module) or autotp.AutoTPLinear(module, activations, cancels=cancels)
+    if "forward" not in module.__dict__ and type(module).forward is nn.Linear.forward:
+        return Fp8Linear(module, activations, cancels=cancels)
+    if (split := transformers_tp.split_of(module)) is not None:
+        reason = transformers_tp.why_not(module, split)
+        return reason or transformers_tp.TransformersTPLinear(module, activations, split, cancels)
     transposed = not isinstance(module, nn.Linear)
-    if not stock and (split := transformers_tp.split_of(module)) is not None:
-        if (reason := transformers_tp.why_not(module, split)) is not None:
-            return None, reason
-        cancels = id(module) in projections
-        return transformers_tp.TransformersTPLinear(module, activations, split, cancels), None
-    if not stock and not probe.is_product(module, transposed):
-        return None, f"{type(module).__name__} computes something else than a linear layer"
-    return Fp8Linear(module, activations, transposed, cancels=id(module) in projections), None
+    if not probe.is_product(module, transposed):
+        return f"{type(module).__name__} computes something else than a linear layer"
+    return Fp8Linear(module, activations, transposed, cancels)
 
 
-def _build_norm(module, activations, projections):
+def _build_norm(module: nn.Module, activations: ActivationsConfig, cancels: bool) -> _Built:
     if module.weight.dtype not in (*DTYPES, torch.float16):
-        return None, f"a weight in {str(module.weight.dtype).removeprefix('torch.')}"
+        return f"a weight in {str(module.weight.dtype).removeprefix('torch.')}"
     form = probe.norm_form(module)
     if form is None:
-        return None, f"{type(module).__name__} is neither RMSNorm nor LayerNorm"
-    return Fp8Norm(module, activations, form), None
+        return f"{type(module).__name__} is neither RMSNorm nor LayerNorm"
+    return Fp8Norm(module, activations, form)
 
 
-def _build_gated(module, activations, projections):
+def _build_gated(module: nn.Module, activations: ActivationsConfig, cancels: bool) -> _Built:
     form = probe.gated_form(module)
     if form is not None:
-        return Fp8GatedFeedForward(module, activations, form), None
+        return Fp8GatedFeedForward(module, activations, form)
     if "forward" in module.__dict__ and any(map(_looks_elementwise, module.children())):
-        return None, "its forward was replaced by one that computes something else"
-    return None, None
+        return "its forward was replaced by one that computes something else"
+    return None
 
 
-def _build_activation(module, activations, projections):
+def _build_activation(module: nn.Module, activations: ActivationsConfig, cancels: bool) -> _Built:
     kind = probe.activation_kind(module)
-    if kind is not None and probe.writes_into_its_input(module):
-        return None, "it works in place"
-    return (None if kind is None else Fp8Activation(module, activations, kind)), None
+    if kind is None:
+        return None
+    if probe.writes_into_its_input(module):
+        return "it works in place"
+    return Fp8Activation(module, activations, kind)
 
 
-def _build_experts(module, activations, projections):
+def _build_experts(module: nn.Module, activations: ActivationsConfig, cancels: bool) -> _Built:
     if autoep.is_autoep(module):
-        reason = autoep.why_not(module)
-        return (None, reason) if reason else (autoep.AutoEPExperts(module, activations), None)
+        return autoep.why_not(module) or autoep.AutoEPExperts(module, activations)
     dispatch = transformers_ep.dispatch_of(module)
     reason = experts.why_not(module, dispatched=dispatch is not None)
     if dispatch is None:
-        return (None, reason) if reason else (experts.Fp8Experts(module, activations), None)
-    if reason := reason or transformers_ep.why_not(dispatch):
-        return None, reason
-    return transformers_ep.TransformersEPExperts(module, activations, dispatch), None
+        return reason or experts.Fp8Experts(module, activations)
+    reason = reason or transformers_ep.why_not(dispatch)
+    return reason or transformers_ep.TransformersEPExperts(module, activations, dispatch)
 
 
 _BUILDERS = {
@@ -393,36 +351,29 @@ _BUILDERS = {
 def _convert_attention(model: nn.Module, conversion: Conversion, may: Callable) -> None:
     """Makes modules that use transformers' AttentionInterface choose "coat" instead of "sdpa" or
     FlashAttention, and with sinks instead of "eager"."""
-    kept = attention.kept_attention_of(conversion.activations)
-    configs: dict[int, Any] = {}
-    modules = [item for item in model.named_modules() if attention.uses_interface(item[1])]
+    kept, configs = attention.kept_attention_of(conversion.activations), {}
+    found = [
+        (name, module, getattr(module, "config", None))
+        for name, module in model.named_modules()
+        if attention.uses_interface(module)
+    ]
     # modules with one config have one implementation
-    stays: dict[int, str] = {}
-    for _, module in modules:
-        if (why := attention.why_flash_stays(module)) is not None:
-            stays[id(getattr(module, "config", None))] = why
-    for name, module in modules:
-        config = getattr(module, "config", None)
-        found: Any = getattr(config, "_attn_implementation", None)
-        flash, why = attention.is_flash(found), None
+    stays = {id(config): why for _, module, config in found if (why := attention.why_flash_stays(module))}
+    for name, module, config in found:
+        implementation: Any = getattr(config, "_attn_implementation", None)
         if not may(name, module):
             why = "the filter"
-        elif flash:
+        elif attention.is_flash(implementation):
             why = stays.get(id(config))
-        elif found not in (attention.STOCK, attention.NAME) and not (
-            found == "eager" and attention.has_sinks(module)
-        ):
-            why = f"its implementation is {found!r}, not {attention.STOCK!r} or FlashAttention"
-        elif attention.asks_for_stock(module):
-            why = f"its model asks for {attention.STOCK!r} by name"
+        else:
+            why = attention.why_not(module, implementation)
         if why is not None:
             module.__dict__[attention.LEFT] = True
             conversion.leave("attention", name, why)
         else:
-            # a model may be converted again
-            module.__dict__[attention.STATE] = (
-                kept if found == attention.NAME else replace(kept, loaded=found)
-            )
+            # another part of the model may have set it
+            loaded = kept.loaded if implementation == attention.NAME else implementation
+            module.__dict__[attention.STATE] = replace(kept, loaded=loaded)
             conversion.take("attention", name)
             configs[id(config)] = config
     if configs:

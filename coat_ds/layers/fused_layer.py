@@ -23,6 +23,7 @@ from coat_kernels.graphs import gradient_leaves, graphed_work
 from coat_kernels.groups import GROUP_SIZE, quantize_groups
 from coat_kernels.head_norm import head_norm
 from coat_kernels.linear import LinearOptions
+from coat_kernels.rope import no_rotation
 
 
 class LayerOptions(NamedTuple):
@@ -66,6 +67,25 @@ class LayerOptions(NamedTuple):
         return [linear.weight_grad_into() for linear in self.linears if linear.weight_grad_into is not None]
 
 
+class LayerWeights(NamedTuple):
+    """The parameters of a decoder layer, in the order in which `fused_layer` takes them."""
+
+    input_norm: torch.Tensor
+    input_norm_bias: torch.Tensor | None
+    qkv: torch.Tensor
+    qkv_bias: torch.Tensor | None
+    proj: torch.Tensor
+    proj_bias: torch.Tensor | None
+    mlp_norm: torch.Tensor
+    mlp_norm_bias: torch.Tensor | None
+    fc1: torch.Tensor
+    fc1_bias: torch.Tensor | None
+    fc2: torch.Tensor
+    fc2_bias: torch.Tensor | None
+    q_norm: torch.Tensor | None = None
+    k_norm: torch.Tensor | None = None
+
+
 def fused_layer(
     options: LayerOptions,
     attend: Callable[..., torch.Tensor],
@@ -82,21 +102,20 @@ def fused_layer(
             `batch_first`: [s, b, n * d] or [b, s, n * d], with its origin. If it is recomputed, it must
             return the same result each time.
         cos, sin: as in `rotate_qkv`.
-        weights: the weight and the bias, or None, of the input norm, qkv, proj, the second norm, fc1 and fc2;
-            then the weights of the head norms.
+        weights: the fields of `LayerWeights`.
     """
-    by_token, attention, beside, d = x, attend, constants, options.d
+    by_token, attention, beside, w = x, attend, constants, LayerWeights(*weights)
     if options.batch_first:
         by_token = x.reshape(-1, 1, x.shape[-1])
     if options.batch_first or options.head_norms:
         attention = functools.partial(_attention, options, attend, x.shape)
     if options.head_norms:
         # these norms run between the projection and the rotation
-        beside = cos, sin, *weights[12:], *constants
-        cos, sin = cos[:, :0], sin[:, :0]
+        beside = cos, sin, w.q_norm, w.k_norm, *constants
+        cos, sin = no_rotation(cos, sin)
 
-    inputs = by_token, *weights[:4], cos, sin
-    how = {"norm": options.input_norm, "linear": options.qkv, "groups": options.groups, "d": d}
+    inputs = by_token, w.input_norm, w.input_norm_bias, w.qkv, w.qkv_bias, cos, sin
+    how = {"norm": options.input_norm, "linear": options.qkv, "groups": options.groups, "d": options.d}
     how["apart"] = options.apart
     if options.recomputed is None:
         q, k, v, residual = qkv_block(*inputs, **how)
@@ -109,7 +128,14 @@ def fused_layer(
     y = mlp_block(
         o,
         residual,
-        *weights[4:12],
+        w.proj,
+        w.proj_bias,
+        w.mlp_norm,
+        w.mlp_norm_bias,
+        w.fc1,
+        w.fc1_bias,
+        w.fc2,
+        w.fc2_bias,
         origin=origin,
         proj=options.proj,
         norm=options.mlp_norm,
@@ -126,11 +152,8 @@ def _attention(
     """`attend` after the head norms, if there are any. `beside`: the angles and weights of these norms, and
     the constants of `attend`; all are arguments, since tensors in a partial would outlive backward."""
     if options.head_norms:
-        (cos, sin, *weights), beside = beside[:4], beside[4:]
-        q, k = (
-            _normed(norm, t, weight, cos, sin)
-            for norm, t, weight in zip(options.head_norms, (q, k), weights, strict=True)
-        )
+        (of_q, of_k), (cos, sin, q_norm, k_norm, *beside) = options.head_norms, beside
+        q, k = _normed(of_q, q, q_norm, cos, sin), _normed(of_k, k, k_norm, cos, sin)
     if options.batch_first:
         q, k, v = (t.view(*shape[:2], -1, options.d) for t in (q, k, v))
     return attend(q, k, v, *beside)

@@ -7,7 +7,7 @@ import warnings
 import pytest
 
 import coat_ds
-from coat_ds.layers.modules.merged_linear import is_hooked
+from coat_ds.layers.modules.hooks import is_hooked
 from tests.coat_ds.ways import BLOCK, VOCAB, arguments, host_config, llama, tokenizer
 from tests.util import run_distributed
 

@@ -33,9 +33,6 @@ from tests.mistakes.makers import (
 LLAMA = ("configs/model_llama2_7b.json", "--vocabulary", "32000")
 TRAIN = ("train", "--model-config", "configs/model_quickstart.json", "--output", "{folder}/run")
 HALF = torch.nn.Sequential(torch.nn.Linear(64, 64)).half()
-TWICE = torch.nn.Sequential(torch.nn.Linear(64, 64))
-PAIR = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
-WHOLE = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
 MISTAKES = {
     "Models and GPUs": [
         Mistake(
@@ -55,33 +52,9 @@ MISTAKES = {
         ),
         Mistake("a model in FP16", converted(HALF), ("convert: 0 holds FP16 parameters", "model.bfloat16()")),
         Mistake(
-            "a lazy layer before its first forward",
-            lambda folder: coat_ds.convert(torch.nn.Sequential(torch.nn.LazyLinear(64))),
-            ("convert: 0: expected", "found LazyLinear", "Run a forward of the model first"),
-        ),
-        Mistake(
             "a model that is compiled already",
             lambda folder: coat_ds.convert(torch.compile(torch.nn.Linear(64, 64))),
             ("found a compiled model", "Convert it first"),
-        ),
-        Mistake(
-            "a model that was converted with other options",
-            converted(TWICE, TWICE, saved_format="e4m3"),
-            (
-                "convert: saved_format: found 'e4m3'",
-                "converted with 'sqrt8'",
-                "coat_ds.unconvert(model) first",
-            ),
-        ),
-        Mistake(
-            "a partly converted model",
-            converted(PAIR[0], PAIR),
-            ("other linear layers were not (1, such as '1')", "coat_ds.unconvert(model) first", "`filter`"),
-        ),
-        Mistake(
-            "a model that was converted with another `filter`",
-            lambda folder: coat_ds.convert(coat_ds.convert(WHOLE), filter=lambda name, module: name == "0"),
-            ("`filter` leaves out modules", "(1, such as '1')", "coat_ds.unconvert(model) first"),
         ),
     ],
     "`CoatAdamW`": [

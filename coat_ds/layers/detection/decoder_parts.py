@@ -94,7 +94,7 @@ def _is_rms_norm(module: nn.Module | None) -> bool:
     return type(norm) is Fp8Norm and not norm.form.layer_norm
 
 
-def why_not_fused(parts: Parts) -> str | None:
+def why_never_fused(parts: Parts) -> str | None:
     """Why no fused block can replace these parts, by the first linear layer that prevents it; else None."""
     linears = {name: parts.attention._modules[name] for name in PROJECTIONS}
     form = replaced(parts.mlp).form

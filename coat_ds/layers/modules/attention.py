@@ -87,20 +87,21 @@ def why_flash_stays(module: torch.nn.Module) -> str | None:
     return None if getattr(module, "is_causal", True) else "FlashAttention stays, since it is not causal"
 
 
-def has_sinks(module: torch.nn.Module) -> bool:
-    """Whether causal attention has sinks, as GPT-OSS': a score of each head that the softmax of each row
-    counts. transformers has no "sdpa" for them."""
-    return "sinks" in module._parameters and getattr(module, "is_causal", True)
-
-
-def asks_for_stock(module: torch.nn.Module) -> bool:
-    """Whether the code of its model compares the implementation's name with "sdpa", as Gemma 4's, or tests it
-    against a list of names, as DeepSeek-V3.2's. Such code takes another path for any other name."""
-    return _compares(type(module).__module__)
+def why_not(module: torch.nn.Module, implementation: str | None) -> str | None:
+    """Why a module that was loaded with another `implementation` than FlashAttention keeps it; None if it can
+    be converted."""
+    # GPT-OSS: each head has a score that the softmax of each row counts, for which transformers has no "sdpa"
+    has_sinks = "sinks" in module._parameters and getattr(module, "is_causal", True)
+    if implementation not in (STOCK, NAME) and not (implementation == "eager" and has_sinks):
+        return f"its implementation is {implementation!r}, not {STOCK!r} or FlashAttention"
+    # as of Gemma 4, or of DeepSeek-V3.2, which tests it against a list of names; such code takes another path
+    # for any other name
+    return f"its model asks for {STOCK!r} by name" if _compares(type(module).__module__) else None
 
 
 @functools.cache
 def _compares(name: str) -> bool:
+    """Whether the code of this module compares an implementation's name with `STOCK`."""
     try:
         source = inspect.getsource(sys.modules[name])
     # modules without source, such as notebooks and compiled ones, are not from transformers
@@ -178,17 +179,7 @@ def coat_attention(
     if registered is not sdpa_attention_forward:
         return registered(module, query, key, value, attention_mask, **arguments)
     compiling = torch.compiler.is_compiling()
-    if kept is not None and kept.saved_format is not None and compiling and torch.is_grad_enabled():
-        say_once(
-            "coat.activations.attention_format: of no effect under torch.compile: attention saves what it "
-            "saved before it was converted. Write 'bf16'."
-        )
-    if kept is None and not compiling and LEFT not in module.__dict__:
-        say_once(
-            "a model that was not converted has the config of one that was, as the reference model that TRL "
-            "loads for DPO. It runs in BF16, and its log-probabilities are not those of FP8 layers with the "
-            "same weights. Call coat_ds.convert on it, too."
-        )
+    _warn(module, kept, compiling)
     causal = _is_plain_causal(module, query, key, is_causal, rest)
     b, s = query.shape[0], query.shape[2]
     attend, sinks = sdpa_attention_forward, rest.get("s_aux")
@@ -228,6 +219,21 @@ def coat_attention(
         # the module reads y through views, which are other tensor objects
         note(y if y._base is None else y._base, ATTENDED, origin)
     return y.view(*y.shape[:2], -1, value.shape[-1]), None
+
+
+def _warn(module: torch.nn.Module, kept: KeptAttention | None, compiling: bool) -> None:
+    """Warns of attention that does not save what the block says, and of a model that was not converted."""
+    if kept is not None and kept.saved_format is not None and compiling and torch.is_grad_enabled():
+        say_once(
+            "coat.activations.attention_format: of no effect under torch.compile: attention saves what it "
+            "saved before it was converted. Write 'bf16'."
+        )
+    if kept is None and not compiling and LEFT not in module.__dict__:
+        say_once(
+            "a model that was not converted has the config of one that was, as the reference model that TRL "
+            "loads for DPO. It runs in BF16, and its log-probabilities are not those of FP8 layers with the "
+            "same weights. Call coat_ds.convert on it, too."
+        )
 
 
 def _sdpa_with_sinks(

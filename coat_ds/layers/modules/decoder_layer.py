@@ -17,11 +17,11 @@ from torch.nn.modules.module import _has_any_global_hook
 from coat_ds.config import ActivationsConfig
 from coat_ds.layers import fused_layer
 from coat_ds.layers.detection.decoder_parts import PROJECTIONS, Parts, dropout_names, head_norms_of
-from coat_ds.layers.fused_layer import LayerOptions
+from coat_ds.layers.fused_layer import LayerOptions, LayerWeights
 from coat_ds.layers.modules.attention import STATE, any_attention, is_flash, is_transformers_own
 from coat_ds.layers.modules.feed_forward import Fp8GatedFeedForward
-from coat_ds.layers.modules.linear import is_fused
-from coat_ds.layers.modules.merged_linear import MergedLinear, is_hooked, joined, parameters_of
+from coat_ds.layers.modules.hooks import is_hooked
+from coat_ds.layers.modules.linear import MergedLinear, is_fused, joined, parameters_of
 from coat_ds.layers.modules.norm import Fp8Norm
 from coat_ds.layers.modules.packed import SLOTS, PackedMask, Slots, packed_mask
 from coat_ds.layers.modules.replaced import (
@@ -76,8 +76,6 @@ CHECKPOINT = "_gradient_checkpointing_func"
 class Fp8DecoderLayer(Replaced):
     """The forward of a decoder layer whose `parts` are already converted."""
 
-    kind = "layer"
-
     def __init__(self, module: nn.Module, activations: ActivationsConfig, parts: Parts):
         super().__init__(module, activations)
         self.parts, self.recomputes = parts, activations.attention_format == "recompute"
@@ -91,19 +89,7 @@ class Fp8DecoderLayer(Replaced):
     def compute(self, hidden_states: torch.Tensor, *args, **kwargs):
         if (why := why_not_fused(self, hidden_states, args, kwargs)) is not None:
             if can_be_read(hidden_states):
-                if self.module.training and torch.is_grad_enabled():
-                    fused_layer.say_why_not_fused(why)
-                elif (
-                    hidden_states.shape[1:2] == (1,)
-                    and not torch.is_grad_enabled()
-                    and _fills_a_cache(kwargs)
-                ):
-                    say_once(
-                        "tokens are generated one by one in FP8, which quantizes the weights for each and is "
-                        'slower than BF16. To generate in BF16, set coat.activations.evaluation to "stock" '
-                        "and call model.eval().",
-                        logging.INFO,
-                    )
+                self._say(why, hidden_states, kwargs)
             return self.stock(hidden_states, *args, **kwargs)
         # bound here and not passed as arguments: reentrant checkpoints copy tensor arguments, without notes
         flash = is_flash(self.parts.attention.__dict__[STATE].loaded)
@@ -114,6 +100,18 @@ class Fp8DecoderLayer(Replaced):
         if checkpoints_in_forward(self.module):
             return getattr(self.module, CHECKPOINT)(blocks, hidden_states)
         return blocks(hidden_states)
+
+    def _say(self, why: str, x: torch.Tensor, kwargs: dict) -> None:
+        generates = x.shape[1:2] == (1,) and any(kwargs.get(name) is not None for name in CACHES)
+        if self.module.training and torch.is_grad_enabled():
+            fused_layer.say_why_not_fused(why)
+        elif generates and not torch.is_grad_enabled():
+            say_once(
+                "tokens are generated one by one in FP8, which quantizes the weights for each and is slower "
+                'than BF16. To generate in BF16, set coat.activations.evaluation to "stock" and call '
+                "model.eval().",
+                logging.INFO,
+            )
 
     def shown(self) -> str:
         return "coat=fused blocks"
@@ -137,14 +135,11 @@ class Fp8DecoderLayer(Replaced):
         self, cos: torch.Tensor, sin: torch.Tensor, mask: torch.Tensor | None, x: torch.Tensor
     ) -> torch.Tensor:
         """cos and sin [1 or b, s, d], a mask, `PackedMask` or None, x [b, s, h] -> [b, s, h]."""
-        input_norm, attention, mlp_norm, mlp = self.parts
-        qkv, o, first, down = products = self.products
-        kept, head_norms, feed_forward = attention.__dict__[STATE], self.head_norms, replaced(mlp)
-        of_norms = [(norm.weight, norm._parameters.get("bias")) for norm in (input_norm, mlp_norm)]
-        of_products = [[p for kind in parameters_of(linears) for p in kind] for linears in products]
-        parameters = [*of_norms[0], *of_products[0], *of_products[1]]
-        parameters += *of_norms[1], *of_products[2], *of_products[3]
-        parameters += (norm.weight for norm in head_norms)
+        attention = self.parts.attention
+        kept, products = attention.__dict__[STATE], self.products
+        weights, options = self.weights(*products), self.options(*products)
+        counts = [len(parts) for parts in weights if parts is not None]
+        parameters = [p for parts in weights if parts is not None for p in parts]
         # the blocks take [tokens, 1, h], so that each token needs its own row of angles
         constants = [_by_token(t, x.shape[0]) for t in (cos, sin)]
         d, packed = attention.head_dim, None
@@ -161,8 +156,33 @@ class Fp8DecoderLayer(Replaced):
         elif mask is not None:
             mask = mask.whole() if isinstance(mask, PackedMask) else mask
             constants.append(additive_mask(mask, x.dtype))
-        saved = {"saved_format": kept.saved_format}
-        options = LayerOptions(
+        saved = {} if self.recomputes else {"saved_format": kept.saved_format}
+        attend = partial(_attend, attention, packed, saved)
+        compute = partial(_compute, options, attend, counts, mask is not None)
+        if not graphed:
+            return compute(x, *constants, *parameters)
+        one_of_each = weights.qkv[0], weights.proj[0], weights.fc1[0], weights.fc2[0]
+        uses = partial(options.uses, one_of_each, kept, attention.scaling, packed and tuple(packed))
+        evaluates = not self.module.training
+        return self.graphs.call(compute, x, parameters, uses, constants=constants, evaluates=evaluates)
+
+    def weights(self, qkv, o, first, down) -> LayerWeights:
+        """The parameters of the layer with these `products`. Each field is a list of parts, which the layer
+        joins."""
+        return LayerWeights(
+            *_of_norm(self.parts.input_norm),
+            *parameters_of(qkv),
+            *parameters_of(o),
+            *_of_norm(self.parts.mlp_norm),
+            *parameters_of(first),
+            *parameters_of(down),
+            *([norm.weight] for norm in self.head_norms),
+        )
+
+    def options(self, qkv, o, first, down) -> LayerOptions:
+        input_norm, attention, mlp_norm, mlp = self.parts
+        kept, feed_forward, d = attention.__dict__[STATE], replaced(mlp), attention.head_dim
+        return LayerOptions(
             input_norm=replaced(input_norm).options,
             qkv=self.qkv.options(qkv),
             proj=replaced(o[0]).options(),
@@ -170,21 +190,13 @@ class Fp8DecoderLayer(Replaced):
             fc1=feed_forward.first_options(),
             activation=feed_forward.options,
             fc2=replaced(down[0]).options(),
-            head_norms=tuple([replaced(norm).options for norm in head_norms]),
+            head_norms=tuple([replaced(norm).options for norm in self.head_norms]),
             groups=qkv[1].weight.shape[0] // d,
             d=d,
             recomputed=kept.saved_format if self.recomputes else None,
             batch_first=True,
             apart=True,
         )
-        attend = partial(_attend, attention, packed, {} if self.recomputes else saved)
-        compute = partial(_compute, options, attend, (len(qkv), len(first)), mask is not None)
-        if not graphed:
-            return compute(x, *constants, *parameters)
-        weights = [linears[0].weight for linears in products]
-        uses = partial(options.uses, weights, kept, attention.scaling, packed and tuple(packed))
-        evaluates = not self.module.training
-        return self.graphs.call(compute, x, parameters, uses, constants=constants, evaluates=evaluates)
 
     def uses_graphs(self, x: torch.Tensor, why_not: str | None = None) -> bool:
         """Whether the fused layer runs as CUDA graphs, for which there may be a reason not to."""
@@ -212,7 +224,7 @@ def _attend(
 def _compute(
     options: LayerOptions,
     attend: Callable[..., torch.Tensor],
-    merged: tuple[int, int],
+    counts: list[int],
     masked: bool,
     x: torch.Tensor,
     cos: torch.Tensor,
@@ -220,20 +232,18 @@ def _compute(
     *tensors: torch.Tensor | None,
 ) -> torch.Tensor:
     """The layer's output. `tensors`: the mask, or starts of documents, if `masked`, and the parameters in the
-    order of `fused_layer`, those of the first GEMM of attention and of the feed-forward in `merged` parts."""
-    given, (in_qkv, in_first) = iter(tensors), merged
-    mask, weights = _next(given, int(masked)), []
-    for count in (1, in_qkv, 1, 1, in_first, 1):
-        weights += joined(_next(given, count), _next(given, count))
-    return fused_layer.fused_layer(options, attend, mask, x, cos, sin, *weights, *given)
+    order of `LayerWeights`, each in as many parts as `counts` gives."""
+    given = iter(tensors)
+    mask, weights = _next(given, int(masked)), [joined(_next(given, count)) for count in counts]
+    return fused_layer.fused_layer(options, attend, mask, x, cos, sin, *weights)
+
+
+def _of_norm(norm: nn.Module) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+    return [norm.weight], [norm._parameters.get("bias")]
 
 
 def _next(given: Iterator, count: int) -> tuple:
     return tuple(itertools.islice(given, count))
-
-
-def _fills_a_cache(kwargs: dict) -> bool:
-    return any(kwargs.get(name) is not None for name in CACHES)
 
 
 def drop_unwanted_cache(model: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
@@ -309,11 +319,8 @@ def why_not_fused(layer: Fp8DecoderLayer, x: torch.Tensor, args: tuple, kwargs: 
         return "they have dropout"
     if _has_any_global_hook() or feed_forward.calls_between():
         return "they have hooks, or dropout in the feed-forward"
-    inside, in_mlp, form = attention._modules, parts.mlp._modules, feed_forward.form
-    q, k, v, o = [inside[name] for name in PROJECTIONS]
-    gate, down = in_mlp[form.gate], in_mlp[form.down]
-    up = gate if form.up is None else in_mlp[form.up]
-    linears = (q, k, v, o, gate, up, down)
+    qkv, (o,), first, (down,) = layer.products
+    linears = (*qkv, o, *first, down)
     children = layer.module._modules.values()
     # plain loops, which take less time than generators
     for part in parts:
@@ -326,9 +333,9 @@ def why_not_fused(layer: Fp8DecoderLayer, x: torch.Tensor, args: tuple, kwargs: 
     for module in (*parts, *head_norms, *linears):
         if (why := _why_foreign(module, x.dtype, evaluated)) is not None:
             return why
-    biases = [linear._parameters["bias"] is None for linear in (q, k, v, gate, up)]
-    if not (biases[0] == biases[1] == biases[2] and biases[3] == biases[4]):
-        return "some of the linear layers that are multiplied together have biases"
+    for merged in (qkv, first):
+        if len({linear._parameters["bias"] is None for linear in merged}) == 2:
+            return "some of the linear layers that are multiplied together have biases"
     return None
 
 

@@ -95,7 +95,6 @@ class Fp8Experts(Replaced):
     """All experts of a layer in grouped FP8 GEMMs: gate_up_proj [e, 2 f, h], down_proj [e, h, f] and a gate.
     Supports biases, transposed weights and gates of the model."""
 
-    kind = "feed_forward"
     # whether indices name experts of this rank only, also under expert parallelism
     own_rows = False
 
@@ -103,7 +102,6 @@ class Fp8Experts(Replaced):
         super().__init__(module, activations)
         # a plain function in LFM2; GPT-OSS has none
         self.act = getattr(module, "act_fn", None)
-        self.kept = {"saved_format": activations.saved_format}
         self.gate = _kernel_gate(module, self.kept)
         caches = (WeightCache(activations.weight_cache) for _ in range(2))
         self.state = ExpertsState(*caches, fast=activations.fast_accumulation != "none")

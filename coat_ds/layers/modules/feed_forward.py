@@ -7,7 +7,7 @@ import torch
 from coat_ds.config import ActivationsConfig
 from coat_ds.layers.detection.probe import GatedForm
 from coat_ds.layers.modules.hooks import after_pre_hooks, before_hooks, is_watched
-from coat_ds.layers.modules.merged_linear import MergedLinear, joined, may_merge, parameters_of
+from coat_ds.layers.modules.linear import MergedLinear, joined, may_merge, parameters_of
 from coat_ds.layers.modules.replaced import Replaced, replaced
 from coat_kernels.activation import activation
 from coat_kernels.autograd.origin import origin_of
@@ -15,18 +15,7 @@ from coat_kernels.blocks import ActivationOptions, activation_options
 from coat_kernels.linear import LinearOptions, fp8_linear
 
 
-class _Activation(Replaced):
-    kind = "feed_forward"
-
-    def __init__(self, module: torch.nn.Module, activations: ActivationsConfig):
-        super().__init__(module, activations)
-        self.kept = {"saved_format": activations.saved_format}
-
-    def activate(self, x: torch.Tensor, function: str, gated: bool) -> torch.Tensor:
-        return activation(x, function, gated=gated, **self.kept)
-
-
-class Fp8Activation(_Activation):
+class Fp8Activation(Replaced):
     """The forward of an elementwise `function`, one of `coat_kernels.activation.KINDS`."""
 
     def __init__(self, module: torch.nn.Module, activations: ActivationsConfig, function: str):
@@ -37,12 +26,12 @@ class Fp8Activation(_Activation):
         if not self.takes(input):
             return self.stock(input)
         dtype = self.dtype_of_output(input)
-        y = self.activate(input if dtype == input.dtype else input.to(dtype), self.function, gated=False)
+        y = activation(input.to(dtype), self.function, gated=False, **self.kept)
         before_hooks(self.module, y)
         return y
 
 
-class Fp8GatedFeedForward(_Activation):
+class Fp8GatedFeedForward(Replaced):
     """The forward of down(a(gate(x)) * up(x)). Gate and up are one GEMM if no adapter or hook would be
     skipped; otherwise their modules are called. If a has a hook or was replaced, the stock forward runs."""
 
@@ -78,7 +67,7 @@ class Fp8GatedFeedForward(_Activation):
         if not self.takes(x) or self.calls_between():
             return self.stock(x)
         after_pre_hooks(self.module, x)
-        return self.down(self.activate(self._both(x), self.form.kind, gated=True))
+        return self.down(activation(self._both(x), self.form.kind, gated=True, **self.kept))
 
     def first_options(self) -> LinearOptions:
         """The options of the GEMM that reads the input, for a fused block."""
@@ -89,7 +78,7 @@ class Fp8GatedFeedForward(_Activation):
     @property
     def options(self) -> ActivationOptions:
         """The options of the activation, for a fused block."""
-        return activation_options(self.form.kind, True, self.kept["saved_format"])
+        return activation_options(self.form.kind, True, **self.kept)
 
     def _both(self, x: torch.Tensor) -> torch.Tensor:
         """gate(x) | up(x)."""
@@ -101,7 +90,7 @@ class Fp8GatedFeedForward(_Activation):
         options = self.both.options(first)
         return fp8_linear(
             x,
-            *joined(*parameters_of(first)),
+            *map(joined, parameters_of(first)),
             formats=options.formats,
             origin=origin_of(x),
             cache=options.cache,

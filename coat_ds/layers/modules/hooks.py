@@ -55,6 +55,13 @@ def is_watched(module: torch.nn.Module) -> bool:
     return _any_foreign(*own, *_OF_ALL_MODULES)
 
 
+def is_hooked(module: torch.nn.Module) -> bool:
+    """Whether `module` has a hook, such as ZeRO-3's when it gathers weights module by module."""
+    own = module.__dict__
+    forward, backward = own["_forward_hooks"] or own["_forward_pre_hooks"], own["_backward_hooks"]
+    return bool(forward or backward or own["_backward_pre_hooks"])
+
+
 def _forget(x: torch.Tensor, *registered: dict) -> None:
     if type(x) is torch.Tensor and _any_foreign(*registered):
         forget_notes(x)

@@ -1,17 +1,22 @@
-"""The forward of a converted linear layer: x W^T + b with FP8 GEMMs."""
+"""The forward of a converted linear layer, x W^T + b with FP8 GEMMs, and linear layers that read the same
+input as one GEMM."""
+
+from collections.abc import Sequence
 
 import torch
+from torch import nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from coat_ds.config import ActivationsConfig
 from coat_ds.layers.modules.attention import attended_origin
 from coat_ds.layers.modules.formats import formats
-from coat_ds.layers.modules.hooks import after_pre_hooks
-from coat_ds.layers.modules.replaced import Replaced, can_be_read
+from coat_ds.layers.modules.hooks import after_pre_hooks, is_hooked
+from coat_ds.layers.modules.replaced import Replaced, can_be_read, is_plain, replaced
 from coat_ds.layers.parallel import dtensor as tensor_parallel
 from coat_ds.log import say_once
 from coat_ds.optim.shards import is_distributed
 from coat_kernels.autograd.origin import Origin, origin_of
-from coat_kernels.linear import LinearOptions, fp8_linear
+from coat_kernels.linear import LinearOptions, MergedCache, fp8_linear, merged
 from coat_kernels.tensorwise import PredictedScale
 from coat_kernels.weights import WeightCache
 
@@ -22,13 +27,12 @@ class Fp8Linear(Replaced):
     cancels: large terms cancel in the weight's gradient, as in attention's projections.
     """
 
-    kind = "linear"
     # whether the stock forward runs instead; set by `coat_ds.watch`
     paused = False
 
     def __init__(
         self,
-        module: torch.nn.Module,
+        module: nn.Module,
         activations: ActivationsConfig,
         transposed: bool = False,
         cancels: bool = False,
@@ -114,3 +118,53 @@ class Fp8Linear(Replaced):
 def is_fused(forward: object) -> bool:
     """Whether a fused block or a merged GEMM may replace `forward`."""
     return type(forward) is Fp8Linear and not forward.transposed and not forward.paused
+
+
+def may_merge(linears: tuple[nn.Module, ...]) -> bool:
+    """Whether these layers can be one GEMM: they have convert's forwards, no hooks, the same dtype, all or
+    none have biases, and all or none are frozen."""
+    first = linears[0]
+    if torch.compiler.is_compiling() or _has_any_global_hook():
+        return False
+    for linear in linears:
+        forward = replaced(linear)
+        if not is_fused(forward) or is_hooked(linear):
+            return False
+        if (
+            not is_plain(linear.weight)
+            or linear.weight.dtype != first.weight.dtype
+            or linear.weight.requires_grad != first.weight.requires_grad
+            or (linear.bias is None) != (first.bias is None)
+        ):
+            return False
+    return True
+
+
+class MergedLinear:
+    """The state of a merged GEMM: the predicted scales of its operands and the cache of its weights."""
+
+    def __init__(self, activations: ActivationsConfig, cancels: bool = False):
+        self.formats = formats(activations, cancels)
+        self.cache = MergedCache(activations.weight_cache)
+        self.x_scale = PredictedScale(self.formats.forward)
+        self.grad_scale = PredictedScale(self.formats.backward)
+
+    def options(self, linears: tuple[nn.Module, ...]) -> LinearOptions:
+        """The options of the GEMM with the merged parameters of `joined`."""
+        weights = tuple(linear.weight for linear in linears)
+        return LinearOptions(
+            self.formats, self.cache.of(weights), x_scale=self.x_scale, grad_scale=self.grad_scale
+        )
+
+
+def parameters_of(linears: tuple[nn.Module, ...]) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+    """The weights and the biases of the layers."""
+    return [linear.weight for linear in linears], [linear.bias for linear in linears]
+
+
+def joined(parameters: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    """The weight of the merged GEMM of the layers with these weights, or its bias."""
+    first = parameters[0]
+    if first is None or len(parameters) == 1:
+        return first
+    return merged(tuple(parameters)) if first.ndim == 2 else torch.cat(parameters)

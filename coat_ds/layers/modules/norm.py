@@ -24,18 +24,15 @@ def is_unit_of_fsdp(module: torch.nn.Module) -> bool:
 class Fp8Norm(Replaced):
     """The forward of a norm of the given `form`."""
 
-    kind = "norm"
-
     def __init__(self, module: torch.nn.Module, activations: ActivationsConfig, form: NormForm):
         super().__init__(module, activations)
         self.form = form
-        self.kept = {"saved_format": activations.saved_format}
 
     @property
     def options(self) -> NormOptions:
         """The options of the norm, for a fused block."""
-        form, kept = self.form, self.kept
-        return norm_options(form.eps, form.layer_norm, form.zero_centered, kept["saved_format"])
+        form = self.form
+        return norm_options(form.eps, form.layer_norm, form.zero_centered, **self.kept)
 
     def compute(self, hidden_states: torch.Tensor) -> torch.Tensor:
         module, takes = self.module, self.takes(hidden_states)

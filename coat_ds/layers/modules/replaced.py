@@ -1,7 +1,7 @@
 """The base class of the objects that convert assigns to a module's attribute `forward`."""
 
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -21,7 +21,6 @@ class Replaced:
     It can be copied and pickled with its module: it holds no functions and nothing of the process.
     """
 
-    kind: ClassVar[str]
     compute: Callable[..., Any]
     """The forward that replaces the module's."""
 
@@ -30,8 +29,7 @@ class Replaced:
         self.evaluates_stock = activations.evaluation == "stock"
         # an earlier patch of this instance's forward, if there was one
         self.before = module.__dict__.get("forward")
-        # by kind: why a part of the module is not converted
-        self.left: dict[str, str] = {}
+        self.kept = {"saved_format": activations.saved_format}
         self._dtypes: dict[tuple, torch.dtype] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -74,11 +74,8 @@ class _StandIn(torch.autograd.Function):
 class AutoEPExperts(Replaced):
     """The forward of a rank's experts: w1 and w3 [e, f, h], w2 [e, h, f]."""
 
-    kind = "feed_forward"
-
     def __init__(self, module: torch.nn.Module, activations: ActivationsConfig):
         super().__init__(module, activations)
-        self.kept = {"saved_format": activations.saved_format}
         fast = activations.fast_accumulation != "none"
         self.state = ExpertsState(_Halves(module), WeightCache(activations.weight_cache), fast=fast)
 

@@ -13,7 +13,6 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import coat_ds
-from coat_ds.config import ActivationsConfig
 from coat_ds.layers.modules.replaced import replaced
 from coat_kernels import tensorwise
 from coat_kernels.linear import op as products
@@ -165,11 +164,14 @@ def test_shapes_without_numbers(name, caplog):
     assert len(said) == 1 and "linear layers in FP8" in said[0]
 
 
-def test_twice_is_once():
+def test_the_options_of_the_last_conversion_count():
     model = coat_ds.convert(plain(), {"saved_format": "e4m3"})
-    first = replaced(model[0].up)
-    assert coat_ds.convert(model, ActivationsConfig(saved_format="e4m3")) is model
-    assert replaced(model[0].up) is first
+    count = len(coat_ds.conversion_of(model).converted["linear"])
+    assert coat_ds.convert(model) is model
+    assert coat_ds.conversion_of(model).activations.saved_format == "sqrt8"
+    assert len(coat_ds.conversion_of(model).converted["linear"]) == count
+    # one call removes what two have installed
+    assert not any(map(replaced, coat_ds.convert(model, {"enabled": False}).modules()))
     assert coat_ds.conversion_of(coat_ds.convert(plain(), {"enabled": False})) is None
     assert coat_ds.unconvert(stock := plain()) is stock
 

@@ -52,8 +52,6 @@ def test_what_was_put_around_converted_modules_does_not_keep_them(wrapped):
 def test_a_part_is_given_back_and_then_the_model():
     model, batch = coat_ds.convert(LLAMA.build()), LLAMA.batch()
     coat_ds.unconvert(model.model.layers[0])
-    with pytest.raises(RuntimeError, match=r"7, such as 'model\.layers\.0\.self_attn\.q_proj'.*unconvert"):
-        coat_ds.convert(model)
     # a module that was put in since has no converted forward either
     model.model.layers[1].mlp.up_proj = LLAMA.build().model.layers[1].mlp.up_proj
     coat_ds.unconvert(model)
@@ -62,14 +60,12 @@ def test_a_part_is_given_back_and_then_the_model():
         assert model(**batch).loss == LLAMA.build()(**batch).loss
 
 
-def test_a_model_of_which_a_part_was_converted_is_refused():
-    """What is around a converted model may hold heads and adapters, which stay."""
+def test_a_model_of_which_a_part_was_converted_is_converted_as_a_whole():
     model = LLAMA.build()
-    coat_ds.convert(model.model.layers[0])
-    with pytest.raises(RuntimeError, match=r"7, such as 'model\.layers\.1\.self_attn\.q_proj'"):
-        coat_ds.convert(model)
-    assert coat_ds.convert(model.model.layers[1]) is model.model.layers[1]
-    # the head is all that is left
-    assert coat_ds.convert(model) is model
-    around = nn.ModuleDict({"model": coat_ds.convert(LLAMA.build()), "value": nn.Linear(64, 1)}).bfloat16()
-    assert coat_ds.convert(around) is around
+    coat_ds.convert(model.model.layers[0], {"saved_format": "e4m3"})
+    around = nn.ModuleDict({"model": model, "value": nn.Linear(64, 64)}).bfloat16()
+    assert coat_ds.convert(around, filter=lambda name, module: name != "value") is around
+    conversion = coat_ds.conversion_of(around)
+    assert len(conversion.converted["linear"]) == 14 and conversion.left["value"] == "the filter"
+    assert {m.kept["saved_format"] for m in map(replaced, around.modules()) if m} == {"sqrt8"}
+    assert coat_ds.conversion_of(coat_ds.unconvert(around)) is None
