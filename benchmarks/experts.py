@@ -234,10 +234,14 @@ def errors_of(name: str, given: Inputs, sizes: Sizes, wanted: dict) -> dict:
     y = layer.call()
     row = {"y_error": relative(y, wanted["y"])}
     found = iter(torch.autograd.grad(y, layer.leaves(), given.grad))
-    for kind, p in layer.parameters.items():
-        grad = torch.stack([next(found) for _ in p]) if isinstance(p, list) else next(found)
-        if grad.shape != wanted[kind].shape:
-            grad = grad.transpose(1, 2)
+    grads = {
+        kind: torch.stack([next(found) for _ in p]) if isinstance(p, list) else next(found)
+        for kind, p in layer.parameters.items()
+    }
+    # weights of the other layout, which those with equal sides do not show
+    turned = grads["gate_up"].shape != wanted["gate_up"].shape
+    for kind, grad in grads.items():
+        grad = grad.transpose(1, 2) if turned and kind in ("gate_up", "down") else grad
         row[f"{kind}_error"] = relative(grad, wanted[kind])
     return row
 

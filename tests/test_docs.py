@@ -10,8 +10,10 @@ import torch
 from coat_ds import CoatAdamW
 from coat_ds.config import CoatConfig
 from coat_ds.doctor import dry_run
+from coat_ds.log import listed
 from coat_ds.optim.lines import states_line
 from coat_ds.plan.read import meta_model
+from coat_ds.zero.status import ON
 from tests.test_readme import README, block
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -53,7 +55,7 @@ def test_the_log_that_is_shown_is_that_of_llama_2_7b():
     # the beta2 of the page's config
     optimizer = CoatAdamW([torch.nn.Parameter(torch.zeros(64, 64))], betas=(0.9, 0.95))
     line = states_line(optimizer, held).replace("()", "(...)")
-    assert shown.split() == f"COAT: {line}; {layers.text}".split()
+    assert shown == f"COAT: {listed(ON, [line, *layers.text.split('; ')])}"
 
 
 def test_the_summary_that_is_shown_is_that_of_a_small_llama(tmp_path):

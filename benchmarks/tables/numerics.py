@@ -166,3 +166,24 @@ def moments(results: Results) -> str:
         lines.append([name, f"{rows[0]['bytes']:.2f}", *(percent(row["applied"], 1) for row in rows)])
     head = f"{data('state_loop.csv', 'moments')}, 1,000 steps of a GPT of 1M parameters"
     return table([head, "bytes per parameter", "error of updates, β2 0.95", "β2 0.999"], *lines)
+
+
+@block("numerics.md", "parts of fine-tuning")
+def parts_of_fine_tuning(results: Results) -> str:
+    """A line for each change, over its seeds, above BF16 of the same seed."""
+    file = "sensitivity.csv"
+    bf16 = {row["seed"]: row["val_loss"] for row in results.rows(file, system="bf16")}
+    lines = []
+    for system, title in (
+        ("coat", "COAT"),
+        ("coat-e4m3", 'gradients in E4M3 (`"backward_format": "e4m3"`)'),
+        ("coat, first and last layer in BF16", "first and last layer in BF16"),
+    ):
+        rows = results.rows(file, system=system)
+        own, stock = (
+            statistics.mean(row[key] - bf16[row["seed"]] for row in rows)
+            for key in ("val_loss", "val_loss_bf16")
+        )
+        lines.append([title, str(len(rows)), f"{own:+.4f}", f"{stock:+.4f}"])
+    title = data(file, "SmolLM2-135M, 10M tokens")
+    return table([title, "seeds", "above BF16 in COAT's layers", "in stock layers"], *lines)

@@ -228,3 +228,44 @@ def where_the_gain_comes_from(results: Results) -> str:
         f"{said(layers)} of it. All other computation on the GPU takes {said(others)}. "
         f"({data(SEVEN, 'ZeRO-2, two H200s')}, {data('layer_7b.csv')})\n"
     )
+
+
+EXPERTS = {
+    "mixtral": "Mixtral, 8 experts",
+    "gpt_oss_20b": "GPT-OSS-20B, 32",
+    "olmoe": "OLMoE, 64",
+    "qwen3_30b": "Qwen3-30B, 128",
+    "deepseek_v3_ep32": "DeepSeek-V3, one of 32 GPUs, 8",
+}
+
+
+@block("performance.md", "experts")
+def experts_of_a_layer(results: Results) -> str:
+    """A line for each model and number of tokens, with balanced loads."""
+    file, lines = "experts_h200.csv", []
+    names = (
+        "transformers, BF16 grouped_mm",
+        "TransformerEngine FP8",
+        "torchao FP8",
+        "COAT",
+        "COAT, weights cached",
+    )
+    for model, title in EXPERTS.items():
+        for tokens in (8192, 32768):
+            found = {
+                row["layer"]: row for row in results.rows(file, model=model, tokens=tokens, skewed=False)
+            }
+            times = [f"{row['ms']:.1f}" if "ms" in (row := found[name]) else NOT_MEASURED for name in names]
+            stock, ours = found[names[0]], found["COAT"]
+            faster = f"{stock['ms'] / ours['ms']:.2f}×"
+            saved, peak = (f"{ours[key] / stock[key]:.2f}" for key in ("saved_mb", "peak_mb"))
+            lines.append([title, f"{tokens:,}", *times, faster, saved, peak])
+    head = [
+        data(file, "model, experts"),
+        "tokens",
+        "BF16 grouped, ms",
+        "TransformerEngine",
+        "torchao",
+        "COAT",
+    ]
+    return table([*head, "weights cached", "over BF16", "saved bytes", "peak"], *lines)

@@ -13,6 +13,8 @@ from coat_ds.optim.lines import states_line
 from coat_ds.watch.watch import Watch
 from coat_ds.zero.layer_units import LayerUnits
 
+ON = 'on; "enabled": false in the coat block switches it off'
+
 
 @dataclass(frozen=True, slots=True)
 class Status:
@@ -48,7 +50,7 @@ class Status:
             lines.append(gathered)
         if not lines:
             return "nothing enabled"
-        return listed('on; "enabled": false in the coat block switches it off', lines)
+        return listed(ON, lines)
 
 
 def idle_layers(coat: CoatConfig, layers: Layers) -> str | None:
