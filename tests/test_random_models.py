@@ -27,7 +27,7 @@ def larger(function):
 @pytest.mark.parametrize("module, name", [(linear, "scaled_matmul"), (qkv, "norm_gradients")], ids=str)
 def test_a_fault_is_found_with_the_line_that_repeats_it(module, name, monkeypatch, capsys):
     monkeypatch.setattr(module, name, larger(getattr(module, name)))
-    assert random_models.main(["--seconds", "0", "--seed", "4"]) == 1
+    assert random_models.main(["--seconds", "0", "--seed", "1"]) == 1
     printed = capsys.readouterr()
     assert "AssertionError" in printed.err
-    assert printed.out.splitlines()[-1].endswith("python -m tests.random_models --seconds 0 --seed 4")
+    assert printed.out.splitlines()[-1].endswith("python -m tests.random_models --seconds 0 --seed 1")

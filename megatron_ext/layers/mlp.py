@@ -40,7 +40,7 @@ def _kind_of(config) -> str:
     """As `kernel_kind`. Raises ValueError where there is no kernel."""
     check_activation(config, "CoatMLP")
     kind = kernel_kind(config)
-    if kind is None:
+    if kind is None or config.activation_func_clamp_value is not None or config.glu_linear_offset:
         raise ValueError(
             "CoatMLP: expected SiLU, GELU or squared ReLU, without activation_func_clamp_value and "
             f"glu_linear_offset, found {config.activation_func!r}, {config.activation_func_clamp_value} and "

@@ -10,6 +10,7 @@ import torch
 import transformers
 
 from coat_ds import CoatAdamW, cli, plan
+from coat_ds.optim.host_states import CHUNK
 from coat_ds.plan import Layout, PlanError, Sizes, advice, from_deepspeed, rungs
 from coat_ds.plan.command import configured
 from coat_ds.plan.model_states import stepped_bytes
@@ -96,7 +97,7 @@ def test_released_gradients_and_streamed_states_leave_the_weights():
         backward = next(memory for memory in prediction.moments if memory.moment == "layers")
         assert (backward.weights, backward.masters, backward.states) == (2 * n, 0, 0)
         # a chunk, what waits, and the head
-        assert backward.gradients == 2 * (2**24 + 2**29 + seven.table)
+        assert backward.gradients == 2 * (CHUNK + 2**29 + seven.table)
         assert prediction.on_host == pytest.approx(4.07 * n, rel=0.01)
     short, long = (plan.step_time(seven, layout, system, plan.GPUS["h100"]) for layout in layouts)
     assert 0 == long.optimizer < short.optimizer

@@ -62,7 +62,7 @@ def test_reference_models(two):
         found = rank["DPO"]
         assert found["losses"][0] == pytest.approx(math.log(2), abs=1e-6)
         assert found["losses"][-1] < 0.6
-        assert WHOLE in found["coat"] and found["reference"].startswith("14 of 15 linear layers")
+        assert WHOLE in found["coat"] and WHOLE in found["reference"]
         # frozen layers of a model without any trained layer, too
         assert found["reference"].endswith("ZeRO-3 gathers 2 of 2 layers whole")
 

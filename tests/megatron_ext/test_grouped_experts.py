@@ -425,8 +425,11 @@ FIELDS = {field.name for field in dataclasses.fields(TransformerConfig)}
         ({"moe_apply_probs_on_input": True}, "--moe-router-topk above 1 is not supported"),
         ({"moe_use_legacy_grouped_gemm": True}, "--moe-use-legacy-grouped-gemm is not supported"),
         ({"moe_mlp_glu_interleave_size": 16}, "--moe-mlp-glu-interleave-size is not supported"),
-        ({"use_te_activation_func": True, "bias_activation_fusion": False}, "use_te_activation_func is True"),
-        ({"activation_func_fp8_input_store": True}, "activation_func_fp8_input_store is True"),
+        (
+            {"use_te_activation_func": True, "bias_activation_fusion": False},
+            "--use-te-activation-func is not supported",
+        ),
+        ({"activation_func_fp8_input_store": True}, "--activation-func-fp8-input-store .* is not supported"),
         ({"moe_ffn_hidden_size": 40}, "multiples of 16; found 64 and 40"),
     ],
     ids=str,
@@ -442,7 +445,7 @@ def test_unsupported_options_are_named(megatron, overrides, text):
 def test_rows_that_are_no_whole_words_are_named(megatron):
     experts = _grouped(moe_shared_expert_intermediate_size=None)[1]
     experts._sizes = [H + 4, FFN]
-    with pytest.raises(ValueError, match=f"--hidden-size to be a multiple of 16.*found {H + 4} and {FFN}"):
+    with pytest.raises(ValueError, match=f"--hidden-size.*multiples of 16; found {H + 4} and {FFN}"):
         experts.take_activations(experts.activations)
 
 

@@ -12,6 +12,7 @@ import torch
 from coat_ds.config import ActivationsConfig
 from coat_ds.layers.detection.probe import shape_of
 from coat_ds.layers.modules.replaced import Replaced, can_be_read
+from coat_kernels.autograd.derivatives import once_differentiable
 from coat_kernels.experts import ExpertsState, KernelGate, OwnGate, permuted_experts
 from coat_kernels.fp8 import ALIGNMENT
 from coat_kernels.weights import WeightCache
@@ -67,6 +68,7 @@ class _StandIn(torch.autograd.Function):
         return gate.new_zeros(()).expand(e, 2 * f, h)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         return grad.chunk(2, dim=1)
 
