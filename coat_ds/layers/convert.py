@@ -44,7 +44,7 @@ def convert(
     Classes, parameters, buffers and their names are unchanged, so checkpoints are those of the stock model.
     `conversion_of(model)` lists what was not converted (heads, routers, sizes that FP8 GEMMs do not support).
     Evaluation runs in FP8 too, unless `activations.evaluation` is "stock". A model that was converted before,
-    as a whole or in part, is converted anew. `unconvert` restores the stock model.
+    as a whole or in part, is converted again. `unconvert` restores the stock model.
 
     Args:
         model: any module with parameters in BF16 or FP32; for FP32, best under autocast to BF16.

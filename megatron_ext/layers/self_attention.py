@@ -11,7 +11,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from coat_ds.config import ActivationsConfig
 from coat_ds.layers.modules.hooks import after_pre_hooks
 from coat_kernels.autograd.origin import TABLES, note, noted
-from coat_kernels.rope import rotate_qkv
+from coat_kernels.rope import no_rotation, rotate_qkv
 from megatron_ext.layers.attention import check_context_parallel
 from megatron_ext.layers.linear import keep_bias
 from megatron_ext.layers.norm import CoatHeadNorm
@@ -70,7 +70,7 @@ class CoatSelfAttention(TakesActivations, SelfAttention):
         normed = type(self.q_layernorm) is CoatHeadNorm
         q, k, v = rotate_qkv(
             mixed,
-            *((cos[:, :0], sin[:, :0]) if normed else (cos, sin)),
+            *(no_rotation(cos, sin) if normed else (cos, sin)),
             self.num_query_groups_per_partition,
             self.hidden_size_per_attention_head,
         )
