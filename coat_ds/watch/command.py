@@ -1,19 +1,27 @@
-"""`coat watch RUN`: a run's readings as a short table."""
+"""`coat watch RUN`: a run's readings as a short table and as pictures."""
 
 import argparse
+import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from coat_ds.config import CoatConfigError, WatchConfig
 from coat_ds.watch.readings import FILE, Reading, read
 
-# figures of the table; a large number is bad
-FIGURES = (
-    *("update_error", "stalled", "underflowed"),
-    *("input_flushed", "gradient_flushed", "saved_flushed"),
-    *("input_saturated", "gradient_saturated", "saved_saturated"),
-)
+# figures of the table and the pictures; a large number is bad
+FIGURES = {
+    "update_error": "error of the update, relative RMS",
+    "stalled": "decay of second moments that rounding undid",
+    "underflowed": "second moments too small for their code",
+    "input_flushed": "FP8 inputs that are zero",
+    "gradient_flushed": "FP8 gradients that are zero",
+    "saved_flushed": "saved activations that are zero",
+    "input_saturated": "FP8 inputs of the largest code",
+    "gradient_saturated": "FP8 gradients of the largest code",
+    "saved_saturated": "saved activations of the largest code",
+}
 _IN_BF16 = 'Set coat.watch.act to "act": the layer then runs in BF16.'
 # figures with a limit: the key of the limit in `coat.watch`, and what helps
 LIMITS = {
@@ -24,14 +32,20 @@ LIMITS = {
     "input_flushed": ("flushed", _IN_BF16),
     "gradient_flushed": ("flushed", _IN_BF16),
 }
+# layer groups of a picture that have a name in its legend
+NAMED = 6
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", help=f"the folder of coat.watch.folder, or its {FILE}")
+    parser.add_argument(
+        "--pictures", metavar="FOLDER", help="write errors.png there (default: the run's folder)"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the table; 0. Raises CoatConfigError where there is no reading."""
+    """Prints the table and draws; 0. Raises CoatConfigError where there is no reading, and where --pictures
+    is given without matplotlib."""
     path = Path(arguments.run)
     try:
         readings = read(path)
@@ -50,6 +64,17 @@ def run(arguments: argparse.Namespace) -> int:
     except ValueError as error:
         raise CoatConfigError(f"RUN: {error}. Correct the file, or name another run.") from error
     print(table(readings))
+    if not arguments.pictures and find_spec("matplotlib") is None:
+        print("No pictures: matplotlib is not installed. pip install matplotlib", file=sys.stderr)
+        return 0
+    try:
+        written = draw(readings, Path(arguments.pictures or (path if path.is_dir() else path.parent)))
+    except OSError as error:
+        # of another user's run, say
+        raise CoatConfigError(
+            f"cannot write {error.filename} ({error.strerror}). Name another folder with --pictures."
+        ) from error
+    print(f"wrote {written}")
     return 0
 
 
@@ -99,3 +124,41 @@ def verdict(last: Reading) -> str:
 def _badness(found: tuple[float, Any]) -> tuple:
     """A key that sorts figures with their origin: a NaN is the worst."""
     return found[0] != found[0], *found
+
+
+def draw(readings: Sequence[Reading], folder: Path) -> Path:
+    """Writes errors.png, a plot of each figure over the steps.
+
+    Raises CoatConfigError where matplotlib is not installed.
+    """
+    try:
+        import matplotlib
+
+        matplotlib.use("agg")
+        import matplotlib.pyplot as plt
+    except ImportError as error:
+        raise CoatConfigError("pictures: matplotlib is not installed. pip install matplotlib") from error
+    folder.mkdir(parents=True, exist_ok=True)
+    steps = [reading.step for reading in readings]
+    shown = [f for f in FIGURES if any(f in g for r in readings for g in r.groups.values())]
+    rows = -(-max(len(shown), 1) // 2)
+    figure, axes = plt.subplots(rows, 2, figsize=(12, 2.7 * rows), layout="constrained", squeeze=False)
+    for name, axis in zip(shown, axes.flat, strict=False):
+        groups = dict.fromkeys(g for r in readings for g, found in r.groups.items() if name in found)
+        lines = {g: [r.groups.get(g, {}).get(name, float("nan")) for r in readings] for g in groups}
+        # the worst have a colour and a name, the others are seen to be there
+        order = sorted(lines, key=lambda g: max((v for v in lines[g] if v == v), default=0.0), reverse=True)
+        for group in reversed(order[NAMED:]):
+            axis.plot(steps, [100 * v for v in lines[group]], color="#d5d9de", linewidth=0.8)
+        for group in order[:NAMED]:
+            axis.plot(steps, [100 * v for v in lines[group]], marker=".", linewidth=1.2, label=group)
+        axis.set_title(FIGURES[name], size=10)
+        axis.set(xlabel="step", ylabel="%", ylim=(0, None))
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.legend(fontsize=6, frameon=False)
+    for axis in list(axes.flat)[len(shown) :]:
+        axis.set_visible(False)
+    errors = folder / "errors.png"
+    figure.savefig(errors, dpi=110)
+    plt.close(figure)
+    return errors

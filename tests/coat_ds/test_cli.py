@@ -264,8 +264,6 @@ class Finder:
     def __getattr__(self, name):
         return getattr(self.inner, name)
 sys.meta_path[:] = map(Finder, sys.meta_path)
-# once for all commands
-import torch
 from coat_ds.cli import main
 for name, (missing, words) in cases.items():
     if not (child := os.fork()):
@@ -279,7 +277,6 @@ PLAIN = {
     "schema": ["schema"],
     "patches": ["patches"],
     "doctor": ["doctor"],
-    "watch": ["watch", "{folder}"],
     "help": ["train", "--help"],
 }
 
@@ -290,12 +287,12 @@ def ends(tmp_path_factory):
     folder = tmp_path_factory.mktemp("without")
     (folder / "config.json").write_text(json.dumps(CONFIG | {"model_type": "gemma"}))
     (folder / FILE).write_text(json.dumps(Reading(2, {}, [])._asdict()) + "\n")
-    cases = {
-        name: (OPTIONAL, [word.format(folder=folder) for word in words]) for name, words in PLAIN.items()
-    }
+    cases = {name: (OPTIONAL, words) for name, words in PLAIN.items()}
     cases["gemma"] = ["transformers"], ["plan", str(folder / "config.json")]
     for package in ("megatron", "deepspeed"):
         cases[package] = [package], ["train", "--steps=1", f"--output={folder}/run"]
+    cases["table"] = ["matplotlib"], ["watch", str(folder)]
+    cases["pictures"] = ["matplotlib"], ["watch", str(folder), "--pictures", str(folder)]
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT, json.dumps(cases), folder], capture_output=True, text=True, cwd=ROOT
     )
@@ -324,6 +321,14 @@ def test_train_names_the_package_that_is_missing(ends, package):
     code, _, error = ends[package]
     (line,) = error.splitlines()
     assert code == 1 and f'pip install "coat-train[{package}]"' in line
+
+
+def test_watch_without_matplotlib_prints_the_table(ends):
+    code, said, error = ends["table"]
+    (line,) = error.splitlines()
+    assert code == 0 and said and "matplotlib" in line
+    # pictures named on the command line are part of the result
+    assert ends["pictures"][0] == 2
 
 
 healthy = pytest.mark.skipif(

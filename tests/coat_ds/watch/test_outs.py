@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import coat_ds
-from coat_ds import CoatAdamW, CoatConfigError, cli
+from coat_ds import CoatAdamW, CoatConfig, CoatConfigError, cli
+from coat_ds.config import WatchConfig
 from coat_ds.watch import Callback, Watch, fallback
 from coat_ds.watch.readings import FILE, Reading, append, read
 from coat_kernels.autograd import watching
@@ -27,7 +28,7 @@ def run(tmp_path):
     return tmp_path / "run"
 
 
-def test_the_command_prints_a_table(run, capsys):
+def test_the_command_prints_a_table_and_draws(run, tmp_path, capsys):
     assert cli.main(["watch", str(run)]) == 0
     out = capsys.readouterr().out
     first, _, *rows = out.splitlines()
@@ -35,8 +36,10 @@ def test_the_command_prints_a_table(run, capsys):
     assert rows[0].split() == ["update_error", "2.00%", "3.00%", "4", "layers.*.weight"]
     assert rows[1].split() == ["stalled", "25.00%", "25.00%", "2", "layers.*.weight"]
     assert rows[2].split() == ["input_flushed", "50.00%", "50.00%", "2", "layers.*"]
-    assert cli.main(["watch", str(run / FILE)]) == 0
-    assert capsys.readouterr().out == out
+    assert (run / "errors.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert cli.main(["watch", str(run / FILE), "--pictures", str(tmp_path / "a/new")]) == 0
+    assert [p.name for p in (tmp_path / "a/new").iterdir()] == ["errors.png"]
+    capsys.readouterr()
     # the output of `coat train`, which has the run's folder in it
     assert cli.main(["watch", str(run.parent)]) == 2
     assert f"Name {run}." in capsys.readouterr().err
@@ -47,7 +50,7 @@ def test_the_command_prints_a_table(run, capsys):
 def test_the_command_ends_with_a_verdict(tmp_path, capsys, figure, value):
     append(tmp_path, Reading(8, {"a": {figure: 0.1, "saved_flushed": 1.0}, "b.*": {figure: value}}, []))
     assert cli.main(["watch", str(tmp_path)]) == 0
-    verdict = capsys.readouterr().out.splitlines()[-1]
+    verdict = capsys.readouterr().out.splitlines()[-2]
     if value == 0.5:
         assert verdict.startswith("verdict: healthy")
         return
@@ -129,6 +132,13 @@ def test_the_command_names_what_is_wrong_in_the_file(tmp_path, capsys, content):
     assert f"RUN: {tmp_path}/{FILE}: " in capsys.readouterr().err
 
 
+def test_booleans_and_defaults():
+    assert CoatConfig.from_dict({"enabled": True}).watch == WatchConfig()
+    assert CoatConfig.from_dict({"enabled": True, "watch": True}).watch.every == 100
+    assert CoatConfig.from_dict({"enabled": True, "watch": False}).watch.every == 0
+    assert WatchConfig(flushed=1).flushed == 1
+
+
 def trainer_of(folder, watch=None, **arguments):
     """A Trainer of a converted Llama that takes a reading every two steps unless told otherwise."""
     from transformers import Trainer, TrainingArguments
@@ -166,6 +176,25 @@ def test_trainer_logs_readings(tmp_path):
     assert not optimizer._optimizer_step_post_hooks
     name = "coat/update_error/model.layers.*.mlp.up_proj.weight"
     assert all(0 < entry[name] < 0.1 for entry in logged)
+
+
+def test_trainer_goes_on_counting_after_an_interruption(tmp_path):
+    from transformers import TrainerCallback
+
+    class Interrupts(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 4:
+                raise KeyboardInterrupt
+
+    # after step 3, and in the reading of step 4
+    trainer, optimizer = trainer_of(tmp_path, save_steps=3, gradient_accumulation_steps=2)
+    trainer.callback_handler.callbacks.insert(0, Interrupts())
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    trainer.callback_handler.callbacks.pop(0)
+    trainer.train(resume_from_checkpoint=True)
+    assert [entry["coat/step"] for entry in logged_by(trainer)] == [2, 4]
+    assert not optimizer._optimizer_step_pre_hooks and watching.observer() is None
 
 
 def test_trainer_resumes_with_what_has_fallen_back(tmp_path, caplog, monkeypatch):
