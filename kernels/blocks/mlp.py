@@ -154,7 +154,7 @@ class _MlpBlock(torch.autograd.Function):
         # operands are in lists, so the GEMMs can free parts of them as soon as they are used
         weights = [fc2.cache.columns(w_fc2, largest_fc2, fc2.formats.forward)]
         operands = [quantized_grad(grad, fc2, sums=b_fc2 is not None and fc2.parallel is None)]
-        grad_b_fc2 = _bias_grad(b_fc2, operands[0].sums, grad)
+        grad_b_fc2 = None if b_fc2 is None else _bias_grad(b_fc2, operands[0].sums, grad)
         columns = activation_columns.eager(
             *kept_u, largest_p, *arithmetic, activation.saved_format, fc2.formats.forward.name
         )
@@ -168,7 +168,7 @@ class _MlpBlock(torch.autograd.Function):
         # not quantized with fc2's weight: memory peaks before this line
         weights = _by_columns((w_proj, w_fc1), (largest_proj, largest_fc1), (proj, fc1))
         grad_b_fc1 = None if b_fc1 is None else operands[0].sums.to(b_fc1.dtype)
-        columns = normed_again(kept_x, norm_weight, norm_bias, largest_y, norm, fc1)
+        columns = normed_again(*kept_x, norm_weight, norm_bias, largest_y, norm, fc1)
         columns = gathered_columns(*columns, tokens, fc1)
         grad_y, grad_w_fc1 = multiply_backward(operands.pop(), w_fc1, weights.pop(), columns, dtype, fc1)
         del columns
@@ -178,7 +178,7 @@ class _MlpBlock(torch.autograd.Function):
         del grad_y
 
         operands = [quantized_grad(grad_x, proj, sums=b_proj is not None and proj.parallel is None)]
-        grad_b_proj = _bias_grad(b_proj, operands[0].sums, grad_x)
+        grad_b_proj = None if b_proj is None else _bias_grad(b_proj, operands[0].sums, grad_x)
         columns = kept_o
         if ctx.columns_of_o is not None:
             columns = ctx.columns_of_o(*kept_o, proj.formats.forward)[1:3]
@@ -190,13 +190,9 @@ class _MlpBlock(torch.autograd.Function):
         )  # fmt: skip
 
 
-def _bias_grad(
-    bias: torch.Tensor | None, sums: torch.Tensor | None, grad: torch.Tensor
-) -> torch.Tensor | None:
+def _bias_grad(bias: torch.Tensor, sums: torch.Tensor | None, grad: torch.Tensor) -> torch.Tensor:
     """The gradient of a row-parallel layer's bias; from the column sums of the output's gradient if there are
     any."""
-    if bias is None:
-        return None
     return grad.sum_to_size(bias.shape) if sums is None else sums.to(bias.dtype)
 
 

@@ -13,14 +13,8 @@ from coat_kernels.norm.op import NormOptions, norm_columns, norm_gradients, norm
 from coat_kernels.rope.op import rotate_qkv_backward_operands, rotate_qkv_forward
 from coat_kernels.tensorwise.transpose import transpose_codes
 
-
-class _Options(NamedTuple):
-    norm: NormOptions
-    linear: LinearOptions
-    heads: tuple[int, int, bool]
-    """groups, d and apart."""
-    may_train: bool
-    """A backward may follow, so a cached copy of the weight may be used."""
+# groups, d and apart
+Heads = tuple[int, int, bool]
 
 
 class _Saved(NamedTuple):
@@ -38,55 +32,47 @@ class _Saved(NamedTuple):
     largest_y: torch.Tensor
     largest_w: torch.Tensor
 
-    @property
-    def kept(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The norm's input."""
-        return self.codes, self.exponent, self.rstd
-
 
 def normed_again(
-    kept, weight, bias, largest, norm: NormOptions, linear: LinearOptions
+    codes, exponent, rstd, weight, bias, largest, norm: NormOptions, linear: LinearOptions
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The norm's output, which is the input of `linear`, recomputed column-major, and its scale."""
     how = norm.zero_centered, norm.group_size, norm.saved_format, linear.formats.forward.name
-    return norm_columns.eager(*kept, weight, bias, largest, *how)
+    return norm_columns.eager(codes, exponent, rstd, weight, bias, largest, *how)
 
 
-def _qkv_forward(x, norm_weight, norm_bias, weight, bias, cos, sin, options: _Options):
-    """(q, k, v), and what is saved."""
-    linear = options.linear
+def _qkv_forward(
+    x, norm_weight, norm_bias, weight, bias, cos, sin, norm: NormOptions, linear: LinearOptions, heads: Heads,
+    may_train: bool,
+):  # fmt: skip
+    """(q, k, v), and the fields of `_Saved`. may_train: a backward may follow, so a cached copy of the weight
+    may be used."""
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     y, largest_y, kept, rstd = norm_operands(
-        rows, norm_weight, norm_bias, options.norm, linear.x_scale, linear.input_group
+        rows, norm_weight, norm_bias, norm, linear.x_scale, linear.input_group
     )
-    w, largest_w = linear.cache.forward(weight, linear.formats.forward, options.may_train)
+    w, largest_w = linear.cache.forward(weight, linear.formats.forward, may_train)
     mixed = multiply(y.rows, y.scale, w, bias, x.dtype, linear)
-    qkv = rotate_qkv_forward.eager(mixed.view(-1, x.shape[1], mixed.shape[1]), cos, sin, *options.heads)
-    parameters = norm_weight, norm_bias, weight, bias
-    return qkv, _Saved(*parameters, cos, sin, *kept.tensors, rstd, largest_y, largest_w)
+    qkv = rotate_qkv_forward.eager(mixed.view(-1, x.shape[1], mixed.shape[1]), cos, sin, *heads)
+    return qkv, (norm_weight, norm_bias, weight, bias, cos, sin, *kept.tensors, rstd, largest_y, largest_w)
 
 
-def _normed_again(saved: _Saved, options: _Options) -> tuple[torch.Tensor, torch.Tensor]:
-    return normed_again(
-        saved.kept, saved.norm_weight, saved.norm_bias, saved.largest_y, options.norm, options.linear
-    )
-
-
-def _qkv_again(columns, scale, saved: _Saved, batch: int, dtype, options: _Options):
+def _qkv_again(columns, scale, saved: _Saved, batch: int, dtype, linear: LinearOptions, heads: Heads):
     """(q, k, v), recomputed from the column-major output of the norm."""
-    (tokens, h), linear = saved.codes.shape, options.linear
+    tokens, h = saved.codes.shape
     rows = transpose_codes(columns)[:tokens, :h]
     w = linear.cache.rows(saved.weight, saved.largest_w, linear.formats.forward)
     mixed = multiply(rows, scale, w, saved.bias, dtype, linear)
-    return rotate_qkv_forward.eager(
-        mixed.view(-1, batch, mixed.shape[1]), saved.cos, saved.sin, *options.heads
-    )
+    return rotate_qkv_forward.eager(mixed.view(-1, batch, mixed.shape[1]), saved.cos, saved.sin, *heads)
 
 
-def _qkv_backward(dq, dk, dv, grad_residual, columns, saved: _Saved, options: _Options, needs_x: bool):
+def _qkv_backward(
+    dq, dk, dv, grad_residual, columns, saved: _Saved, norm: NormOptions, linear: LinearOptions, heads: Heads,
+    needs_x: bool,
+):  # fmt: skip
     """The gradients of x, of both parameters of the norm, of weight and of bias. `columns`: the norm's output
     and its scale, from `normed_again`."""
-    linear, weight, bias, (_, _, apart) = options.linear, saved.weight, saved.bias, options.heads
+    weight, bias, (_, _, apart) = saved.weight, saved.bias, heads
     # in a list, so the GEMMs can free parts of it as soon as they are used
     grad = [
         rotate_qkv_backward_operands(
@@ -98,7 +84,13 @@ def _qkv_backward(dq, dk, dv, grad_residual, columns, saved: _Saved, options: _O
     w = [linear.cache.columns(weight, saved.largest_w, linear.formats.forward)]
     grad_y, grad_weight = multiply_backward(grad.pop(), weight, w.pop(), columns, grad_residual.dtype, linear)
     grad_x, grad_norm_weight, grad_norm_bias = norm_gradients(
-        grad_y(), grad_residual, saved.kept, saved.norm_weight, saved.norm_bias, options.norm, needs_x
+        grad_y(),
+        grad_residual,
+        (saved.codes, saved.exponent, saved.rstd),
+        saved.norm_weight,
+        saved.norm_bias,
+        norm,
+        needs_x,
     )
     return grad_x, grad_norm_weight, grad_norm_bias, grad_weight, grad_bias
 
@@ -106,8 +98,8 @@ def _qkv_backward(dq, dk, dv, grad_residual, columns, saved: _Saved, options: _O
 class _QkvBlock(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, norm_weight, norm_bias, weight, bias, cos, sin, options):
-        qkv, saved = _qkv_forward(x, norm_weight, norm_bias, weight, bias, cos, sin, options)
-        ctx.options = options
+        qkv, saved = _qkv_forward(x, norm_weight, norm_bias, weight, bias, cos, sin, *options)
+        *ctx.options, _ = options
         ctx.save_for_backward(*saved)
         # detach(): autograd forbids in-place additions to a view that a function returns
         return *qkv, x.detach()
@@ -115,28 +107,46 @@ class _QkvBlock(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dq, dk, dv, grad_residual):
-        saved, options = _Saved(*ctx.saved_tensors), ctx.options
-        columns = _normed_again(saved, options)
+        saved, (norm, linear, _) = _Saved(*ctx.saved_tensors), ctx.options
+        columns = normed_again(
+            saved.codes,
+            saved.exponent,
+            saved.rstd,
+            saved.norm_weight,
+            saved.norm_bias,
+            saved.largest_y,
+            norm,
+            linear,
+        )
         needs_x = ctx.needs_input_grad[0]
-        found = _qkv_backward(dq, dk, dv, grad_residual, columns, saved, options, needs_x)
+        found = _qkv_backward(dq, dk, dv, grad_residual, columns, saved, *ctx.options, needs_x)
         return *found, None, None, None
 
 
 class _AttentionBlock(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, norm_weight, norm_bias, weight, bias, cos, sin, options, attend, *beside):
-        qkv, saved = _qkv_forward(x, norm_weight, norm_bias, weight, bias, cos, sin, options)
-        ctx.options, ctx.attend, ctx.batch = options, attend, x.shape[1]
+        qkv, saved = _qkv_forward(x, norm_weight, norm_bias, weight, bias, cos, sin, *options)
+        (*ctx.options, _), ctx.attend, ctx.batch = options, attend, x.shape[1]
         ctx.save_for_backward(*saved, *beside)
         return attend(*qkv, *beside), x.detach()
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_o, grad_residual):
-        tensors, options, count = ctx.saved_tensors, ctx.options, len(_Saved._fields)
+        tensors, (norm, linear, heads), count = ctx.saved_tensors, ctx.options, len(_Saved._fields)
         saved, beside = _Saved(*tensors[:count]), tensors[count:]
-        columns = _normed_again(saved, options)
-        qkv = _qkv_again(*columns, saved, ctx.batch, grad_o.dtype, options)
+        columns = normed_again(
+            saved.codes,
+            saved.exponent,
+            saved.rstd,
+            saved.norm_weight,
+            saved.norm_bias,
+            saved.largest_y,
+            norm,
+            linear,
+        )
+        qkv = _qkv_again(*columns, saved, ctx.batch, grad_o.dtype, linear, heads)
         with torch.enable_grad():
             qkv = tuple(t.requires_grad_() for t in qkv)
             # Separate leaves. With the original parameters, a parameter's hook would run here and again after
@@ -148,7 +158,7 @@ class _AttentionBlock(torch.autograd.Function):
         del qkv, o
         of_beside = [grads.pop(3) if t.requires_grad else None for t in beside]
         needs_x = ctx.needs_input_grad[0]
-        found = _qkv_backward(*grads, grad_residual, columns, saved, options, needs_x)
+        found = _qkv_backward(*grads, grad_residual, columns, saved, *ctx.options, needs_x)
         return *found, None, None, None, None, *of_beside
 
 
@@ -184,7 +194,7 @@ def qkv_block(
     """
     if x.is_cuda:
         require_fp8(x.device)
-    options = _Options(norm, linear, (groups, d, apart), may_train=torch.is_grad_enabled())
+    options = norm, linear, (groups, d, apart), torch.is_grad_enabled()
     return _QkvBlock.apply(x, norm_weight, norm_bias, weight, bias, cos, sin, options)
 
 
@@ -216,5 +226,5 @@ def attention_block(
     """
     if x.is_cuda:
         require_fp8(x.device)
-    options = _Options(norm, linear, (groups, d, apart), may_train=torch.is_grad_enabled())
+    options = norm, linear, (groups, d, apart), torch.is_grad_enabled()
     return _AttentionBlock.apply(x, norm_weight, norm_bias, weight, bias, cos, sin, options, attend, *beside)
