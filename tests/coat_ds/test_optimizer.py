@@ -1,5 +1,6 @@
 """CoatAdamW's steps against torch.optim.AdamW's, and what torch expects of any optimizer."""
 
+import contextlib
 import copy
 import itertools
 import weakref
@@ -337,3 +338,32 @@ def test_gpu_steps_are_the_cpu_steps(formats):
     # and what was saved on the CPU
     twin.load_state_dict(through_file(optimizers[0].state_dict()))
     assert_equal([t.cpu() for t in codes(twin)], codes(optimizers[0]))
+
+
+@contextlib.contextmanager
+def swapping(on):
+    torch.__future__.set_swap_module_params_on_conversion(on)
+    try:
+        yield
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+def test_steps_go_on_after_the_contents_of_parameters_were_swapped():
+    """Steps between conversions of the module, which exchange all tensors under the optimizer."""
+
+    def run(swaps):
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(torch.nn.Linear(64, 80), torch.nn.Linear(80, 3))
+        optimizer = CoatAdamW(net.named_parameters(), keep_fp32=("1.weight",), min_numel=100)
+        for step in range(4):
+            with swapping(swaps):
+                net.double().float()
+            set_grads(list(net.parameters()), step)
+            optimizer.step()
+        return list(net.parameters()), codes(optimizer), optimizer.layout()
+
+    (expected, coded, layout), (params, found, table) = run(False), run(True)
+    assert_equal(params, expected)
+    assert_equal(found, coded)
+    assert table == layout and "fp32" in table

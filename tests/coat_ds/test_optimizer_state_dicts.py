@@ -12,6 +12,7 @@ from coat_ds.optim.options import MOMENTS
 from tests.coat_ds.faithful import assert_ratio_faithful, assert_second_faithful
 from tests.coat_ds.optimizers import (
     FP32,
+    SHAPES,
     assert_equal,
     codes,
     parameters,
@@ -320,3 +321,12 @@ def test_steps_of_what_was_loaded_leave_the_saved_states_alone(layout):
     loaded.load_state_dict(saved.state_dict())
     stepped(loaded, both[1])
     assert_equal(codes(saved) + [saved.state[p]["remainder"] for p in both[0]], before)
+
+
+def test_load_hooks_see_the_whole_state():
+    _, optimizer = trained()
+    seen = []
+    optimizer.register_load_state_dict_pre_hook(lambda o, d: seen.append(len(d["state"])))
+    optimizer.register_load_state_dict_post_hook(lambda o: seen.append(len(o.state)))
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert seen == [len(SHAPES) + 1] * 2

@@ -15,6 +15,16 @@ from coat_ds.plan import Layout, PlanError, Sizes, advice, from_deepspeed, rungs
 from coat_ds.plan.command import configured
 from coat_ds.plan.model_states import stepped_bytes
 from coat_ds.plan.systems import coat
+from coat_kernels.graphs import graphed_work
+
+# elements of SMALL's matrices in a layer, of its embedding, and of all of its norms
+MATRICES, TABLE, NORMS = 64 * (128 + 64 + 256 + 128), 512 * 64, 5 * 64
+# GPUs on which only GEMMs or only copies take time, at a thousand operations or bytes a second: milliseconds
+# are counts
+GEMMS, COPIES = (
+    dataclasses.replace(plan.GPUS["h200"], **dict.fromkeys(("fp8", "attention", "link"), 1e30), **rates)
+    for rates in ({"bf16": 1e3, "copy": 1e30}, {"bf16": 1e30, "copy": 1e3})
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -212,3 +222,49 @@ def test_a_block_says_what_is_planned():
 def test_modules_of_this_room_import_no_framework():
     text = "".join(path.read_text() for path in Path(plan.__file__).parent.glob("*.py"))
     assert "import deepspeed" not in text and "import megatron" not in text
+
+
+def test_operations_and_bytes_of_a_step_are_those_on_paper():
+    n = SMALL.parameters
+    assert n == 2 * MATRICES + 2 * TABLE + NORMS
+
+    def time(system: str, gpu: plan.Gpu, **spread) -> plan.Time:
+        return plan.step_time(SMALL, Layout(sequence=8, **spread), rungs()[system], gpu)
+
+    # two operations an element and token forward, four backward
+    products = 6 * 8 * (2 * MATRICES + TABLE)
+    assert time("BF16", GEMMS).compute == pytest.approx(products)
+    assert time("BF16", GEMMS, accumulation=4).compute == pytest.approx(4 * products)
+    assert time("BF16, recompute", GEMMS).compute == pytest.approx(products + 2 * 8 * 2 * MATRICES)
+    assert plan.flops(SMALL, 1, 8) == products + 2 * 6 * 8 * 8 * 64
+    # moments and masters are read and written, gradients read, weights written; BF16 gradients are first FP32
+    states = (2 + 9 / 128) * (n - NORMS) + 8 * NORMS
+    assert time("COAT", COPIES, gpus=4).optimizer == pytest.approx((2 * states + 12 * n) / 4)
+    assert time("BF16", COPIES, gpus=4).optimizer == pytest.approx(n / 4 * (16 + 8 + 4 + 10))
+
+
+def test_layers_are_recorded_where_they_are_small():
+    """As `uses_graphs` draws the line: tokens of all ranks times a rank's part of a layer."""
+    for tensor in (1, 2):
+        most = int(graphed_work(tensor) / MATRICES)
+        spread = {"gpus": tensor, "tensor": tensor}
+        recorded, launched = (
+            moments("COAT", sequence=n, **spread) for n in (tensor * most, tensor * most + 2)
+        )
+        assert recorded["layers"].graphs and not recorded["layers"].saved
+        assert launched["layers"].saved and not launched["layers"].graphs
+    assert not moments("COAT", gpus=2, stage=3)["layers"].graphs
+    assert not moments("COAT, recompute")["layers"].graphs
+
+
+@pytest.mark.parametrize("system", ["COAT", "COAT, smallest, recomputed attention"])
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("gpus", [1, 2, 8])
+def test_engines_and_checkpoints_take_less_than_a_step(gpus, stage, system):
+    sizes = Sizes(layers=32, hidden=4096, ffn=11008, heads=32, groups=32, head_dim=128, vocabulary=32000)
+    layout = Layout(gpus=gpus, stage=stage, sequence=512)
+    peak = plan.predict(sizes, layout, rungs()[system]).peak
+    # DeepSpeed's gradients of zeros, before there are states
+    assert peak.weights + 2 * peak.masters < peak.total
+    # a load makes each moment when the old one is gone; a compressed one's second moment is copied
+    assert peak.weights + peak.masters + 1.5 * peak.states < peak.total

@@ -352,3 +352,26 @@ def test_a_backend_that_is_switched_off_is_not_taken():
             causal_attention(*qkv("cuda"))
         taken = {name for name in ("cudnn", "flash", "efficient", "bmm") if name in " ".join(seen.names)}
         assert taken == {name}
+
+
+@pytest.mark.parametrize("fmt", [None, "sqrt8"])
+def test_keys_that_were_repeated_are_not_held_once_outer_hooks_took_them(device, fmt):
+    heads = [t.permute(1, 2, 0, 3).clone() for t in qkv(device, groups=2)]
+    held = [StorageWeakRef(t.untyped_storage()) for t in heads]
+    attend = F.scaled_dot_product_attention
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.cpu().clone(), lambda t: t.to(device)):
+        y = kept_attention(attend, *heads, times=HEADS // 2, saved_format=fmt)
+    del heads
+    assert all(storage.expired() for storage in held)
+    y.sum().backward()
+
+
+def test_a_window_of_a_sequence_as_long_as_heads_are_wide(device):
+    inputs = qkv(device)
+    assert S == D
+    grad = torch.randn(S, B, HEADS * D, device=device, dtype=torch.bfloat16)
+    grads = [
+        torch.autograd.grad(causal_attention(*inputs, window=5, saved_format=fmt), inputs, grad)
+        for fmt in (None, "sqrt8")
+    ]
+    assert all(a.equal(b) for a, b in zip(*grads, strict=True))

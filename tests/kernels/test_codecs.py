@@ -135,3 +135,37 @@ def test_bound_is_not_vacuous():
     k = storage.exponent.item() / 16
     assert k == pytest.approx(math.log2(448**2 / 2) / math.log2(100), abs=1 / 16)
     assert log2_error_bound(codec, storage, x)[-1] < 0.1 / k
+
+
+@pytest.mark.parametrize("run", [by_reference, by_kernel])
+@pytest.mark.parametrize("name", EXPANDED)
+@pytest.mark.parametrize("n", SIZES)
+def test_expanded_error_is_within_the_derived_bound(name, n, run, device):
+    codec = get_codec(name)
+    for case, x in hard(n).items():
+        x = x.to(device)
+        storage, decode = run(codec, x)
+        decoded = decode(storage)
+        finite = x.isfinite()
+        assert decoded[~finite].isnan().all(), case
+        assert (decoded[finite] == 0).equal(x[finite] == 0), f"{case}: a zero appeared or vanished"
+        assert decoded[finite].sign().equal(x[finite].sign()), f"{case}: a sign changed"
+        live = finite & (x != 0)
+        error = (decoded[live].abs().log2() - x[live].abs().log2()).abs()
+        bound = log2_error_bound(codec, storage, x)[live]
+        # magnitudes below 2^-120 are raised to 2^-120; the only requirement is that they do not vanish
+        normal = x[live].abs() >= 2.0**-120
+        assert (error <= bound)[normal].all(), f"{case}: {(error / bound)[normal].max()} of the bound"
+
+
+@pytest.mark.parametrize("run", [by_reference, by_kernel])
+@pytest.mark.parametrize("name", list(CODECS))
+def test_stored_metadata_gives_the_same_codes_again(name, run, device):
+    """Resuming is exact because decoding and then encoding with the same scale and exponent changes
+    nothing."""
+    codec = get_codec(name)
+    for case, x in hard(1000, codec.signed).items():
+        storage, decode = run(codec, x.to(device))
+        again = encode_reference(codec, decode(storage), GROUP, storage)
+        first, second = (comparable(codec, s.codes).float() for s in (storage, again))
+        torch.testing.assert_close(second, first, rtol=0, atol=0, equal_nan=True, msg=case)

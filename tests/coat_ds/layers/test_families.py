@@ -348,3 +348,76 @@ def test_angles_of_one_sequence_are_for_batches_of_any_size(monkeypatch):
         expected, y = (model.model.layers[0](x[:rows], position_embeddings=angles) for model in (stock, ours))
         assert rel_rms(y, expected) < fp8_forward_bound(7)
     assert len(taken) == 2
+
+
+@pytest.mark.parametrize("attention_format", ["bf16", "recompute"])
+def test_norms_of_heads_get_each_gradient_once(attention_format, monkeypatch):
+    """Where queries and keys share one norm, and a hook has a part in its gradient."""
+    family, batch = FAMILIES["qwen3"], FAMILIES["qwen3"].batch()
+    models = exact(family), family.build()
+    coat_ds.convert(models[1], {"attention_format": attention_format})
+    for model in models:
+        first, second = (layer.self_attn for layer in model.model.layers)
+        first.k_norm.weight = first.q_norm.weight
+        second.q_norm.weight.register_hook(lambda grad: -grad)
+    _, expected = run(models[0], batch)
+    taken = blocks_taken(monkeypatch)
+    _, found = run(models[1], batch)
+    assert len(taken) == LAYERS
+    for name in (name for name in expected if "_norm.weight" in name):
+        error = (found[name] - expected[name]).norm() / expected[name].norm()
+        assert error < 2 * fp8_bound(14), name
+
+
+def test_norms_of_heads_that_somebody_watches(monkeypatch):
+    family, batch = FAMILIES["qwen3"], FAMILIES["qwen3"].batch()
+    taken = blocks_taken(monkeypatch)
+
+    def blocks(model):
+        taken.clear()
+        run(model, batch)
+        return len(taken)
+
+    model = coat_ds.convert(family.build())
+    first, second = (layer.self_attn for layer in model.model.layers)
+    seen = []
+    hook = first.q_norm.register_forward_hook(lambda *a: seen.append(1))
+    assert blocks(model) == 1 and seen
+    hook.remove()
+    second.k_norm.requires_grad_(False)
+    assert blocks(model) == 1
+    second.k_norm.requires_grad_(True)
+    assert blocks(model) == 2
+    stock = second.q_norm.forward
+    second.q_norm.forward = lambda x: stock(x)
+    assert blocks(model) == 1
+
+
+def test_angles_of_a_part_of_each_head(monkeypatch):
+    """Attention rotates one channel per angle, a number that the layer's probe does not have."""
+    modeling = pytest.importorskip("transformers.models.llama.modeling_llama")
+    turned = modeling.apply_rotary_pos_emb
+
+    def turned_in_part(q, k, cos, sin, **rest):
+        d = cos.shape[-1]
+        found = turned(q[..., :d], k[..., :d], cos, sin, **rest)
+        return [torch.cat((part, x[..., d:]), -1) for part, x in zip(found, (q, k), strict=True)]
+
+    monkeypatch.setattr(modeling, "apply_rotary_pos_emb", turned_in_part)
+    models, x = (
+        (FAMILIES["llama"].build(), coat_ds.convert(FAMILIES["llama"].build())),
+        torch.randn(2, 16, 128),
+    )
+    assert coat_ds.conversion_of(models[1]).converted["layer"]
+    angles = torch.randn(1, 16, 4).repeat(1, 1, 2)
+    angles, taken = (angles.cos().bfloat16(), angles.sin().bfloat16()), blocks_taken(monkeypatch)
+    expected, y = (m.model.layers[0](x.bfloat16(), position_embeddings=angles) for m in models)
+    assert not taken and rel_rms(y, expected) < fp8_forward_bound(7)
+
+
+def test_a_mask_that_is_handed_over_by_position(monkeypatch):
+    models = FAMILIES["llama"].build(), coat_ds.convert(FAMILIES["llama"].build())
+    x, taken = torch.randn(2, 16, 128).bfloat16(), blocks_taken(monkeypatch)
+    angles, mask = models[0].model.rotary_emb(x, torch.arange(16)[None]), torch.eye(16).bool()[None, None]
+    expected, y = (m.model.layers[0](x, mask, position_embeddings=angles) for m in models)
+    assert not taken and rel_rms(y, expected) < fp8_forward_bound(7)

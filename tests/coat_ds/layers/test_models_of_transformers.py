@@ -271,3 +271,8 @@ def test_a_model_that_asks_for_its_attention_by_name_keeps_it():
     with torch.no_grad():
         every, last = (model(input_ids=ids, use_cache=True, logits_to_keep=n).logits for n in (0, 4))
     assert rel_rms(last, every[:, -4:]) < fp8_forward_bound(2)
+
+
+def test_experts_give_the_dtype_of_their_input_whatever_a_routers_is():
+    x, chosen, weights = tokens_of()
+    assert coat_ds.convert(mixtral())(x, chosen, weights.float()).dtype == torch.bfloat16
