@@ -12,7 +12,7 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 class HostMemoryError(RuntimeError):
-    """The host has too little memory for the states, or does not let CUDA pin it."""
+    """There is too little host memory for the states, or CUDA cannot pin it."""
 
 
 class Pages(mmap.mmap):
@@ -41,7 +41,7 @@ def allocate(size: int, device: torch.device) -> Pages:
     """`size` bytes of host memory, pinned if `device` is a GPU.
 
     torch's own allocator of pinned memory rounds up to a power of two.
-    Raises HostMemoryError if the host has less memory, or CUDA does not pin it.
+    Raises HostMemoryError if there is less host memory, or CUDA does not pin it.
     """
     check_room(size)
     pages = Pages(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -60,7 +60,7 @@ def allocate(size: int, device: torch.device) -> Pages:
 
 
 def check_room(size: int) -> None:
-    """Raises HostMemoryError if the host has no room for `size` bytes in each process of this job."""
+    """Raises HostMemoryError if host memory has no room for `size` bytes in each process of this job."""
     # torchrun's name, and that of DeepSpeed's launcher
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
     total, available = host_memory()

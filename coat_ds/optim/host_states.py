@@ -25,7 +25,7 @@ from coat_kernels.codecs import GROUP_SIZE, Storage
 
 # Elements per chunk, and chunks that are on the GPU at once: one is copied in, one stepped, one copied out.
 # On an H200 (benchmarks/results/host_states_h200.csv) the CPU launched a step of 1.6 billion parameters in 80
-# ms, and the step took 147 ms. 2^24 elements in 4 slots took 176 ms, of which the CPU launched for 168 ms. A
+# ms, and the step took 147 ms. 2^24 elements in 4 slots took 176 ms, with 168 ms of launches. A
 # fourth slot changed nothing.
 CHUNK = 2**25
 SLOTS = 3

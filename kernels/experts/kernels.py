@@ -234,7 +234,7 @@ def quantize_each_row_triton(
 @triton.jit
 def gather_columns_kernel(p_x, p_source, p_largest, p_columns, p_scale, n, m, places, M: tl.constexpr,
                           N: tl.constexpr):  # fmt: skip
-    """Of codes; if there is an amax, of values, which are quantized."""
+    """Gathers rows and transposes them: codes, or, with an amax, values that it quantizes."""
     across = tl.cdiv(m, N)
     tile = tl.program_id(0)
     o_word = (tile // across) * (M // 4) + tl.arange(0, M // 4)

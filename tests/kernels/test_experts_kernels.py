@@ -43,7 +43,7 @@ GATES = {
 
 
 def rows_of(of_each, device, k=None):
-    """Rows of so many tokens of each expert; with k choices a token, in a random order."""
+    """Rows with `of_each` tokens for the experts; with k choices a token, in a random order."""
     ends = torch.tensor(of_each, device=device).cumsum(0).int()
     if k is None:
         return Rows(ends)
@@ -182,8 +182,7 @@ def test_kernels_of_gates_agree_with_the_references(fmt, group_size, f, gate, de
     assert rounded(*(codes[0].view(torch.uint8) for codes in (found, expected))) <= 1
     assert found[1].equal(expected[1])
     finite = expected[2].isfinite()
-    # a sum that overflows is NaN or infinite, depending on the order of its terms
-    assert found[2].isfinite().equal(finite)
+    assert exact(found[2][~finite].isnan(), expected[2][~finite].isnan()) == 0
     torch.testing.assert_close(found[2][finite], expected[2][finite], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(found[3], expected[3], rtol=FP32, atol=0)
     assert found[4].equal(found[3].amax(0, keepdim=True))

@@ -200,7 +200,7 @@ def test_block_reaches_the_layers(device):
         model = build(coat_layer_spec, activations=activations)
         kept.append(saved_bytes(model, lambda model=model: model(*batch(device))).per_token_and_layer)
         formats.append({m._grad_scale.fmt for m in model.modules() if hasattr(m, "_grad_scale")})
-    # q, the output, and half as many heads of k and v: two bytes an element, or one and a sixteenth
+    # q, the output, and half the number of heads for k and v: two bytes an element, or one and a sixteenth
     assert formats == [{E5M2}, {E4M3}] and kept[0] - kept[1] == 3 * H * (2 - 17 / 16)
 
 

@@ -84,7 +84,7 @@ def test_middle_stages_that_get_no_documents(spec, monkeypatch):
 
 
 def test_a_variant_of_attention_is_another_letter():
-    """Of the hybrid stack, 'G': the layers of '*' are not of this kind."""
+    """The hybrid stack builds variants for 'G'; '*' stays plain attention."""
     settings = config()
     settings.experimental_attention_variant = "gdn2"
     assert coat_parts(settings, experts=False).self_attention

@@ -232,7 +232,7 @@ def _compute(
     *tensors: torch.Tensor | None,
 ) -> torch.Tensor:
     """The layer's output. `tensors`: the mask, or starts of documents, if `masked`, and the parameters in the
-    order of `LayerWeights`, each in as many parts as `counts` gives."""
+    order of `LayerWeights`, each split into the number of parts that `counts` gives."""
     given = iter(tensors)
     mask, weights = _next(given, int(masked)), [joined(_next(given, count)) for count in counts]
     return fused_layer.fused_layer(options, attend, mask, x, cos, sin, *weights)

@@ -147,7 +147,7 @@ def test_log_probabilities_of_a_policy_and_its_reference():
     with torch.no_grad():
         assert reference(**batch, use_cache=False).logits[0].float().equal(logits)
         apart = torch.cat([reference(one[None], use_cache=False).logits[0].float() for one in ids])
-    # The logits of both have errors of 14 FP8 products. The sum of a token's exponentials is off by no more
+    # The logits of both have errors of 14 FP8 GEMMs. The sum of a token's exponentials is off by no more
     # than its logits, so that a log-probability has at most twice the error of a logit.
     error = (found - apart.log_softmax(-1)).square().mean().sqrt()
     assert error < 2 * 2**0.5 * fp8_forward_bound(14) * logits.square().mean().sqrt()
