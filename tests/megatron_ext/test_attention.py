@@ -42,9 +42,9 @@ def attention(cls=SDPACoreAttention, mask=AttnMaskType.causal, softmax_scale=Non
 
 def qkv(device, groups=HEADS, dtype=torch.float32):
     """q, k, v as Megatron makes them: q and k are outputs of rotary positions, v is a view of the fused
-    GEMM's output."""
+    GEMM's output. The values are numbers of BF16."""
     torch.manual_seed(0)
-    fused = torch.randn(S, B, groups, (HEADS // groups + 2) * D, dtype=dtype, device=device)
+    fused = torch.randn(S, B, groups, (HEADS // groups + 2) * D, device=device).bfloat16().to(dtype)
     q, k, v = fused.requires_grad_().split([HEADS // groups * D, D, D], dim=3)
     return fused, q.reshape(S, B, HEADS, D).clone(), k.clone(), v
 

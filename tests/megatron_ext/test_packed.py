@@ -26,8 +26,11 @@ pytestmark = pytest.mark.usefixtures("megatron")
 
 LENGTHS = [5, 20, 1, 38]
 FORMATS = pytest.mark.parametrize("attention_format", ["bf16", "sqrt8", "recompute"])
-# as in test_attention.py: sums of S + D terms in FP32, three GEMMs, a factor of 4 for cancellation
-BOUND = 4 * 3 * (LENGTH + D) ** 0.5 * 2**-24
+# FlashAttention computes in BF16 on a GPU; Megatron's attention, of the same numbers, in FP32 everywhere
+OURS = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+# FP32 as in test_attention.py: sums of S + D terms, three GEMMs, a factor of 4 for cancellation; BF16 as in
+# tests/kernels/test_packed.py
+BOUND = 2**-6 if OURS == torch.bfloat16 else 4 * 3 * (LENGTH + D) ** 0.5 * 2**-24
 
 
 def thd(lengths, device, **more) -> PackedSeqParams:
@@ -35,6 +38,11 @@ def thd(lengths, device, **more) -> PackedSeqParams:
     given = {"qkv_format": "thd", "cu_seqlens_q": borders, "cu_seqlens_kv": borders}
     given |= {"max_seqlen_q": max(lengths), "max_seqlen_kv": max(lengths)}
     return PackedSeqParams(**given | more)
+
+
+def output_grad(y) -> torch.Tensor:
+    """The same numbers in FP32 and BF16."""
+    return torch.linspace(-1, 1, y.numel(), device=y.device, dtype=OURS).view_as(y).to(y.dtype)
 
 
 def no_masks(monkeypatch):
@@ -52,9 +60,9 @@ def test_packed_sequences_are_attended_one_by_one(groups, window, device, monkey
     no_masks(monkeypatch)
     config = {"num_query_groups": groups, "window_size": None if window is None else (window, 0)}
     lengths, results = [7, 1, LENGTH - 8], []
-    grad = None
     for packed in (True, False):
-        fused, *heads = (t[:, :1] for t in qkv(device, groups))
+        dtype = OURS if packed else torch.float32
+        fused, *heads = (t[:, :1] for t in qkv(device, groups, dtype))
         if packed:
             heads = [t.squeeze(1) for t in heads]
             y = attention(**config)(*heads, packed_seq_params=thd(lengths, device)).view(LENGTH, 1, -1)
@@ -66,8 +74,7 @@ def test_packed_sequences_are_attended_one_by_one(groups, window, device, monkey
             masks = [torch.ones(n, n, dtype=torch.bool, device=device).triu(1)[None, None] for n in lengths]
             with cpu.no_cuda():
                 y = torch.cat([own(*part, mask) for part, mask in zip(parts, masks, strict=True)])
-        grad = torch.linspace(-1, 1, y.numel(), device=device).view_as(y) if grad is None else grad
-        results.append((y, *torch.autograd.grad(y, heads, grad)))
+        results.append((y, *torch.autograd.grad(y, heads, output_grad(y))))
     for ours, theirs in zip(*results, strict=True):
         assert rel_rms(ours.view_as(theirs), theirs) < BOUND
 
@@ -79,12 +86,13 @@ def test_sinks_are_megatrons(kind, window, device, monkeypatch):
     mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool, device=device).triu(1)[None, None]
     results = []
     for cls in (SDPACoreAttention, DotProductAttention):
-        fused, q, k, v = qkv(device, 2)
+        dtype = OURS if cls is SDPACoreAttention else torch.float32
+        fused, q, k, v = qkv(device, 2, dtype)
         with cpu.no_cuda():
-            module = attention(cls, num_query_groups=2, use_cpu_initialization=True, **config).to(device)
+            module = attention(cls, num_query_groups=2, use_cpu_initialization=True, **config).to(device, dtype)
             sinks = [p.data.copy_(torch.tensor([-2.0, 0.0, 1.0, 3.0])) for p in module.parameters()]
             y = module(q, k, v, mask)
-        y.backward(torch.linspace(-1, 1, y.numel(), device=device).view_as(y))
+        y.backward(output_grad(y))
         results.append((y, fused.grad, *(p.grad for p in module.parameters())))
         assert len(sinks) == len(module.state_dict()) == (kind == "learnable")
     for ours, theirs in zip(*results, strict=True):
@@ -106,10 +114,10 @@ def test_documents_of_a_mask_are_megatrons(options, device, monkeypatch):
     masks = [_get_ltor_masks_and_position_ids(t, 0, True, True, False, True)[0] for t in tokens]
     mask, results = torch.stack(masks), []
     for cls in (SDPACoreAttention, DotProductAttention):
-        fused, q, k, v = qkv(device, 2)
+        fused, q, k, v = qkv(device, 2, OURS if cls is SDPACoreAttention else torch.float32)
         with cpu.no_cuda():
             y = attention(cls, num_query_groups=2, **options)(q, k, v, mask)
-        y.backward(torch.linspace(-1, 1, y.numel(), device=device).view_as(y))
+        y.backward(output_grad(y))
         results.append((y, fused.grad))
     for ours, theirs in zip(*results, strict=True):
         assert rel_rms(ours, theirs) < BOUND
@@ -244,12 +252,12 @@ def test_what_is_refused(device):
             loss_and_grads(model, tokens, params)
     without = ({"attention_dropout": 0.1}, {"attention_backend": AttnBackend.unfused})
     for option in without:
-        _, *heads = (t[:, 0] for t in qkv(device))
+        _, *heads = (t[:, 0] for t in qkv(device, dtype=OURS))
         with pytest.raises(ValueError, match="packed_seq_params runs on FlashAttention"):
             attention(**option)(*heads, packed_seq_params=thd([LENGTH], device))
         with pytest.raises(ValueError, match="--softmax-type learnable runs on FlashAttention"):
             attention(softmax_type="learnable", **option)
-    _, *heads = (t[:, 0] for t in qkv(device))
+    _, *heads = (t[:, 0] for t in qkv(device, dtype=OURS))
     attention()(*heads, packed_seq_params=thd([LENGTH], device), attn_mask_type=AttnMaskType.padding_causal)
 
 
