@@ -1,10 +1,10 @@
-"""FSDP2 and torch.distributed.checkpoint with FP8 optimizer states, in plain PyTorch.
+"""FP8 layers and 8-bit optimizer states under FSDP2, with torch.distributed.checkpoint, in plain PyTorch.
 
     torchrun --nproc-per-node 2 examples/fsdp2.py --steps 20
     torchrun --nproc-per-node 4 examples/fsdp2.py --steps 40 --resume
 
 The second run goes on from the first one's checkpoint at another number of ranks. Without GPUs it runs on the
-CPU. What is COAT's is one line: the optimizer.
+CPU. Two lines are COAT's: `convert` and `CoatAdamW`.
 """
 
 import argparse
@@ -89,7 +89,7 @@ def main() -> None:
     mesh = init_device_mesh(device, (dist.get_world_size(),))
 
     torch.manual_seed(0)
-    model = Model().to(device)
+    model = coat_ds.convert(Model().to(device))
     # gathered in BF16; what the optimizer updates is FP32
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for module in (*model.layers, model):

@@ -9,6 +9,9 @@ def gains(results: Results) -> str:
         "llama3-8b": "Llama-3-8B",
         "qwen3-8b": "Qwen3-8B",
         "qwen3-30b": "Qwen3-30B, 128 experts",
+        "olmoe": "OLMoE, 64 experts",
+        "mixtral": "Mixtral, 8 experts",
+        "gpt-oss-20b": "GPT-OSS-20B, 32 experts",
     }
     found = {title: results.rows("models_gpu.csv", shape=shape) for shape, title in titles.items()}
     found["Qwen3-0.6B, as CUDA graphs"] = results.rows("models_small_h100.csv")

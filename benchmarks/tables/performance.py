@@ -87,7 +87,7 @@ def will_it_be_faster(results: Results) -> str:
     alone = results.row("train_7b_1gpu_h100.csv", system="COAT", layers=32, micro_batch=1, limited=False)
     layer = {row["layer"]: row["ms"] for row in results.rows("layer_7b.csv")}
     small = _of(results, "models_small_h100.csv")
-    experts = _of(results, "models_gpu.csv", shape="qwen3-30b")
+    experts = [_of(results, "models_gpu.csv", shape=shape) for shape in ("qwen3-30b", "olmoe", "mixtral")]
     two = _of(results, "train_7b_2gpu_h100.csv", micro_batch=2, limited=False)
     states = results.row("adamw_states.csv", params="flat", optimizer="ours")["state_bytes"]
     same, install = "[same batch](#same-batch)", "[versions](install.md)"
@@ -115,8 +115,8 @@ def will_it_be_faster(results: Results) -> str:
             data("models_small_h100.csv"),
         ],
         [
-            "many experts (four layers of Qwen3-30B, no ZeRO)",
-            *_gains([experts], "peak_gb"),
+            "experts (four layers of Qwen3-30B, OLMoE, Mixtral; one H200, no ZeRO)",
+            *_gains(experts, "peak_gb"),
             data("models_gpu.csv"),
         ],
         ["you have TransformerEngine FP8 (7B, ZeRO-2): over it", *_gains([te]), data(SEVEN)],

@@ -10,11 +10,13 @@ with their states. Without a GPU everything takes the same path with plain copie
 """
 
 import contextlib
+import os
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 
+from coat_ds.log import say_once
 from coat_ds.optim.host_memory import Pages, allocate
 from coat_ds.optim.layouts import Layouts
 from coat_ds.optim.moment import Moment
@@ -29,6 +31,10 @@ from coat_kernels.codecs import GROUP_SIZE, Storage
 # fourth slot changed nothing.
 CHUNK = 2**25
 SLOTS = 3
+ONE_QUEUE = (
+    "CoatAdamW: offload: found CUDA_DEVICE_MAX_CONNECTIONS=1: copies of states hold up the kernels of backward. "
+    "Unset the variable, unless tensor parallelism needs it."
+)
 # bytes; the kernel loads 16 bytes at once, and the copy engines are slower from other addresses
 ALIGNMENT = 256
 # elements: the ends of parts are whole groups, whose first elements are aligned in every tensor
@@ -59,6 +65,8 @@ class HostStates:
         """The streams of copies to a GPU and back. torch has 32 streams for all callers: new ones in each
         step would meet the streams of FSDP2 and of NCCL."""
         if device not in self._streams:
+            if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+                say_once(ONE_QUEUE)
             self._streams[device] = [torch.cuda.Stream(device) for _ in range(2)]
         return self._streams[device]
 

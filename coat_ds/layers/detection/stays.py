@@ -78,11 +78,13 @@ def _adapters(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
 
 
 def _heads(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """Output embeddings, linear layers that share an embedding's weight, and the heads that a class of
-    transformers adds to its base model. Heads are found by their place in the class or by the usual names."""
+    """Output embeddings, linear layers that share an embedding's weight, the only linear layer with the sizes
+    of an embedding, and the heads that a class of transformers adds to its base model. These are found by
+    their place in the class or by the usual names."""
     # in some layers, such as those of compressed-tensors, the weight is no parameter
     embeddings = {id(m._parameters.get("weight")) for m in model.modules() if isinstance(m, nn.Embedding)}
     embeddings.discard(id(None))
+    yield from ((module, HEAD) for module in _sized_like_embeddings(model))
     for module in model.modules():
         get_head = getattr(module, "get_output_embeddings", None)
         if callable(get_head) and isinstance(head := _quietly(get_head), nn.Module):
@@ -93,6 +95,16 @@ def _heads(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
         if _is_pretrained(module):
             for child in _on_top(module):
                 yield from _whole(child, HEAD)
+
+
+def _sized_like_embeddings(model: nn.Module) -> Iterator[nn.Linear]:
+    """Output heads by their sizes. Layers inside a model repeat; several of one size are none of them a head."""
+    sizes = {(m.num_embeddings, m.embedding_dim) for m in model.modules() if isinstance(m, nn.Embedding)}
+    found: dict[tuple[int, int], list[nn.Linear]] = {}
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and (module.out_features, module.in_features) in sizes:
+            found.setdefault((module.out_features, module.in_features), []).append(module)
+    return (layers[0] for layers in found.values() if len(layers) == 1)
 
 
 def _on_top(module: nn.Module) -> Iterator[nn.Module]:

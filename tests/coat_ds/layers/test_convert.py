@@ -250,6 +250,19 @@ def test_the_filter_and_the_reasons():
     }
 
 
+def test_the_only_layer_with_the_sizes_of_an_embedding_is_the_head():
+    def parts(*layers):
+        return nn.Sequential(nn.Embedding(128, 64), *layers)
+
+    for model, left in (
+        (parts(nn.Linear(64, 64), nn.Linear(64, 128)), {"2": "the head"}),
+        # layers of one size repeat inside a model
+        (parts(nn.Linear(64, 128), nn.Linear(128, 64), nn.Linear(64, 128)), {}),
+        (nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 128)), {}),
+    ):
+        assert coat_ds.conversion_of(coat_ds.convert(model)).left == left
+
+
 def test_an_input_on_another_device_is_refused():
     model = coat_ds.convert(plain())
     # as nn.DataParallel's copies call it
