@@ -380,7 +380,7 @@ class CoatConfig(_Block):
     """8-bit optimizer states."""
 
     activations: ActivationsConfig = field(default_factory=ActivationsConfig)
-    """FP8 saved activations and FP8 linear layers."""
+    """FP8 linear layers, and activations saved in 8 bits."""
 
     fp8_activation_checkpointing: bool = False
     """Save the inputs of regions that DeepSpeed's, torch's or Megatron's activation checkpointing recomputes

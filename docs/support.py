@@ -148,8 +148,8 @@ SECTIONS: dict[str, list[Row]] = {
                       "`--load-main-params-from-ckpt` does not find the weights",
             ),
         Row("MoE of Megatron + expert parallelism (`allgather`, `alltoall`)", cpu=2,
-            condition="with tensor parallelism, recompute, capacity factors; expert tensor parallelism "
-                      "together with expert parallelism: padded only"),
+            condition="with tensor parallelism, recompute, capacity factors; with expert tensor parallelism "
+                      "only under `--moe-pad-expert-input-to-capacity`"),
         Row("MoE of Megatron, `flex` dispatcher", *NOT_RUN,
             condition="refused without DeepEP or HybridEP; `--overlap-moe-expert-parallel-comm`: not run"),
         Row("MoE of Megatron + expert parallelism under DeepSpeed", *REFUSED,

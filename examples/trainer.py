@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer with FP8 layers and FP8 optimizer states; a tiny Llama that reads bytes of Python.
+"""Hugging Face's Trainer with FP8 layers and 8-bit optimizer states; a tiny Llama that reads bytes of Python.
 
     python examples/trainer.py             # DeepSpeed; COAT's part is one line of its JSON
     python examples/trainer.py --plain     # without DeepSpeed: two lines

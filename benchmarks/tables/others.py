@@ -118,8 +118,8 @@ def stage_2(results: Results) -> str:
     found = (results.row("train_7b_1gpu_zero2.csv", way=way, system="COAT") for way in ("zero1", "zero2"))
     peaks = [gb(row) for row in found]
     return (
-        "Use stage 2 on one GPU, and with tensor parallelism alone. After backward stage 1 holds all "
-        "gradients and a copy of them, each as large as the weights. Llama-2-7B with 1 × 2048 tokens on one "
+        "Use ZeRO-2 if the data-parallel size is 1. ZeRO-1 keeps two copies of every gradient after "
+        "backward, each as large as the weights. Llama-2-7B with 1 × 2048 tokens on one "
         f"GPU took {peaks[0]} GB in stage 1 and {peaks[1]} GB in stage 2.\n"
     )
 
@@ -255,7 +255,7 @@ def fit(results: Results) -> str:
         [
             "`saved`",
             "[activation checkpointing](#activation-checkpointing)",
-            "inputs of layers alone are saved",
+            "only the input of each decoder layer is saved",
             "a second forward pass",
         ],
         [

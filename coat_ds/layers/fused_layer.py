@@ -168,7 +168,7 @@ def _normed(norm: NormOptions, x, weight, cos, sin) -> torch.Tensor:
 def say_why_not_fused(why: str) -> None:
     """Logs the reason once. A reason with a second sentence names a fix for the user."""
     level = logging.WARNING if ". " in why else logging.INFO
-    say_once(f"layers without fused blocks run module by module: {why}.", level)
+    say_once(f"decoder layers run unfused, module by module: {why}.", level)
 
 
 def uses_graphs(

@@ -88,8 +88,8 @@ class CoatAdamW(torch.optim.Optimizer):
     checkpoint_layout: the contents of `state_dict`. "stock": FP32 moments, as in `torch.optim.AdamW`.
         "compressed": the stored codes, 2.1 bytes per parameter instead of 8, which only this class reads.
 
-    All options except the implementation switches, keep_fp32, seed, checkpoint_layout, offload and log
-    may differ between parameter groups. A change in `param_groups` takes effect at the next step.
+    All options may differ between parameter groups, except the implementation switches, keep_fp32, seed,
+    checkpoint_layout and offload. A change in `param_groups` takes effect at the next step.
     Formats and min_numel, which determine the stored states, may not change there after the first
     step.
 

@@ -155,7 +155,7 @@ def _paste(best: Choice, base: Mapping) -> str:
     if best.system.release:
         return (
             f"coat_ds.convert(model, {best.system.keys['activations']})\n"
-            "optimizer = coat_ds.CoatAdamW(model.named_parameters(), "
+            "optimizer = coat_ds.CoatAdamW(model.named_parameters(), lr=2e-5, betas=(0.9, 0.95), "
             f"offload={best.system.coat.optimizer.offload!r})\n"
             "optimizer.release_gradients()"
         )

@@ -88,8 +88,7 @@ def _say_left_to_adam(chain: ChainedOptimizer) -> None:
     modules = itertools.chain.from_iterable(chunk.modules() for chunk in chunks_of_chain(chain))
     if of_matrices and any(isinstance(module, GroupedLinear) for module in modules):
         say(
-            f"--moe-grouped-gemm: Megatron gives {of_matrices[0]} matrices alone, and all of a rank's "
-            "experts are one parameter of three dimensions: Adam trains them. Remove it to have experts "
-            f"one after another, which {of_matrices[0]} trains.",
+            f"--moe-grouped-gemm: {of_matrices[0]} updates 2-D weights only. Grouped experts are one 3-D "
+            f"parameter, so Adam updates them. Drop the argument to train experts with {of_matrices[0]}.",
             logging.WARNING,
         )

@@ -154,7 +154,7 @@ def config(block: dict | None) -> dict:
 def test_a_dry_run_counts_layers_states_and_bytes():
     found = dry(config({"enabled": True}))
     assert {finding.state for finding in found.values()} == {OK}
-    assert "14 of 15 linear layers in FP8" in found["layers"].text and "the head" in found["layers"].text
+    assert "14 of 15 linear layers in FP8" in found["layers"].text and "the output head" in found["layers"].text
     kept = 5 * 256
     assert found["states"].details["kept_fp32"] == kept
     total = found["states"].details["parameters"]

@@ -29,7 +29,7 @@ def test_the_json_is_enough(two, name):
     for number, rank in enumerate(two):
         found = rank[name]
         assert WHOLE in found["coat"] and "2 feed-forwards in 8 bits (sqrt8)" in found["coat"]
-        assert "(lm_head): the head" in found["coat"] and "in log8" in found["coat"]
+        assert "(lm_head): the output head" in found["coat"] and "in log8" in found["coat"]
         assert len(found["losses"]) == STEPS and found["losses"][-1] < found["losses"][0] - 0.05
         # on rank 0 one line, and the table of states
         said = [line for line in found["lines"] if "linear layers in FP8" in line]

@@ -51,7 +51,7 @@ def params(**values) -> Callable[[Path], object]:
 
 
 def coat(*words: str) -> Callable[[Path], str]:
-    """The output of the command; {folder} in the arguments is replaced by the folder."""
+    """The output of the command without log lines; {folder} in the arguments is replaced by the folder."""
 
     def run(folder: Path) -> str:
         said = io.StringIO()
@@ -64,7 +64,8 @@ def coat(*words: str) -> Callable[[Path], str]:
                 code = 2 if isinstance(end.code, str) else end.code
                 said.write(end.code if isinstance(end.code, str) else "")
         assert code, "expected a refusal"
-        return said.getvalue()
+        lines = said.getvalue().splitlines(keepends=True)
+        return "".join(line for line in lines if not line.startswith("COAT: "))
 
     return run
 

@@ -13,7 +13,7 @@ from coat_ds.layers.modules.replaced import is_dispatched
 
 # the reason for modules whose forward accelerate calls
 DISPATCHED = "a hook of accelerate's, as of device_map"
-HEAD = "the head"
+HEAD = "the output head"
 ROUTER = "the router"
 CHOOSES = "its output is used to choose"
 CODES = "it makes discrete codes"

@@ -306,12 +306,12 @@ def why_not_fused(layer: Fp8DecoderLayer, x: torch.Tensor, args: tuple, kwargs: 
                 return (
                     "the model was called with use_cache=True or a cache while it trains. Drop that argument"
                 )
-            return f"they are given {name}"
+            return f"the fused block has no argument {name!r}, with which they were called"
     if not _is_mask(kwargs.get("attention_mask"), x):
         return f"their attention_mask is no constant tensor [b, n, s, s] of torch.bool or {x.dtype}"
     angles = kwargs.get("position_embeddings")
     if args or not isinstance(angles, tuple) or angles[0].shape[-1] != attention.head_dim:
-        return "they are given no position_embeddings of whole heads, by name"
+        return "they were called without position_embeddings of whole heads, by name"
     own = STATE in attention.__dict__ and "forward" not in attention.__dict__ and is_transformers_own()
     if not own or not getattr(attention, "is_causal", True):
         return "their attention is not the one that was converted"

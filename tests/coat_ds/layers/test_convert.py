@@ -216,7 +216,7 @@ def test_the_filter_and_the_reasons():
     none = coat_ds.convert(nn.Sequential(nn.Linear(64, 72)), filter=lambda name, module: False)
     assert coat_ds.conversion_of(none).left == {"0": "the filter"}
     classifier = coat_ds.convert(FAMILIES["vit"].build(num_labels=32))
-    assert coat_ds.conversion_of(classifier).left == {"classifier": "the head"}
+    assert coat_ds.conversion_of(classifier).left == {"classifier": "the output head"}
     mixed = nn.ModuleDict(
         {
             "odd": nn.Linear(64, 72),
@@ -242,7 +242,7 @@ def test_the_filter_and_the_reasons():
         "odd input": "64 x 72, not multiples of 16",
         "small": "16 x 64, too small to gain by FP8",
         "batch": "BatchNorm1d is neither RMSNorm nor LayerNorm",
-        "head": "the head",
+        "head": "the output head",
         "attention.out_proj": "torch's MultiheadAttention multiplies by itself",
         "wrapped.a.x": "an adapter",
         "bytes": "a weight in float64",
@@ -255,7 +255,7 @@ def test_the_only_layer_with_the_sizes_of_an_embedding_is_the_head():
         return nn.Sequential(nn.Embedding(128, 64), *layers)
 
     for model, left in (
-        (parts(nn.Linear(64, 64), nn.Linear(64, 128)), {"2": "the head"}),
+        (parts(nn.Linear(64, 64), nn.Linear(64, 128)), {"2": "the output head"}),
         # layers of one size repeat inside a model
         (parts(nn.Linear(64, 128), nn.Linear(128, 64), nn.Linear(64, 128)), {}),
         (nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 128)), {}),
