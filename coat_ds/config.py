@@ -35,7 +35,6 @@ OTHER_NAMES = {
     "bfloat16": ("bf16",),
     "float32": ("fp32",),
 }
-WATCH_ACTS = ("off", "warn", "act")
 CHOSEN_OR_SET = (None, True, False)
 EVALUATIONS = ("fp8", "stock")
 AUTO = 'No trainer fills in "auto" in this block: write the value, or drop the key for its default.'
@@ -168,8 +167,7 @@ class _Block:
             elif f.type in (bool, int, float, str):
                 check_type(key, value, f.type)
                 minimum = f.metadata.get("minimum")
-                # written with `not` so that NaN is refused too
-                if minimum is not None and not value >= minimum:
+                if minimum is not None and value < minimum:
                     raise CoatConfigError(f"{key}: expected {minimum} or more, found {value}. Correct it.")
             else:
                 object.__setattr__(self, f.name, name_patterns(key, value))
@@ -324,35 +322,19 @@ class WatchConfig(_Block):
     KEY: ClassVar[str] = "coat.watch"
     OR_BOOLEAN: ClassVar[bool] = True
     REMOVED: ClassVar[Mapping[str | tuple[str, str], str]] = {
-        "readings": "Three consecutive readings above a limit count. Set every for sooner or later ones, and "
-        "drop the key.",
+        "readings": "No layer changes its format during a run. Drop the key.",
+        "act": "No layer changes its format during a run: `coat watch` names the layers and tensors above a "
+        "limit, and what helps. Drop the key.",
+        "update_error": "The limits are fixed, and `coat watch` applies them. Drop the key.",
+        "flushed": "The limits are fixed, and `coat watch` applies them. Drop the key.",
     }
 
     every: int = field(default=100, metadata={"minimum": 0})
     """Steps from one reading to the next. 0: no readings. Nothing is measured either if no monitor, writer or
-    folder takes the readings and `act` is "off"."""
+    folder takes the readings."""
 
     folder: str = ""
     """The folder of watch.jsonl, which `coat watch` reads. Rank 0 appends each reading. Empty: no file."""
-
-    act: str = _choice("off", WATCH_ACTS)
-    """What happens if a linear layer or the moments of a tensor are above a limit in three consecutive
-    readings. "off": nothing. "warn": a line is logged. "act": from then on the layer computes in BF16, or the
-    moments are kept in FP32; checkpoints store this change."""
-
-    update_error: float = field(default=0.5, metadata={"minimum": 0})
-    """The limit of a tensor's update error, as a share of the update's root mean square."""
-
-    flushed: float = field(default=0.5, metadata={"minimum": 0})
-    """The limit of the share of a layer's inputs, or of its gradients, that become zero in FP8."""
-
-    def __post_init__(self):
-        _Block.__post_init__(self)
-        if not self.every and self.act != "off":
-            raise CoatConfigError(
-                f'{self.KEY}.act: found {self.act!r} with "every": 0, which measures nothing to act on. '
-                "Set every to 1 or more, or drop the key."
-            )
 
     @classmethod
     def from_boolean(cls, value: bool) -> Self:
@@ -387,7 +369,7 @@ class CoatConfig(_Block):
     in FP8. The forward pass is unchanged. The recompute in backward starts from inputs rounded to E4M3."""
 
     watch: WatchConfig = field(default_factory=WatchConfig)
-    """What is measured during training, and how COAT reacts."""
+    """What is measured during training."""
 
     zero3_layer_units: bool | None = _choice(None, CHOSEN_OR_SET)
     """Whether ZeRO-3 gathers and releases all weights of a layer together, which saves the CPU time of hooks

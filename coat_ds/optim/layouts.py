@@ -81,14 +81,6 @@ class Layouts:
         fragments = self.fragments.get(p)
         return [(p, 0, p.numel())] if fragments is None else [(f.param, f.start, f.numel) for f in fragments]
 
-    def partitions_of(self, p: torch.Tensor) -> list[tuple[torch.Tensor, tuple[Fragment, ...], int]]:
-        """The flat partitions that hold parts of the parameter `p`, with their fragments and groups."""
-        return [
-            (flat, fragments, self.group_index[flat])
-            for flat, fragments in self.fragments.items()
-            if any(f.param is p for f in fragments)
-        ]
-
     def tensors_in(self, p: torch.Tensor) -> int:
         """How many model parameters `p` stands for. A flat partition counts those that do not keep FP32."""
         return max(sum(not f.kept for f in self.fragments.get(p, ())), 1)

@@ -355,19 +355,6 @@ class CoatAdamW(torch.optim.Optimizer):
             ready_state(self, param, group)
             arrange(self, param, group)
 
-    def keep(self, p: torch.Tensor, whether: bool = True) -> None:
-        """Has `p` keep FP32 moments from now on, or compressed ones, and converts existing moments. `p` is a
-        parameter of this optimizer, or one whose parts its flat partitions hold."""
-        self.layouts.kept[p] = whether
-        self.set_fragments(
-            (flat, [f._replace(kept=whether) if f.param is p else f for f in fragments], index)
-            for flat, fragments, index in self.layouts.partitions_of(p)
-        )
-        group = next((g for g in self.param_groups if any(p is own for own in g["params"])), None)
-        if group is None or "exp_avg" not in self.state.get(p, {}):
-            return
-        arrange(self, p, group)
-
     def layout(self) -> str:
         """A table of how the moments of each tensor are stored, with their bytes; equal rows are counted. For
         a DTensor the bytes are those of all shards.

@@ -3,7 +3,7 @@
 It may import `coat_kernels`, `coat_ds.optim` and `coat_ds.layers`. Start at watch.py.
 
 watch.py says when a reading begins and ends, states.py measures what storing does to moments, codes.py
-counts codes, readings.py writes and reads a run's file, fallback.py acts, and command.py shows a run.
+counts codes, readings.py writes and reads a run's file, and command.py shows a run.
 docs/watch.md has the formulas.
 """
 

@@ -8,7 +8,6 @@ from transformers import Trainer, TrainerCallback
 from coat_ds.config import WatchConfig
 from coat_ds.log import say_once
 from coat_ds.optim.optimizer import CoatAdamW
-from coat_ds.watch.fallback import KEY
 from coat_ds.watch.readings import Reading
 from coat_ds.watch.watch import Watch
 
@@ -38,7 +37,6 @@ class Callback(TrainerCallback):
         coat = getattr(getattr(self.trainer, "deepspeed", None), "coat", None)
         if coat is None:
             self._own = self._watch = self._new(model, getattr(optimizer, "optimizer", optimizer))
-            self._own.resume(state.stateful_callbacks.get(KEY, {}))
             self._own.go_on_from(state.global_step)
             return
         if coat.watch is None:
@@ -65,9 +63,6 @@ class Callback(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs) -> None:
         if self._own is not None:
             self._own.end_step(state.global_step)
-            if control.should_save:
-                self._own.take_in()
-            state.stateful_callbacks[KEY] = self._own.fallback.state()
 
     def on_train_end(self, args, state, control, **kwargs) -> None:
         if self._own is not None:

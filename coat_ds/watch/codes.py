@@ -12,7 +12,7 @@ Python. Layers that run as CUDA graphs take turns: one in `TURNS` runs in Python
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -144,31 +144,19 @@ def _scales_in(value: Any, path: str) -> Iterator[tuple[PredictedScale, str]]:
                 yield item, path
 
 
-def graphs_of(model: nn.Module) -> dict[str, Graphs]:
-    """What records CUDA graphs, by the name of the module that holds it."""
-    return {
-        name: value
-        for name, module in model.named_modules()
-        for _, value in attributes_of(module)
-        if isinstance(value, Graphs)
-    }
-
-
-def is_around(outer: str, name: str) -> bool:
-    """Whether a module called `outer` is, or has inside, the one called `name`."""
-    return not outer or f"{name}.".startswith(f"{outer}.")
-
-
-def in_turn(graphs: Mapping[str, Graphs], turn: int, suspects: Collection[str]) -> list[Graphs]:
-    """Of modules that are replayed, those that run in Python in this reading: every `TURNS`th, and those
-    around `suspects`, layers that are looked at in each reading."""
-    replayed = [(name, found) for name, found in graphs.items() if found.count]
-    period = min(TURNS, len(replayed))
+def graphs_of(model: nn.Module) -> list[Graphs]:
+    """The objects that record CUDA graphs, in the order of the modules that hold them."""
     return [
-        found
-        for i, (name, found) in enumerate(replayed)
-        if i % period == turn % period or any(is_around(name, suspect) for suspect in suspects)
+        value for module in model.modules() for _, value in attributes_of(module) if isinstance(value, Graphs)
     ]
+
+
+def in_turn(graphs: Sequence[Graphs], turn: int) -> list[Graphs]:
+    """Of layers that are replayed, every `TURNS`th, another one in each reading. They run in Python in this
+    reading."""
+    replayed = [found for found in graphs if found.count]
+    period = min(TURNS, len(replayed))
+    return replayed[turn % period :: period] if replayed else []
 
 
 def figures(sums: Sequence[float]) -> dict[str, float]:

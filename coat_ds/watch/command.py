@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from coat_ds.config import CoatConfigError, WatchConfig
+from coat_ds.config import CoatConfigError
 from coat_ds.watch.readings import FILE, Reading, read
 
 # figures of the table and the pictures; a large number is bad
@@ -22,15 +22,15 @@ FIGURES = {
     "gradient_saturated": "FP8 gradients of the largest code",
     "saved_saturated": "saved activations of the largest code",
 }
-_IN_BF16 = 'Set coat.watch.act to "act": the layer then runs in BF16.'
-# figures with a limit: the key of the limit in `coat.watch`, and what helps
-LIMITS = {
-    "update_error": (
-        "update_error",
-        'Add the name to coat.optimizer.keep_fp32, or set coat.watch.act to "act".',
-    ),
-    "input_flushed": ("flushed", _IN_BF16),
-    "gradient_flushed": ("flushed", _IN_BF16),
+_IN_BF16 = (
+    "Keep the layer in BF16: by the filter of coat_ds.convert, or by Megatron's --te-precision-config-file."
+)
+# figures with a limit, and what helps above it
+LIMIT = 0.5
+FIXES = {
+    "update_error": "Add the name to coat.optimizer.keep_fp32.",
+    "input_flushed": _IN_BF16,
+    "gradient_flushed": _IN_BF16,
 }
 # layer groups of a picture that have a name in its legend
 NAMED = 6
@@ -98,23 +98,21 @@ def table(readings: Sequence[Reading]) -> str:
             shown = "-" if value is None else f"{value:.2%}"
             worst, step = max(ever, key=_badness)
             lines.append(f"{figure:<20}{shown:>8}{worst:>8.2%}{-step:>9}  {group}")
-    lines.append(f"fallen back: {', '.join(last.fallen) or 'nothing'}")
     return "\n".join([*lines, verdict(last)])
 
 
 def verdict(last: Reading) -> str:
-    """A line: whether the last reading is within the default limits of `coat.watch`; if not, what helps."""
-    limits = WatchConfig()
+    """A line: whether the last reading is within the limits; if not, what helps."""
     measured: list[str] = []
-    for figure, (limit, fix) in LIMITS.items():
+    for figure, fix in FIXES.items():
         found = [(figures[figure], group) for group, figures in last.groups.items() if figure in figures]
         if found:
             measured.append(figure)
             value, group = max(found, key=_badness)
             # also if it is NaN
-            if not value <= (most := getattr(limits, limit)):
+            if not value <= LIMIT:
                 return (
-                    f"verdict: NOT healthy. {figure} of {group} is {value:.2%}, the limit {most:.0%}. {fix}"
+                    f"verdict: NOT healthy. {figure} of {group} is {value:.2%}, the limit {LIMIT:.0%}. {fix}"
                 )
     if not measured:
         return "verdict: none. The last reading has no figure with a limit."

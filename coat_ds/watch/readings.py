@@ -19,17 +19,14 @@ class Reading(NamedTuple):
     """Counted from 1."""
     groups: dict[str, dict[str, float]]
     """By layer group, the names of tensors and layers with `*` for numbers: figures by name."""
-    fallen: list[str]
-    """Layers in BF16 and tensors with FP32 moments, by the fallback, before this reading."""
 
     def flat(self) -> dict[str, float]:
         """Every number by one name, as coat/update_error/layers.*.weight."""
-        numbers = {
+        return {
             f"coat/{figure}/{group}": value
             for group, figures in self.groups.items()
             for figure, value in figures.items()
         }
-        return numbers | {"coat/fallen": float(len(self.fallen))}
 
 
 Out = Callable[[Reading], None]

@@ -6,7 +6,6 @@ the CPU after the step, and read at the end of the next one, when they have long
 nothing: no hook remains.
 """
 
-import logging
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -17,18 +16,14 @@ import torch
 import torch.distributed as dist
 
 from coat_ds.config import CoatConfigError, WatchConfig
-from coat_ds.log import is_first_rank, say, say_here
+from coat_ds.log import is_first_rank, say_here
 from coat_ds.optim.optimizer import CoatAdamW
 from coat_ds.watch import codes, states
 from coat_ds.watch.codes import CodeCounter, graphs_of, in_turn, layer_names
-from coat_ds.watch.fallback import Fallback
 from coat_ds.watch.readings import Out, Reading, append, grouped
 from coat_ds.watch.states import StateSampler
 from coat_kernels.autograd import watching
 from coat_kernels.graphs import Graphs
-
-# the keys of the block that "act" alone has a use for
-LIMITS = ("update_error", "flushed")
 
 
 class _Pending(NamedTuple):
@@ -51,7 +46,6 @@ class Watch:
     outs: functions that receive readings; the same number on all ranks, and called on each.
     union: returns the names on all ranks, given the names on this one, if ranks hold different parts of a
         model.
-    relink: called after moments have got another format.
 
     Raises TypeError for another optimizer, and CoatConfigError, on rank 0, for a folder that cannot be
     written. If that happens later, as on a full disk, or one of `outs` raises, a warning is logged and
@@ -66,7 +60,6 @@ class Watch:
         outs: Iterable[Out] = (),
         *,
         union: Callable[[list[str]], list[str]] = list,
-        relink: Callable[[], None] = lambda: None,
     ):
         if not isinstance(config, WatchConfig):
             config = WatchConfig.from_dict({} if config is None else config)
@@ -86,9 +79,7 @@ class Watch:
         self.steps = 0
         # frozen ones, too: they may be trained later on
         self._own = dict(model.named_parameters())
-        self._union, self._relink = union, relink
-        self.fallback = Fallback(model, config, self._keep)
-        _say_idle(config)
+        self._union = union
         # names of tensors and of layers, the same on all ranks: the latter once a step has built all of them
         self._names: list[str] = []
         self._layers: list[str] = []
@@ -103,20 +94,13 @@ class Watch:
 
     @property
     def is_active(self) -> bool:
-        """Whether anything is measured: `every` is above 0, and a reader or an action uses the readings."""
-        return self.config.every > 0 and bool(self.outs or self.config.act != "off")
+        """Whether anything is measured: `every` is above 0, and somewhere the readings go."""
+        return self.config.every > 0 and bool(self.outs)
 
     def add(self, out: Out) -> None:
         """Has readings given to `out` too. Call it on every rank."""
         self.outs.append(out)
         self._begin()
-
-    def _keep(self, name: str, whether: bool) -> None:
-        """Has the moments of a tensor kept in FP32, or no more. Another stage of a pipeline may hold it."""
-        if name in self._own:
-            for optimizer in self.optimizers:
-                optimizer.keep(self._own[name], whether)
-            self._relink()
 
     def _begin(self) -> None:
         """Begins a reading if the next step is to be watched."""
@@ -129,8 +113,7 @@ class Watch:
             self._samplers = [StateSampler(o, numbers, len(self._names)) for o in self.optimizers]
         for sampler in self._samplers:
             sampler.open()
-        turn = next_step // self.config.every
-        self._eager = in_turn(graphs_of(self.model), turn, self.fallback.suspects)
+        self._eager = in_turn(graphs_of(self.model), next_step // self.config.every)
         for graphs in self._eager:
             graphs.eager = True
         self._counter = CodeCounter(self.model)
@@ -144,12 +127,6 @@ class Watch:
             graphs.eager = False
         self._eager = []
         return counter, [sums for s in self._samplers if (sums := s.close()) is not None]
-
-    def resume(self, state: Mapping[str, Iterable[str]]) -> None:
-        """Before a checkpoint's states are loaded: makes what has fallen back what `state` says, and forgets
-        what was measured with other weights."""
-        self._sums = {}
-        self.fallback.resume(state)
 
     def go_on_from(self, steps: int) -> None:
         """Counts on from a checkpoint's number of steps, which is the same on all ranks."""
@@ -172,9 +149,7 @@ class Watch:
     def _send(self, counter: CodeCounter, found: list[torch.Tensor]) -> None:
         """Adds the sums over all ranks and sends them to the CPU."""
         if not self._layers:
-            own = layer_names(self.model)
-            self._layers = self._union(own)
-            self.fallback.elsewhere = self._union([name for name in own if self.fallback.linears(name)])
+            self._layers = self._union(layer_names(self.model))
         device = next(self.model.parameters()).device
         total = torch.zeros(len(self._names), states.SUMS, dtype=torch.float64, device=device)
         for sums in found:
@@ -192,8 +167,8 @@ class Watch:
         self._pending = _Pending(self.steps, both, arrived)
 
     def take_in(self) -> None:
-        """Takes in the reading that is on its way, if there is one: outs are given it, the fallback judges.
-        `end_step` does so one step later. Call it on every rank before a checkpoint is saved."""
+        """Passes the reading that is on its way to the outs, if there is one. `end_step` does so one step
+        later."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
@@ -203,22 +178,14 @@ class Watch:
         by_state = _by_name(self._names, pending.sums[:cut])
         by_layer = _by_name(self._layers, pending.sums[cut:])
         self._sums |= {name: row for name, row in by_layer.items() if any(row)}
-        # layers that have fallen back have no codes any more
-        fallen = sorted(self.fallback.layers + self.fallback.states)
-        layers = {name: row for name, row in self._sums.items() if name not in fallen}
         groups: dict[str, dict[str, float]] = {}
-        for rows, figures in ((by_state, states.figures), (layers, codes.figures)):
+        for rows, figures in ((by_state, states.figures), (self._sums, codes.figures)):
             for group, names in grouped(rows).items():
                 if found := figures([sum(x) for x in zip(*(rows[n] for n in names), strict=True)]):
                     groups[group] = groups.get(group, {}) | found
-        self.last = Reading(pending.step, groups, fallen)
+        self.last = Reading(pending.step, groups)
         for out in self.outs:
             self._give(out, self.last)
-        self.fallback.judge(
-            pending.step,
-            {name: states.figures(row) for name, row in by_state.items()},
-            {name: codes.figures(row) for name, row in by_layer.items()},
-        )
 
     def _give(self, out: Out, reading: Reading) -> None:
         try:
@@ -233,29 +200,14 @@ class Watch:
             )
 
     def close(self) -> None:
-        """Passes the last reading on and ends watching. Layers are as before; moments keep their formats."""
+        """Passes the last reading on and ends watching."""
         self.take_in()
         if self._counter is not None:
             self._stop()
-        for name in self.fallback.layers:
-            for forward in self.fallback.linears(name):
-                forward.paused = False
 
 
 def _by_name(names: Sequence[str], sums: torch.Tensor) -> dict[str, list[float]]:
     return dict(zip(names, sums.view(len(names), -1).tolist(), strict=True))
-
-
-def _say_idle(config: WatchConfig) -> None:
-    """Logs the limits that are set without an action."""
-    usual = WatchConfig()
-    for name in LIMITS if config.act == "off" else ():
-        if (limit := getattr(config, name)) != getattr(usual, name):
-            say(
-                f'{config.KEY}.{name}: found {limit}, of no effect while act is "off". Set act to "warn" '
-                'or "act", or drop the key.',
-                logging.WARNING,
-            )
 
 
 def _to_folder(config: WatchConfig) -> Out:

@@ -108,7 +108,6 @@ class _CoatLinear(TakesActivations):
     """
 
     _by_output: bool
-    _paused = False
 
     def __init__(self, input_size: int, output_size: int, *, config, **kwargs):
         super().__init__(input_size, output_size, config=unfused(config), **kwargs)
@@ -153,7 +152,7 @@ class _CoatLinear(TakesActivations):
     def take_activations(self, activations: ActivationsConfig) -> None:
         super().take_activations(activations)
         activations = layer_activations(self._quant_config, activations)
-        self._in_fp8 = self._fits and activations.enabled and not self._paused
+        self._in_fp8 = self._fits and activations.enabled
         self._evaluates_stock = activations.evaluation == "stock"
         self._formats = formats(activations, self._name in _CANCELS)
         self._cache = WeightCache(activations.weight_cache)
@@ -163,17 +162,6 @@ class _CoatLinear(TakesActivations):
     def multiplies_in_fp8(self) -> bool:
         """Whether a forward computes in FP8 now."""
         return self._in_fp8 and not (self._evaluates_stock and is_evaluated(self))
-
-    @property
-    def paused(self) -> bool:
-        """Whether it computes in BF16 for now, by a decision of `coat_ds.watch`. Each change drops cached FP8
-        copies of the weight and predicted scales. All ranks have to agree."""
-        return self._paused
-
-    @paused.setter
-    def paused(self, whether: bool) -> None:
-        self._paused = whether
-        self.take_activations(self.activations)
 
     def options(
         self, weight: torch.Tensor | None = None, sequence: bool | None = None
@@ -202,8 +190,6 @@ class _CoatLinear(TakesActivations):
         if self._in_fp8:
             return Part("linear", multiplied(self._formats, self.activations))
         why = "--te-precision-config-file" if self._fits else f"sizes that {ALIGNMENT} does not divide"
-        if self._paused:
-            why = "fallen back, by coat.watch"
         return Part("linear", None, why)
 
     @property

@@ -29,11 +29,10 @@ def _can_be_watched(model_chunks: Iterable[torch.nn.Module]) -> bool:
     configures the watch."""
     config = options.coat_config().watch
     sharded = [chunk for chunk in model_chunks if getattr(chunk.ddp_config, "use_megatron_fsdp", False)]
-    if sharded and config.every and (config.folder or config.act != "off"):
-        key = "folder" if config.folder else "act"
+    if sharded and config.every and config.folder:
         raise CoatConfigError(
-            f"coat.watch.{key}: found {getattr(config, key)!r} with --use-megatron-fsdp, whose parameters "
-            'come and go. Set "watch": false, or remove --use-megatron-fsdp.'
+            f"coat.watch.folder: found {config.folder!r} with --use-megatron-fsdp, whose parameters come and "
+            'go. Set "watch": false, or remove --use-megatron-fsdp.'
         )
     return not sharded
 

@@ -1,8 +1,7 @@
-"""`coat_ds.watch` in Megatron: the end of a step, Megatron-LM's writers, the fallback's state in checkpoints.
+"""`coat_ds.watch` in Megatron: the end of a step, and Megatron-LM's writers.
 
 Sums are over all ranks, under pipeline parallelism by the names of the whole model, so that all ranks have
-the same readings and fall back together. A checkpoint stores what has fallen back, if anything, under
-`coat_watch` in the first optimizer's state.
+the same readings.
 """
 
 import functools
@@ -15,28 +14,19 @@ from megatron.core.optimizer import ChainedOptimizer
 
 from coat_ds.config import WatchConfig
 from coat_ds.patches import Patch
-from coat_ds.watch.fallback import KEY
 from coat_ds.watch.readings import Out, Reading
 from coat_ds.watch.watch import Watch
 from megatron_ext import options
 from megatron_ext.optimizer.adamw import MegatronAdamW
 from megatron_ext.optimizer.chunks import chunks_of_chain, whole_model
 
-_patch = functools.partial(Patch, "watch of Megatron", "megatron-core")
-_PART = "megatron.core.optimizer.optimizer:MegatronOptimizer"
 # patched on one chain
-STEP = _patch(
-    "megatron.core.optimizer.optimizer:ChainedOptimizer.step", "a reading ends with a step", parameters=()
-)
-# patched on the chain's first optimizer
-SAVE, SAVE_SHARDED = (
-    _patch(f"{_PART}.{name}", "layers that have fallen back are saved with the states")
-    for name in ("state_dict", "sharded_state_dict")
-)
-LOAD = _patch(
-    f"{_PART}.load_state_dict",
-    "layers that had fallen back do so before states are loaded",
-    parameters=("state_dict",),
+STEP = Patch(
+    "watch of Megatron",
+    "megatron-core",
+    "megatron.core.optimizer.optimizer:ChainedOptimizer.step",
+    "a reading ends with a step",
+    parameters=(),
 )
 
 
@@ -55,15 +45,10 @@ def watch_optimizer(chain: ChainedOptimizer, config: WatchConfig) -> Watch | Non
     # of an earlier watch: Megatron builds a second chain for some optimizers
     STEP.remove(on=chain)
     for part in parts:
-        if getattr(part, KEY, None) is not None:
+        if getattr(part, "coat_watch", None) is not None:
             part.coat_watch.close()
-        for patch in (SAVE, SAVE_SHARDED, LOAD):
-            patch.remove(on=part)
         part.coat_watch = watch
     STEP.apply(functools.partial(_stepping, watch), on=chain)
-    for patch in (SAVE, SAVE_SHARDED):
-        patch.apply(functools.partial(_saving, watch), on=parts[0])
-    LOAD.apply(functools.partial(_loading, watch), on=parts[0])
     return watch
 
 
@@ -81,39 +66,11 @@ def _stepping(watch: Watch, step: Callable) -> Callable:
     return coat_step
 
 
-def _saving(watch: Watch, save: Callable) -> Callable:
-    @functools.wraps(save)
-    def coat_state_dict(*args, **kwargs):
-        watch.take_in()
-        packed = save(*args, **kwargs)
-        fallen = watch.fallback.state()
-        return {**packed, KEY: fallen} if any(fallen.values()) else packed
-
-    return coat_state_dict
-
-
-def _loading(watch: Watch, load: Callable) -> Callable:
-    @functools.wraps(load)
-    def coat_load_state_dict(state_dict):
-        watch.resume(state_dict.get(KEY, {}))
-        result = load(state_dict)
-        states = itertools.chain.from_iterable(o.state.values() for o in watch.optimizers)
-        # some ranks may hold no state
-        watch.go_on_from(max(_of_all_ranks(max((int(state["step"]) for state in states), default=0))))
-        return result
-
-    return coat_load_state_dict
-
-
 def _union(names: list[str]) -> list[str]:
     """The names of all ranks, in the same order on each."""
-    return list(dict.fromkeys(itertools.chain.from_iterable(_of_all_ranks(names))))
-
-
-def _of_all_ranks(found: Any) -> list[Any]:
     gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, found)
-    return gathered
+    dist.all_gather_object(gathered, names)
+    return list(dict.fromkeys(itertools.chain.from_iterable(gathered)))
 
 
 def _writers() -> list[Out]:

@@ -69,8 +69,8 @@ def test_every_key():
             "exp_avg_format: expected one of None, .*; found 'auto'. Write null .*or drop the key",
         ),
         (
-            {"enabled": True, "watch": {"update_error": float("nan")}},
-            "update_error: expected 0 or more, found nan",
+            {"enabled": True, "optimizer": {"offload": float("nan")}},
+            "offload: expected 'none', 'cpu' or GB .*, 0 or more; found nan",
         ),
         ({"enabled": True, "zero3_layer_units": 1}, "zero3_layer_units: .*None, True, False; found 1"),
     ],

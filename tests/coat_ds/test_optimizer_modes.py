@@ -225,27 +225,6 @@ def test_which_tensors_keep_fp32_moments(device):
     assert formats(by_size) == ["fp32", compressed, compressed, "fp32", compressed]
 
 
-def test_moments_that_exist_go_to_fp32_and_back(device):
-    (p,) = params = start(device, 5000)
-    optimizer = CoatAdamW(params, **OPTIONS)
-    # noted while there are none, also with another note of the caller
-    optimizer.state[p]["note"] = 7
-    optimizer.keep(p)
-    optimizer.keep(p, False)
-    train(params, optimizer)
-    codecs, values = [x.codec for x in moments_of(optimizer, p)], optimizer.moments(p)
-    optimizer.keep(p)
-    assert [x.codec.name for x in moments_of(optimizer, p)] == ["fp32", "fp32"]
-    assert all_equal(optimizer.moments(p), values)
-    optimizer.keep(p, False)
-    assert [x.codec for x in moments_of(optimizer, p)] == codecs
-    for found, expected in zip(optimizer.moments(p), values, strict=True):
-        torch.testing.assert_close(found, expected, rtol=0.1, atol=1e-6)
-    # the first is relative to the second again, and keeps its values when that is written
-    optimizer.state[p]["exp_avg_sq"].mul_(4)
-    torch.testing.assert_close(optimizer.moments(p)[0], values[0], rtol=0.1, atol=1e-6)
-
-
 def moments_of(optimizer, p):
     return [optimizer.state[p][name] for name in ("exp_avg", "exp_avg_sq")]
 

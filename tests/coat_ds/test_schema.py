@@ -20,7 +20,7 @@ GOOD = [
     {"enabled": True, "activations": False, "require": False},
     {"enabled": True, "activations": True, "require": True},
     *({"enabled": True, "zero3_layer_units": value} for value in (None, True, False)),
-    *({"enabled": True, "watch": value} for value in (True, {"every": 0}, {"act": "act", "flushed": 1})),
+    *({"enabled": True, "watch": value} for value in (True, {"every": 0}, {"every": 1, "folder": "run"})),
 ]
 BAD = [
     True,
@@ -42,7 +42,7 @@ BAD = [
     {"enabled": True, "checkpointing": {"compress": True}},
     {"enabled": True, "report": True},
     *({"enabled": True, "zero3_layer_units": value} for value in ("yes", 1, "auto")),
-    *({"enabled": True, "watch": value} for value in (100, {"every": 0.5}, {"flushed": "1"}, {"act": True})),
+    *({"enabled": True, "watch": value} for value in (100, {"every": 0.5}, {"folder": True}, {"act": "off"})),
 ]
 
 

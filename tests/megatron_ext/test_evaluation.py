@@ -1,5 +1,7 @@
 """`activations.evaluation` "stock" in Megatron's layers: they evaluate in BF16, and train as with "fp8"."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from megatron.core.inference.contexts import StaticInferenceContext
@@ -30,13 +32,14 @@ def evaluated(model, device):
 
 
 def in_bf16(model, device):
-    """The evaluation with all linear layers fallen back to BF16."""
+    """The evaluation with all linear layers in BF16."""
     linears = [module for module in model.modules() if isinstance(module, LINEARS)]
+    own = [linear.activations for linear in linears]
     for linear in linears:
-        linear.paused = True
+        linear.take_activations(replace(linear.activations, enabled=False))
     logits = evaluated(model, device)
-    for linear in linears:
-        linear.paused = False
+    for linear, activations in zip(linears, own, strict=True):
+        linear.take_activations(activations)
     return logits
 
 

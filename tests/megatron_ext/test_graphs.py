@@ -6,8 +6,7 @@ import pytest
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
-from coat_ds.config import ActivationsConfig, WatchConfig
-from coat_ds.watch.fallback import Fallback
+from coat_ds.config import ActivationsConfig
 from coat_kernels.graphs import MOST_MOVES, WARM_UP, end_graphs, graphed_work
 from coat_kernels.weights import invalidate_weight_caches
 from megatron_ext.layer_specs import coat_layer_spec
@@ -293,22 +292,3 @@ def test_other_options_are_recorded_anew(device):
         found = gradients(layer, *run(layer, x), x)
         assert all(map(torch.equal, found, gradients(plain, *run(plain, x), x)))
     assert layer.graphs.count == 1
-
-
-def test_a_layer_that_falls_back_and_returns_is_recorded_anew(device):
-    """The old graph would continue in FP8. With a linear layer in BF16 there are no blocks to record; when
-    the layer returns to FP8 they are recorded again."""
-    layer, plain = recorded(device)
-    fallbacks = [Fallback(one, WatchConfig(act="act"), lambda *_: None) for one in (layer, plain)]
-    in_fp8 = gradients(plain, *run(plain, inputs(device)[0]), inputs(device)[0])
-    for fallen in (["mlp.linear_fc2"], []):
-        for fallback in fallbacks:
-            fallback.restore({"layers": fallen})
-        assert layer.graphs.count == 0
-        assert [one.mlp.linear_fc2.paused for one in (layer, plain)] == [bool(fallen)] * 2
-        for x in inputs(device, WARM_UP + 2):
-            found = gradients(layer, *run(layer, x), x)
-            assert all(map(torch.equal, found, gradients(plain, *run(plain, x), x)))
-        assert layer.graphs.count == int(not fallen)
-        found = gradients(layer, *run(layer, inputs(device)[0]), inputs(device)[0])
-        assert all(map(torch.equal, found, in_fp8)) == (not fallen)

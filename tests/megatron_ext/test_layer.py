@@ -303,12 +303,8 @@ def test_weight_cache_changes_nothing_else(device):
     assert again.equal(loss) and all(cached[name].equal(grads[name]) for name in grads)
     # codes in two layouts, the largest magnitude and the scale
     linears = [m.weight.numel() for m in model.modules() if isinstance(m, LINEARS)]
-    # fc2's weight is the last
-    assert len(linears) == 4 and linears[-1] == H * FFN
+    assert len(linears) == 4
     assert cached_weight_bytes(model) == sum(2 * n + 8 for n in linears)
-    # a layer that falls back holds no copies
-    model.decoder.layers[0].mlp.linear_fc2.paused = True
-    assert cached_weight_bytes(model) == sum(2 * n + 8 for n in linears[:-1])
     assert cached_weight_bytes(plain) == 0
 
 

@@ -14,7 +14,6 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from coat_ds.config import CoatConfigError
 from coat_ds.optim.fragments import Fragment
 from coat_ds.optim.moment import Moment
-from coat_ds.optim.state_dict import format_of
 from coat_ds.watch.states import StateSampler, figures
 from coat_kernels.adamw import join_master
 from megatron_ext.layer_specs import sdpa_layer_spec
@@ -196,19 +195,6 @@ def two_parameters(**options):
         params[0].decoupled_grad = torch.randn(params[0].shape)
         assert optimizer.step(lambda: 3.0) == 3.0
     return optimizer, *params
-
-
-def test_a_parameter_keeps_fp32_for_a_while():
-    optimizer, p, q = two_parameters()
-
-    def formats():
-        return [format_of(optimizer.state[x]["exp_avg"]) for x in (p, q)]
-
-    assert formats() == ["ratio8", "ratio8"]
-    optimizer.keep(q)
-    assert formats() == ["ratio8", "fp32"]
-    optimizer.keep(q, False)
-    assert formats() == ["ratio8", "ratio8"]
 
 
 def test_states_are_written_in_fp32_whatever_the_weights_are():

@@ -51,9 +51,9 @@ MISTAKES = {
             "a negative number", block(optimizer={"min_numel": -1}), ("min_numel: ", "0 or more", "found -1")
         ),
         Mistake(
-            "something to act on that is not measured",
-            block(watch={"every": 0, "act": "act"}),
-            ("coat.watch.act: ", "found 'act'", '"every": 0', "drop the key"),
+            "a layer that changes its format during a run",
+            block(watch={"act": "act"}),
+            ("coat.watch.act: ", "found 'act'", "removed", "coat watch", "Drop the key"),
         ),
         Mistake(
             "a misspelt format",

@@ -27,9 +27,6 @@ class Fp8Linear(Replaced):
     cancels: large terms cancel in the weight's gradient, as in attention's projections.
     """
 
-    # whether the stock forward runs instead; set by `coat_ds.watch`
-    paused = False
-
     def __init__(
         self,
         module: nn.Module,
@@ -64,8 +61,6 @@ class Fp8Linear(Replaced):
                 "torch.nn.DataParallel cannot copy converted models to other devices: use "
                 "DistributedDataParallel, one process for each GPU."
             )
-        if self.paused:
-            return self.stock(input)
         if not (self.takes(input) and can_be_read(weight)):
             if is_distributed(weight):
                 return self._of_parts(input)
@@ -117,7 +112,7 @@ class Fp8Linear(Replaced):
 
 def is_fused(forward: object) -> bool:
     """Whether a fused block or a merged GEMM may replace `forward`."""
-    return type(forward) is Fp8Linear and not forward.transposed and not forward.paused
+    return type(forward) is Fp8Linear and not forward.transposed
 
 
 def may_merge(linears: tuple[nn.Module, ...]) -> bool:

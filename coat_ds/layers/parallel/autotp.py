@@ -42,8 +42,7 @@ class AutoTPLinear(Fp8Linear):
     def compute(self, input: torch.Tensor) -> torch.Tensor:
         module, layers = self.module, _deepspeed()
         if (
-            self.paused
-            or torch.compiler.is_compiling()
+            torch.compiler.is_compiling()
             or getattr(module, "defer_collectives_to_compiler", False)
             or not (self.takes(input) and can_be_read(module.weight))
         ):

@@ -82,8 +82,7 @@ def test_norms_that_are_gathered_by_themselves():
 
 
 def watched_alone_and_sharded():
-    """Losses, readings and what falls back, of one process and of ranks that free gathered weights, or keep
-    them."""
+    """Losses and readings, of one process and of ranks that free gathered weights, or keep them."""
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo")
     found, mesh = [], init_device_mesh("cpu", (2,))
@@ -92,16 +91,15 @@ def watched_alone_and_sharded():
         if frees is not None:
             for module in (*model.model.layers, model):
                 fully_shard(module, mesh=mesh, reshard_after_forward=frees)
-        losses, watch, paused = watched(model, LLAMA.batch())
-        found.append((losses, watch.last, watch.fallback.state(), paused))
-        watch.close()
+        found.append(watched(model, LLAMA.batch()))
     return found
 
 
 def test_a_watched_model():
     for alone, *sharded in run_distributed(watched_alone_and_sharded, 2):
-        for found in sharded:
-            assert found[0] == pytest.approx(alone[0], rel=2**-7) and found[2:] == alone[2:]
+        for losses, reading in sharded:
+            assert losses == pytest.approx(alone[0], rel=2**-7)
+            assert reading.groups.keys() == alone[1].groups.keys()
 
 
 def check(ranks):

@@ -229,11 +229,8 @@ def tied(folder):
     loss, gradients = run(model := build(), batch)
     found = [run(LLAMA.build(tie_word_embeddings=True), batch), (loss, whole(gradients))]
     assert model.lm_head.weight is model.model.embed_tokens.weight
-    watches = []
-    for model in (coat_ds.convert(LLAMA.build(tie_word_embeddings=True)), build()):
-        losses, watch, paused = watched(model, batch)
-        watches.append((losses, watch.last, watch.fallback.state(), paused))
-        watch.close()
+    alone = coat_ds.convert(LLAMA.build(tie_word_embeddings=True))
+    watches = [watched(model, batch) for model in (alone, build())]
     runs = []
     for resumes in (False, True):
         model = build()
@@ -256,7 +253,6 @@ def test_a_tied_model_is_watched_and_resumed(two):
     for ((loss, expected), (other, gradients)), (alone, parts), (on, again) in ranks:
         assert abs(other - loss) < 2**-8 * loss
         assert 2**-6 < relative(gradients, expected) < fp8_bound(14)
-        # the first forward multiplies in FP8, the others do not
         assert parts[0] == pytest.approx(alone[0], rel=2**-8)
         assert on[0] == again[0] and all(torch.equal(p, again[1][n]) for n, p in on[1].items())
     check_watched([watches[1] for _, watches, _ in ranks])

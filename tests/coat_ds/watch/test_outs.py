@@ -9,7 +9,7 @@ import torch
 import coat_ds
 from coat_ds import CoatAdamW, CoatConfig, CoatConfigError, cli
 from coat_ds.config import WatchConfig
-from coat_ds.watch import Callback, Watch, fallback
+from coat_ds.watch import Callback, Watch
 from coat_ds.watch.readings import FILE, Reading, append, read
 from coat_kernels.autograd import watching
 from tests.coat_ds.watch.parts import llama, model
@@ -17,7 +17,7 @@ from tests.coat_ds.watch.parts import llama, model
 
 def reading(step, error):
     groups = {"layers.*.weight": {"update_error": error, "stalled": 0.25}, "layers.*": {"input_flushed": 0.5}}
-    return Reading(step, groups, [])
+    return Reading(step, groups)
 
 
 @pytest.fixture
@@ -48,15 +48,14 @@ def test_the_command_prints_a_table_and_draws(run, tmp_path, capsys):
 @pytest.mark.parametrize("figure", ["update_error", "input_flushed", "gradient_flushed"])
 @pytest.mark.parametrize("value", [0.5, 0.51, float("nan")])
 def test_the_command_ends_with_a_verdict(tmp_path, capsys, figure, value):
-    append(tmp_path, Reading(8, {"a": {figure: 0.1, "saved_flushed": 1.0}, "b.*": {figure: value}}, []))
+    append(tmp_path, Reading(8, {"a": {figure: 0.1, "saved_flushed": 1.0}, "b.*": {figure: value}}))
     assert cli.main(["watch", str(tmp_path)]) == 0
     verdict = capsys.readouterr().out.splitlines()[-2]
     if value == 0.5:
         assert verdict.startswith("verdict: healthy")
         return
-    # the key that it names is one of the block
-    key = "coat.optimizer.keep_fp32" if figure == "update_error" else "coat.watch.act"
-    assert verdict.startswith("verdict: NOT healthy") and f"{figure} of b.*" in verdict and key in verdict
+    fix = "coat.optimizer.keep_fp32" if figure == "update_error" else "coat_ds.convert"
+    assert verdict.startswith("verdict: NOT healthy") and f"{figure} of b.*" in verdict and fix in verdict
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_the_first_step(tmp_path):
@@ -119,7 +118,7 @@ def test_a_line_that_was_cut_off_costs_that_reading_alone(run, kept, caplog):
 
 
 def test_files_of_earlier_versions_are_read(tmp_path):
-    line = reading(6, 0.02)._asdict() | {"samples": 48, "memory": {"weights": 4_000_000}}
+    line = reading(6, 0.02)._asdict() | {"samples": 48, "fallen": []}
     (tmp_path / FILE).write_text(json.dumps(line) + "\n")
     assert read(tmp_path) == [reading(6, 0.02)]
 
@@ -136,7 +135,6 @@ def test_booleans_and_defaults():
     assert CoatConfig.from_dict({"enabled": True}).watch == WatchConfig()
     assert CoatConfig.from_dict({"enabled": True, "watch": True}).watch.every == 100
     assert CoatConfig.from_dict({"enabled": True, "watch": False}).watch.every == 0
-    assert WatchConfig(flushed=1).flushed == 1
 
 
 def trainer_of(folder, watch=None, **arguments):
@@ -195,27 +193,6 @@ def test_trainer_goes_on_counting_after_an_interruption(tmp_path):
     trainer.train(resume_from_checkpoint=True)
     assert [entry["coat/step"] for entry in logged_by(trainer)] == [2, 4]
     assert not optimizer._optimizer_step_pre_hooks and watching.observer() is None
-
-
-def test_trainer_resumes_with_what_has_fallen_back(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(fallback, "READINGS", 1)
-    caplog.set_level("INFO", "coat_ds")
-    # a reading of the step that is saved
-    limits = {"every": 3, "act": "act", "update_error": 1e-6}
-    trainer, _ = trainer_of(tmp_path, limits, save_steps=3)
-    trainer.train()
-    fallen = trainer.state.stateful_callbacks["coat_watch"]
-    assert "lm_head.weight" in fallen["states"] and not fallen["layers"]
-    for act, formats, said in (
-        ("act", ["fp32", "fp32"], "as in the checkpoint's run"),
-        ("off", ["ratio8", "log8"], "coat.watch.act is 'off'"),
-    ):
-        caplog.clear()
-        trainer, optimizer = trainer_of(tmp_path, {"act": act})
-        trainer.train(resume_from_checkpoint=f"{tmp_path}/checkpoint-3")
-        state = optimizer.state[trainer.model.lm_head.weight]
-        assert [state[name].codec.name for name in ("exp_avg", "exp_avg_sq")] == formats
-        assert any(said in line and "lm_head.weight" in line for line in caplog.messages)
 
 
 def test_trainer_without_our_optimizer():
