@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from coat_ds.optim.fragments import Fragment, piece_begins
-from coat_ds.optim.options import BOTH_FP32, FormatNames, Rule, codec_of, keeps_fp32
+from coat_ds.optim.options import Rule, codec_of, keeps_fp32
 from coat_kernels.codecs import Codec, get_codec
 
 
@@ -57,12 +57,6 @@ class Layouts:
         begins = piece_begins(self.fragments[p], p.numel())
         return tuple((begin, kept if is_kept else codec) for begin, is_kept in begins)
 
-    def unless_kept(self, p: torch.Tensor, group: dict[str, Any], formats: FormatNames) -> FormatNames:
-        """`formats`, the formats of the whole parameter group, or FP32 if all of `p` keeps FP32 moments."""
-        fragments = self.fragments.get(p)
-        kept = self.keeps(p, group) if fragments is None else all(f.kept for f in fragments)
-        return BOTH_FP32 if kept else formats
-
     def held_in(self, index: int, group: dict[str, Any]) -> list[torch.Tensor]:
         """The tensors of the parameter group `index`, including those that ZeRO-3 puts into it only for a
         step."""
@@ -80,7 +74,3 @@ class Layouts:
         number of elements. The parameter is None if it is not known."""
         fragments = self.fragments.get(p)
         return [(p, 0, p.numel())] if fragments is None else [(f.param, f.start, f.numel) for f in fragments]
-
-    def tensors_in(self, p: torch.Tensor) -> int:
-        """How many model parameters `p` stands for. A flat partition counts those that do not keep FP32."""
-        return max(sum(not f.kept for f in self.fragments.get(p, ())), 1)

@@ -1,11 +1,11 @@
-"""Log lines: how states are stored, which second moments stall, which formats a checkpoint had."""
+"""Log lines: how states are stored, and which second moments stall."""
 
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from coat_ds.optim.options import MOMENTS, FormatNames, rounds_stochastically
+from coat_ds.optim.options import rounds_stochastically
 from coat_kernels.codecs import Codec
 
 
@@ -69,17 +69,3 @@ def _compressed(optimizer, group_index: int) -> list[Codec]:
         for _, codec in optimizer.layouts.layout_of(p, group, "exp_avg_sq")
     }
     return [codec for codec in codecs.values() if codec.dtype != torch.float32]
-
-
-def conversions_line(converted: Mapping[tuple[FormatNames, FormatNames], int]) -> str:
-    """The line for a load that changed formats.
-
-    converted: number of tensors by (saved formats, present formats).
-    """
-    parts = []
-    for pair, count in converted.items():
-        changes = [
-            f"{name} from {old} to {new}" for name, old, new in zip(MOMENTS, *pair, strict=True) if old != new
-        ]
-        parts.append(f"{' and '.join(changes)} in {count} tensor{'s' * (count != 1)}")
-    return f"moments change their formats in this load: {'; '.join(parts)}"

@@ -4,32 +4,26 @@
 """
 
 import contextlib
-import logging
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from itertools import chain, islice
 from typing import Any, NoReturn
 
 import torch
 
-from coat_ds.log import say
 from coat_ds.optim.changes import check_changes, check_supported
-from coat_ds.optim.lines import conversions_line
 from coat_ds.optim.options import (
     FORMATS,
     LAYOUT,
     MOMENTS,
     SECOND_FIRST,
     STOCK_SWITCHES,
-    FormatNames,
     check_names,
     check_numbers,
-    formats_of,
     has_remainder,
 )
 from coat_ds.optim.pair import pair_up
-from coat_ds.optim.shards import laid_out_like, local, shard_of
-from coat_ds.optim.state_dict import format_of, restored, stored_formats
+from coat_ds.optim.shards import laid_out_like, shard_of
+from coat_ds.optim.state_dict import restored
 from coat_ds.optim.states import ready_state, state_device
 
 # the kernels' dither counts steps up to this number
@@ -68,7 +62,7 @@ def loading_states(optimizer) -> Iterator[None]:
         # states are re-created with the options that the groups have now
         optimizer.checked_groups = ()
         check_changes(optimizer)
-        say_conversions(optimizer, _load_states(optimizer, loaded))
+        _load_states(optimizer, loaded)
 
     hooks = (
         optimizer.register_load_state_dict_pre_hook(keep_states),
@@ -81,53 +75,34 @@ def loading_states(optimizer) -> Iterator[None]:
             hook.remove()
 
 
-def _load_states(optimizer, loaded: dict[str, Any]) -> dict[torch.Tensor, FormatNames]:
-    """Loads the state of every parameter that has one in a state dict. Returns the formats in which the
-    moments were stored, except for parameters whose formats `stored_formats` cannot tell."""
-    stored = {}
+def _load_states(optimizer, loaded: dict[str, Any]) -> None:
+    """Loads the state of every parameter that has one in a state dict."""
     for group, saved in zip(optimizer.param_groups, loaded["param_groups"], strict=True):
-        steps, of_group = _steps_of(saved, loaded["state"]), formats_of(saved)
+        steps = _steps_of(saved, loaded["state"])
         for p, index in zip(group["params"], saved["params"], strict=True):
             if entry := loaded["state"].get(index):
                 optimizer.state[p] = {**entry, "step": torch.tensor(float(steps[index]), dtype=torch.float32)}
-                said = optimizer.layouts.unless_kept(p, group, of_group)
-                formats = optimizer._load_state(p, group, loaded, index, said)
-                if formats is not None:
-                    stored[p] = formats
+                optimizer._load_state(p, group)
     known = {index for saved in loaded["param_groups"] for index in saved["params"]}
     optimizer.state |= {key: note for key, note in loaded["state"].items() if key not in known}
-    return stored
 
 
-def load_state(
-    optimizer,
-    p: torch.Tensor,
-    group: dict[str, Any],
-    loaded: dict[str, Any],
-    index: int,
-    said: FormatNames,
-) -> FormatNames | None:
-    """Replaces the tensors in the state of `p`, taken from the loaded entry `index`, by the optimizer's own.
-
-    said: the formats of its moments that the parameter group in `loaded` names.
-    Returns the formats in which the moments were stored, as `stored_formats` does.
-    """
+def load_state(optimizer, p: torch.Tensor, group: dict[str, Any]) -> None:
+    """Replaces the tensors in the state of `p`, which are those of a state dict, by the optimizer's own."""
     state, device = optimizer.state[p], state_device(optimizer, p, group)
     remainder = state.pop("remainder", None)
     if _is_remainder(remainder) and has_remainder(p, group):
         held = shard_of(remainder, p).view(torch.int16)
         state["remainder"] = laid_out_like(p, held.to(device, copy=True))
-    moment, all_exact = None, True
+    moment = None
     for name in SECOND_FIRST:
         layout = optimizer.layouts.layout_of(p, group, name)
-        moment, exact = restored(loaded, index, name, layout, p, device, moment)
+        moment, exact = restored(shard_of(state[name], p), layout, p.device, device, moment)
         state[name] = laid_out_like(p, moment)
         optimizer.count_arrival(exact)
-        all_exact = all_exact and exact
     pair_up(state, p)
     if optimizer.offloads:
         ready_state(optimizer, p, group)
-    return stored_formats(loaded, index, p, said, all_exact)
 
 
 def options_of_groups(optimizer) -> list[dict[str, Any]]:
@@ -147,31 +122,6 @@ def restore_options(optimizer, options: list[dict[str, Any]]) -> None:
         group |= {k: v for k, v in optimizer.of_the_whole().items() if k in group}
         # FusedAdam's count for the group; here every state has its own `step`
         group.pop("step", None)
-
-
-def say_conversions_from(optimizer, formats: Iterable[FormatNames]) -> None:
-    """Logs the changes of format of moments that were put into the state as FP32 values.
-
-    formats: for each parameter group, the formats in which its moments were stored.
-    """
-    stored = {
-        p: optimizer.layouts.unless_kept(p, group, saved)
-        for i, (group, saved) in enumerate(zip(optimizer.param_groups, formats, strict=True))
-        for p in optimizer.layouts.held_in(i, group)
-        if p in optimizer.state
-    }
-    say_conversions(optimizer, stored)
-
-
-def say_conversions(optimizer, stored: Mapping[torch.Tensor, FormatNames]) -> None:
-    """Logs how many tensors have moments that were `stored` in other formats than the present ones."""
-    converted: Counter[tuple[FormatNames, FormatNames]] = Counter()
-    for p, old in stored.items():
-        new = tuple(format_of(local(optimizer.state[p][name])) for name in MOMENTS)
-        if old != new:
-            converted[old, new] += optimizer.layouts.tensors_in(p)
-    if converted:
-        say(conversions_line(converted), logging.WARNING)
 
 
 def check_loaded(state_dict: dict[str, Any], groups: list[dict[str, Any]], defaults: dict[str, Any]) -> None:

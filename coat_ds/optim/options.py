@@ -27,9 +27,6 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 # the order in which moments are written: the first may be relative to the second
 SECOND_FIRST = MOMENTS[::-1]
 FORMATS = tuple(f"{name}_format" for name in MOMENTS)
-# one name for each of MOMENTS
-FormatNames = tuple[str, ...]
-BOTH_FP32: FormatNames = ("fp32", "fp32")
 Rule = Sequence[str] | Callable[[str | None, torch.Tensor], bool]
 # the implementation switches of torch.optim.AdamW and DeepSpeed's Adams; CoatAdamW has one implementation.
 # Its parameter groups hold them all the same, so that those optimizers can load its state dict
@@ -137,16 +134,6 @@ def codec_of(group: dict[str, Any], name: str) -> Codec:
     """The codec in which a parameter group stores one of `MOMENTS`."""
     second = get_codec(group["exp_avg_sq_format"])
     return second if name == "exp_avg_sq" else first_codec(group["exp_avg_format"], second)
-
-
-def formats_of(group: dict[str, Any]) -> FormatNames:
-    """The formats of its moments that a parameter group of a checkpoint names; FP32 if it names none, as
-    groups of other optimizers do."""
-    first, second = (group.get(name) for name in FORMATS)
-    if first not in EXP_AVG_FORMATS or second not in EXP_AVG_SQ_FORMATS:
-        return BOTH_FP32
-    codec = get_codec(second)
-    return first_codec(first, codec).name, codec.name
 
 
 def has_remainder(p: torch.Tensor, group: dict[str, Any]) -> bool:

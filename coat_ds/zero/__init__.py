@@ -13,14 +13,13 @@ and `finish`, which run before and after `DeepSpeedEngine.__init__`.
     guards.py            checkpoints and offloading of the states
     gradients.py         gradients that reach the optimizer in 16 bits
     grad_norm.py         the norm of gradients by one operation
-    stage0.py            checkpoints of stage 0, from both of DeepSpeed's wrappers
+    stage0.py            checkpoints that stage 0 cannot load
     universal.py         moments of universal checkpoints, which stay on the CPU until they are encoded
     recompute.py         FP8 inputs of regions that DeepSpeed recomputes
     model_layers.py      how the block configures a model's layers
     layer_units.py       whole layers as units of ZeRO-3
     module_hooks.py      ZeRO-3's hooks of all other modules
     status.py            `engine.coat`
-    uncalled.py          converted base layers of adapters that no forward calls
     watch.py             readings of an engine's steps
 
 Before an engine with a block is built, only switch.py and block.py are imported.

@@ -26,9 +26,8 @@ from coat_ds.zero.layer_units import LayerUnits
 from coat_ds.zero.model_layers import check_adapters, prepare_layers, take_exchanged, undo
 from coat_ds.zero.module_hooks import lighten_module_hooks
 from coat_ds.zero.partitions import link_partitions
-from coat_ds.zero.stage0 import read_both_layouts
+from coat_ds.zero.stage0 import refuse_other_states
 from coat_ds.zero.status import Status, idle_layers
-from coat_ds.zero.uncalled import report_uncalled
 from coat_ds.zero.watch import watch_engine
 from coat_kernels.graphs import LEAVES
 
@@ -131,7 +130,7 @@ def finish(engine, prepared: Prepared) -> None:
         keep_gradients_narrow(engine.optimizer)
         batch_gradient_norms(engine.optimizer)
         link_states(engine)
-        read_both_layouts(engine.optimizer)
+        refuse_other_states(engine.optimizer)
         guard_checkpoints(engine)
         inner = engine.basic_optimizer
         way_out = "Set bf16.bf16_master_weights_and_grads and bf16.bf16_optimizer_states, from ZeRO 1 on"
@@ -146,7 +145,6 @@ def finish(engine, prepared: Prepared) -> None:
     if coat.fp8_activation_checkpointing:
         recompute.compress_inputs(engine.module)
         report_compressed(engine.module, say, functools.partial(say, level=logging.WARNING))
-    report_uncalled(engine.module, functools.partial(say, level=logging.WARNING))
     layers = layers_of(engine.module, why)
     if line := idle_layers(coat, layers):
         say(line, logging.WARNING)

@@ -3,15 +3,14 @@
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 
 from coat_ds.log import say
-from coat_ds.optim.loading import options_of_groups, restore_options, say_conversions_from
+from coat_ds.optim.loading import options_of_groups, restore_options
 from coat_ds.optim.moment import Moment
 from coat_ds.optim.optimizer import CoatAdamW
-from coat_ds.optim.options import FORMATS, MOMENTS, FormatNames, formats_of
+from coat_ds.optim.options import MOMENTS
 from coat_ds.optim.streaming import streaming
 from coat_ds.patches import Patch
 from coat_ds.zero.grad_norm import STAGE_1_AND_2, STAGE_3
@@ -85,15 +84,12 @@ def _loading(engine, load: Callable) -> Callable:
         optimizer.take_arrivals()
         # a universal checkpoint overwrites options of the parameter groups by its saved ones
         own = options_of_groups(optimizer)
-        if universal := engine.load_universal_checkpoint():
-            for group in optimizer.param_groups:
-                group |= {name: _Own(group[name]) for name in FORMATS}
-        else:
+        universal = engine.load_universal_checkpoint()
+        if not universal:
             _unlink_states(engine)
         try:
             with moments_wait_on_cpu(optimizer) if universal else contextlib.nullcontext():
                 result = load(*args, **kwargs)
-            saved = [_named_by_checkpoint(group) for group in optimizer.param_groups]
         except BaseException:
             # After an interrupt, as after a refused load, the engine is unchanged and linked. If a load
             # failed halfway, states to link may be missing. The load's own error is raised.
@@ -107,22 +103,10 @@ def _loading(engine, load: Callable) -> Callable:
             # instead of their masters (tests with 0.18.9 check this); 0.19.8 does not
             engine.optimizer._link_all_hp_params()
         link_states(engine)
-        arrived = optimizer.take_arrivals()
-        if universal and arrived:
-            say_conversions_from(optimizer, saved)
-        say(f"moments of the checkpoint: {arrived or 'none was loaded'}")
+        say(f"moments of the checkpoint: {optimizer.take_arrivals() or 'none was loaded'}")
         return result
 
     return load_checkpoint
-
-
-class _Own(str):
-    """A format that a parameter group had before a load, and still has if the checkpoint names none."""
-
-
-def _named_by_checkpoint(group: dict[str, Any]) -> FormatNames:
-    """`formats_of` for a parameter group that was loaded in place."""
-    return formats_of({name: value for name, value in group.items() if not isinstance(value, _Own)})
 
 
 def _saving(engine, save: Callable) -> Callable:

@@ -11,14 +11,12 @@ of this code. A process that does imports this file, `block` and `patches`, whic
 library and take 2 ms, compared to 1.2 s for torch. The rest of `coat_ds` is imported when an engine with a
 block is built.
 
-With `COAT_DISABLE=1` in the environment `register` only logs that a block is ignored. With
-`TORCH_DEVICE_BACKEND_AUTOLOAD=0`, torch's own switch, `register` is not called. `install` ignores both.
+With `COAT_DISABLE=1` in the environment `register` does nothing. With `TORCH_DEVICE_BACKEND_AUTOLOAD=0`,
+torch's own switch, `register` is not called. `install` ignores both.
 """
 
-import contextlib
 import functools
 import inspect
-import logging
 import os
 import sys
 from collections.abc import Callable
@@ -37,12 +35,6 @@ ENGINE = Patch(
     keywords=("model", "optimizer", "config_class"),
     way_out="or drop the coat block",
 )
-DISABLED = Patch(
-    f"{DISABLE}=1",
-    "deepspeed",
-    f"{ENGINE_MODULE}:DeepSpeedEngine.__init__",
-    "engines say that their coat block is ignored",
-)
 
 
 def install() -> None:
@@ -54,7 +46,7 @@ def install() -> None:
     if ENGINE_MODULE in sys.modules:
         ENGINE.apply(_honouring)
     else:
-        _wait(ENGINE, _honouring)
+        _wait()
 
 
 def uninstall() -> None:
@@ -73,12 +65,12 @@ def is_installed() -> bool:
 
 def register() -> None:
     """Called by `coat_autoload` at the end of torch's import."""
-    disabled = os.environ.get(DISABLE) == "1"
-    patch, make = (DISABLED, _saying_so) if disabled else (ENGINE, _honouring)
+    if os.environ.get(DISABLE) == "1":
+        return
     if ENGINE_MODULE in sys.modules:
-        patch.apply(make, checked=False)
-    elif not disabled or not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        _wait(patch, make)
+        ENGINE.apply(_honouring, checked=False)
+    else:
+        _wait()
 
 
 def _honouring(original: Callable) -> Callable:
@@ -116,35 +108,13 @@ def _check_version() -> None:
         )
 
 
-def _saying_so(original: Callable) -> Callable:
-    """The constructor of an engine that only logs that its block is ignored."""
-
-    @functools.wraps(original)
-    def __init__(self, *args, **kwargs):
-        with contextlib.suppress(TypeError):
-            given = inspect.signature(original).bind(self, *args, **kwargs).arguments.get("config_class")
-            if asks_for_coat(getattr(given, "_param_dict", None)) and not is_installed():
-                from coat_ds.log import say
-
-                say(
-                    f"the coat block is ignored, for {DISABLE}=1 is set. Unset it to use COAT",
-                    logging.WARNING,
-                )
-        return original(self, *args, **kwargs)
-
-    return __init__
-
-
-def _wait(patch: Patch, make: Callable[[Callable], Callable]) -> None:
-    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
-    sys.meta_path.insert(0, _Finder(patch, make))
+def _wait() -> None:
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
 
 
 class _Finder:
-    """An import finder that applies a patch when `ENGINE_MODULE` is imported."""
-
-    def __init__(self, patch: Patch, make: Callable[[Callable], Callable]):
-        self._patch, self._make = patch, make
+    """An import finder that applies the patch when `ENGINE_MODULE` is imported."""
 
     def find_spec(self, name, path=None, target=None):
         if name != ENGINE_MODULE:
@@ -163,7 +133,7 @@ class _Finder:
             sys.meta_path.remove(self)
             # an unsupported DeepSpeed raises an error when an engine with a block is built, not here
             if hasattr(module, "DeepSpeedEngine"):
-                self._patch.apply(self._make, checked=False)
+                ENGINE.apply(_honouring, checked=False)
 
         spec.loader.exec_module = exec_module
         return spec

@@ -19,13 +19,12 @@ the context that is open in its own thread; without one it behaves as torch does
 """
 
 import contextlib
-import copy
 import functools
 import math
 import weakref
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.utils.checkpoint
@@ -82,14 +81,6 @@ class Packed:
         rows = flat.view(-1, math.gcd(flat.numel(), ROW))
         self.codes, self.exponent = quantize_groups(rows, GROUP_SIZE, FORMAT)[:2]
         _alive.add(self)
-
-    def with_codes(self, codes: torch.Tensor, exponent: torch.Tensor) -> Self:
-        """A packed tensor of the same shape, strides and dtype with other codes, which may be on another
-        device."""
-        other = copy.copy(self)
-        other.codes, other.exponent = codes, exponent
-        _alive.add(other)
-        return other
 
     @property
     def nbytes(self) -> int:

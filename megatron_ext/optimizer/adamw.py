@@ -17,11 +17,7 @@ from coat_ds.config import CoatConfigError
 from coat_ds.optim.fragments import Fragment
 from coat_ds.optim.moment import Moment
 from coat_ds.optim.optimizer import CoatAdamW
-from coat_ds.optim.options import (
-    MOMENTS,
-    SECOND_FIRST,
-    FormatNames,
-)
+from coat_ds.optim.options import MOMENTS, SECOND_FIRST
 from coat_ds.optim.pair import pair_up
 from coat_ds.optim.state_dict import take_states
 from coat_ds.optim.states import ready_state, take_moment
@@ -142,9 +138,7 @@ class MegatronAdamW(CoatAdamW, torch.optim.AdamW):
             steps = [int(packed["state"][i]["step"]) for i in group["params"] if packed["state"].get(i)]
             if self._counts_in_groups and steps:
                 group["step"] = max(steps)
-        taken = take_states(packed, "compressed" if self._distributed else "stock")
-        del taken["coat"]
-        return taken
+        return take_states(packed, "compressed" if self._distributed else "stock")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state dict of this class, of `torch.optim.AdamW` or of FusedAdam."""
@@ -162,9 +156,7 @@ class MegatronAdamW(CoatAdamW, torch.optim.AdamW):
             groups.append(group)
         super().load_state_dict({"state": state, "param_groups": groups})
 
-    def _load_state(
-        self, p: torch.Tensor, group: dict[str, Any], loaded: dict[str, Any], index: int, said: FormatNames
-    ) -> FormatNames:
+    def _load_state(self, p: torch.Tensor, group: dict[str, Any]) -> None:
         state = self.state[p]
         if (remainder := state.get("remainder")) is not None and remainder.dtype == torch.float16:
             # the dtype in which state dicts hold it
@@ -177,8 +169,6 @@ class MegatronAdamW(CoatAdamW, torch.optim.AdamW):
             else:
                 take_moment(self, p, group, name, value)
         ready_state(self, p, group)
-        # the moments are FP32, or this optimizer's own, which take the checkpoint's FP32 values later
-        return said
 
 
 def linked(host: MegatronOptimizer) -> Iterator[tuple[int, torch.Tensor, torch.Tensor, int]]:

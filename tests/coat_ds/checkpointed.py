@@ -70,6 +70,6 @@ def to_universal(folder, tag):
     torch.distributed.barrier()
 
 
-def of_formats():
-    """Lines that name formats or moments of a checkpoint."""
-    return listening(logging.INFO, "change their formats", "moments of the checkpoint")
+def of_moments():
+    """Lines on the moments of a checkpoint."""
+    return listening(logging.INFO, "moments of the checkpoint")

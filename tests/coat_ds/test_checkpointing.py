@@ -20,22 +20,29 @@ from tests.kernels.test_choices import CHOOSE, TOKENS, Mixture
 from tests.util import listening, rel_rms, run_distributed
 
 ROWS, WIDTH, GROUP = 64, 128, 128
-# partition_activations, cpu_checkpointing
-MODES = {"plain": (False, False), "partition": (True, False), "cpu": (False, True), "both": (True, True)}
+# arguments of deepspeed.checkpointing.configure that are refused, with the key of each
+REFUSED = {
+    "partition_activations": {"partition_activations": True},
+    "cpu_checkpointing": {"checkpoint_in_cpu": True},
+    "contiguous_memory_optimization": {
+        "partition_activations": True,
+        "contiguous_checkpointing": True,
+        "num_checkpoints": 1,
+    },
+}
 
 
 class Mpu:
-    """All ranks, or each alone, are one tensor-parallel group."""
+    """Each rank alone is one tensor-parallel group."""
 
-    def __init__(self, together: bool):
-        dist = torch.distributed
-        self.group = dist.group.WORLD if together else dist.new_subgroups(1)[0]
+    def __init__(self):
+        self.group = torch.distributed.new_subgroups(1)[0]
 
     def get_model_parallel_rank(self):
-        return torch.distributed.get_rank(self.group)
+        return 0
 
     def get_model_parallel_world_size(self):
-        return torch.distributed.get_world_size(self.group)
+        return 1
 
     def get_model_parallel_group(self):
         return self.group
@@ -63,8 +70,6 @@ def one_region(host, compress, x):
 
     torch.manual_seed(7)
     x = x.clone().requires_grad_()
-    # left to itself, DeepSpeed's cpu_checkpointing empties what is on the CPU already
-    mask.no_checkpointing = True
     inputs = x * 1, mask
     if compress:
         with compressed():
@@ -146,44 +151,31 @@ def pair(host, x):
     return kept, [torch.equal(a, b) for a, b in zip(*gradients, strict=True)]
 
 
-def of_odd_size(host):
-    """DeepSpeed's own refusal of what it cannot partition."""
-    with compressed():
-        try:
-            host.checkpoint(torch.exp, torch.randn(ROWS * WIDTH + 1, requires_grad=True) * 1)
-        except AssertionError as error:
-            return str(error)
-
-
 def modes():
     from deepspeed.runtime.activation_checkpointing import checkpointing as host
 
     deepspeed.init_distributed("gloo")
-    mpu, out = Mpu(together=True), {}
+    mpu = Mpu()
     exact = representable(torch.Generator().manual_seed(3))
     rough = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(4))
     host.configure(mpu)
     expected, expected_of_rough = (one_region(host, False, x)[0] for x in (exact, rough))
-    for name, (partition, on_cpu) in MODES.items():
-        host.configure(mpu, partition_activations=partition, checkpoint_in_cpu=on_cpu)
-        found, *kept = one_region(host, True, exact)
-        noisy, *_ = one_region(host, True, rough)
-        out[name] = {
-            "equal": [torch.equal(a, b) for a, b in zip(found, expected, strict=True)],
-            "any": all(g.any() and g.isfinite().all() for g in expected),
-            "error": [rel_rms(a, b) for a, b in zip(noisy, expected_of_rough, strict=True)],
-            "kept": kept,
-        }
-    host.configure(mpu)
+    found, *kept = one_region(host, True, exact)
+    noisy, *_ = one_region(host, True, rough)
+    out = {
+        "equal": [torch.equal(a, b) for a, b in zip(found, expected, strict=True)],
+        "any": all(g.any() and g.isfinite().all() for g in expected),
+        "error": [rel_rms(a, b) for a, b in zip(noisy, expected_of_rough, strict=True)],
+        "kept": kept,
+    }
     out["chain"], out["chosen"], out["twice"] = chain(host), chosen(host), twice(host)
-    out["pair"], out["failed"] = pair(host, exact), failed(host)
-    host.configure(mpu, partition_activations=True)
-    out["odd"] = of_odd_size(host)
-    host.configure(mpu, partition_activations=True, contiguous_checkpointing=True, num_checkpoints=1)
-    try:
-        one_region(host, True, exact)
-    except coat_ds.CoatConfigError as error:
-        out["contiguous"] = str(error)
+    out["pair"], out["failed"], out["refused"] = pair(host, exact), failed(host), []
+    for key, arguments in REFUSED.items():
+        host.configure(mpu, **arguments)
+        with pytest.raises(coat_ds.CoatConfigError) as error:
+            one_region(host, True, exact)
+        out["refused"].append((key, str(error.value)))
+    host.configure(mpu, partition_activations=False, contiguous_checkpointing=False, checkpoint_in_cpu=False)
     # outside of the context DeepSpeed's own keeps nothing of ours
     out["outside"] = one_region(host, False, exact)[1]
     return out
@@ -204,18 +196,15 @@ def ranks(request):
     return request.getfixturevalue(request.param)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_modes(ranks, mode):
-    for rank in ranks:
-        run = rank[mode]
+def test_a_region(ranks):
+    for run in ranks:
         # bit for bit, dropout replayed
         assert all(run["equal"]) and run["any"]
         # inputs are off by 2^-4 of themselves at most, and gradients move no more than they do, since the
         # region is smooth with a slope of about 1. By something, or it were not the codes that were used
         assert all(2**-10 < error < 2**-4 for error in run["error"])
-        shares = len(ranks) if mode in ("partition", "both") else 1
         during, after = run["kept"]
-        numel = ROWS * WIDTH // shares
+        numel = ROWS * WIDTH
         assert during == (numel + numel // GROUP, 4 * numel)
         assert after == (0, 0)
 
@@ -246,14 +235,16 @@ def test_what_is_left_alone(ranks):
         assert rank["twice"] == [(4 * ROWS * WIDTH, True, None), (0, False, True)]
         # and it is not left alone from then on
         assert rank["failed"] is None
-        # one rank's share is everything
-        assert rank["odd"] is None if len(ranks) == 1 else "not divisible" in rank["odd"]
 
 
-def test_contiguous_buffers_are_refused(ranks):
+def test_other_places_of_inputs_are_refused(ranks):
     for rank in ranks:
-        assert "contiguous_checkpointing=True" in rank["contiguous"]
-        assert "coat.fp8_activation_checkpointing" in rank["contiguous"]
+        assert [key for key, _ in rank["refused"]] == list(REFUSED)
+        for key, error in rank["refused"]:
+            # contiguous buffers need partitions
+            named = "partition_activations" if key.startswith("contiguous") else key
+            assert f"activation_checkpointing.{named}: " in error
+            assert "coat.fp8_activation_checkpointing" in error
         assert rank["outside"] == (0, 0)
 
 
@@ -311,7 +302,7 @@ def engines():
     warnings.simplefilter("ignore")
     from deepspeed.runtime.activation_checkpointing import checkpointing as host
 
-    host.configure(Mpu(together=False))
+    host.configure(Mpu())
     with listening() as lines:
         out = {(stage, on): train(stage, on, lines) for stage in (1, 3) for on in (False, True)}
     return out | {"each": each_its_own(), "nothing to compress": idle()}

@@ -180,15 +180,15 @@ MISTAKES = {
             ("zero_optimization.elastic_checkpoint: ", "Use universal checkpoints"),
         ),
         Mistake(
-            "compressed recompute with contiguous buffers",
+            "compressed recompute with partitioned inputs",
             engine(
                 {
                     "coat": BLOCK | {"fp8_activation_checkpointing": True},
                     "optimizer": ADAMW,
-                    "activation_checkpointing": {"contiguous_memory_optimization": True},
+                    "activation_checkpointing": {"partition_activations": True},
                 }
             ),
-            ("activation_checkpointing.contiguous_memory_optimization: found True", "Drop the key"),
+            ("activation_checkpointing.partition_activations: found True", "Drop the key"),
         ),
         Mistake(
             "AutoTP over a model with adapters",
