@@ -123,7 +123,7 @@ def _add_output(add: Callable) -> None:
         nargs="?",
         const="",
         metavar="FOLDER",
-        help="go on from the newest whole checkpoint in this folder (or from this checkpoint). Without a "
+        help="go on from the newest checkpoint in this folder (or from this checkpoint). Without a "
         "value: in OUTPUT/<run>/checkpoints, and start where there is none yet",
     )
     add("--keep-checkpoints", type=positive, metavar="N", help="remove all but the newest N (default: none)")

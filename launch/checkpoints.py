@@ -1,14 +1,13 @@
 """Checkpoints that stay valid when processes are killed while writing them.
 
     checkpoints/
-        step300/                   complete: DeepSpeed's files, and manifest.json with their sizes and SHA-256
+        step300/                   complete: DeepSpeed's files, and manifest.json with the layout of the run
         step400.5e1a7c2f.partial/  incomplete; removed before the next save
-        step200.damaged/           its files differ from its manifest
         latest                     the name of the newest complete one, for DeepSpeed's own tools
 
-A checkpoint is written under another name, read back, and renamed. Only then `latest` is updated and old
-checkpoints are removed. So at any moment a name without a suffix is a complete checkpoint, even if a process
-is killed. No two saves write under the same name. All ranks have to share the folder.
+A checkpoint is written under another name, and renamed once its files are on the disk. Only then `latest` is
+updated and old checkpoints are removed. So at any moment a name without a suffix is a complete checkpoint,
+even if a process is killed. No two saves write under the same name. All ranks have to share the folder.
 
 Nothing in a checkpoint is executed: torch reads tensors, plain containers, and the types in
 `_framework_types`.
@@ -16,15 +15,12 @@ Nothing in a checkpoint is executed: torch reads tensors, plain containers, and 
 
 import contextlib
 import dataclasses
-import hashlib
 import json
 import os
 import pickle
 import re
 import shutil
-import sys
 import uuid
-import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +33,7 @@ from coat_launch.errors import LaunchError
 from coat_launch.files import atomic_write, read_object
 
 MANIFEST = "manifest.json"
-PARTIAL, DAMAGED = ".partial", ".damaged"
+PARTIAL = ".partial"
 _NAME = re.compile(r"step(\d+)")
 
 
@@ -52,7 +48,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint whose files equal its manifest."""
+    """A complete checkpoint."""
 
     path: Path
     layout: Layout
@@ -82,13 +78,13 @@ def leave_out_empty_states(model: torch.nn.Module) -> None:
 
 
 def newest(folder: Path) -> Path | None:
-    """The newest checkpoint in the folder, not verified. Collective."""
+    """The newest checkpoint in the folder. Collective."""
     return from_main(lambda: next(iter(_named(folder)), None))
 
 
 def _named(folder: Path) -> list[Path]:
-    """The paths that have a checkpoint's name, the newest first. One without a manifest is damaged, or
-    another program's: a run must not ignore it and overwrite it."""
+    """The paths that have a checkpoint's name, the newest first. One without a manifest is another program's:
+    a run must not ignore it and overwrite it."""
     found = [path for path in folder.iterdir() if _step(path) >= 0] if folder.is_dir() else []
     return sorted(found, key=_step, reverse=True)
 
@@ -101,8 +97,7 @@ def save(
     client_state: what `load` returns in addition to DeepSpeed's own; plain containers, numbers and tensors.
     keep: how many of the newest checkpoints stay; all without it.
 
-    Raises LaunchError, on the rank on which it happens, if a file cannot be written, or is read back with
-    other bits.
+    Raises LaunchError, on the rank on which it happens, if a file cannot be written.
     """
     name = f"step{step}"
     partial = folder / from_main(lambda: f"{name}.{uuid.uuid4().hex[:8]}{PARTIAL}")
@@ -114,12 +109,13 @@ def save(
         # collective: no rank makes the new folder before
         state = {**client_state, "rng": _gather(_rng_state())}
         engine.save_checkpoint(str(folder), tag=partial.name, client_state=state, save_latest=False)
-        written = from_main(lambda: sorted(path for path in partial.iterdir() if path.is_file()))
-        files = _each_its_share(written, _read_back)
+        # all ranks have written their files
+        dist.barrier()
         if is_main():
-            manifest = {"step": step, "layout": dataclasses.asdict(layout), "files": files}
+            manifest = {"layout": dataclasses.asdict(layout)}
             atomic_write(partial / MANIFEST, json.dumps(manifest, indent=1).encode())
-            _sync(partial)
+            for path in (*partial.iterdir(), partial):
+                _sync(path)
             partial.rename(folder / name)
             _sync(folder)
             atomic_write(folder / "latest", name.encode())
@@ -130,33 +126,21 @@ def save(
     dist.barrier()
 
 
-def find(folder: Path, *, set_aside: bool = False) -> Checkpoint | None:
-    """The newest checkpoint in the folder, or the folder itself if it is one, that verifies. Collective.
+def find(folder: Path) -> Checkpoint | None:
+    """The newest checkpoint in the folder, or the folder itself if it is one; None without any. Collective.
 
-    Rank 0 reports damaged checkpoints on stderr, and the previous one is tried. With `set_aside` damaged ones
-    are then also renamed, so that they neither count for `keep` nor block the name of a new one.
-
-    Returns None if there is no checkpoint. Raises LaunchError if all are damaged.
+    Raises LaunchError for one without a manifest.
     """
-    candidates = from_main(lambda: [folder] if _step(folder) >= 0 else _named(folder))
-    for number, path in enumerate(candidates):
-        found = _verify(path)
-        if isinstance(found, Checkpoint):
-            # not before: if all are damaged, the next start would treat the folder as empty
-            for damaged in candidates[:number] if set_aside and is_main() else ():
-                aside = damaged.with_name(damaged.name + DAMAGED)
-                shutil.rmtree(aside, ignore_errors=True)
-                damaged.rename(aside)
-            return found
-        if is_main():
-            then = ". The one before it is tried" if path != candidates[-1] else ""
-            print(f"checkpoint {path} is damaged: {found}{then}", file=sys.stderr)
-    if candidates:
+    path = folder if _step(folder) >= 0 else newest(folder)
+    if path is None:
+        return None
+    try:
+        return Checkpoint(path, Layout(**read_object(path / MANIFEST)["layout"]))
+    except (ValueError, TypeError, KeyError) as error:
         raise LaunchError(
-            f"{folder}: every checkpoint in it is damaged. Restore one from a copy, or remove them to "
-            "start from step 0"
-        )
-    return None
+            f"{path}: its {MANIFEST} cannot be used ({error}). Remove this checkpoint: --resume then takes "
+            "the one before it"
+        ) from error
 
 
 def load(engine, found: Checkpoint, layout: Layout) -> dict:
@@ -175,54 +159,6 @@ def load(engine, found: Checkpoint, layout: Layout) -> dict:
             _, state = engine.load_checkpoint(str(found.path.parent), tag=found.path.name)
         _set_rng_state(state["rng"][dist.get_rank()])
     return state
-
-
-def _verify(path: Path) -> Checkpoint | str:
-    """The checkpoint, or what is wrong with it. Collective."""
-    manifest = from_main(lambda: _read_manifest(path))
-    if isinstance(manifest, str):
-        return manifest
-    layout, digests = manifest
-
-    def fault(file: Path) -> str | None:
-        try:
-            return None if _sha256(file) == digests[file.name] else f"{file.name} has another SHA-256"
-        except (OSError, ValueError) as error:
-            return f"{file.name} cannot be read ({error})"
-
-    faults = _each_its_share([path / name for name in digests], fault).values()
-    return next(filter(None, faults), Checkpoint(path, layout))
-
-
-def _read_manifest(path: Path) -> tuple[Layout, dict[str, str]] | str:
-    """The layout of a checkpoint and the SHA-256 of its files, or why it has none."""
-    try:
-        manifest = read_object(path / MANIFEST)
-        layout = Layout(**manifest["layout"])
-        digests = {name: wanted["sha256"] for name, wanted in manifest["files"].items()}
-        step = manifest["step"]
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        return f"its {MANIFEST} cannot be used ({error})"
-    # a folder that was renamed by hand would resume at a wrong step
-    if step != _step(path):
-        return f"{MANIFEST} is of step {step}"
-    # DeepSpeed would read it regardless
-    if extra := {file.name for file in path.glob("*.pt")} - digests.keys():
-        return f"{MANIFEST} has no {min(extra)}"
-    return layout, digests
-
-
-def _read_back(file: Path) -> dict:
-    """A file's entry in the manifest, after the file is on the disk and equals what was in memory."""
-    _sync(file)
-    if zipfile.is_zipfile(file) and (record := zipfile.ZipFile(file).testzip()):
-        raise OSError(f"{file}: {record} was read back with another checksum than it was written with")
-    return {"bytes": file.stat().st_size, "sha256": _sha256(file)}
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def _sync(path: Path) -> None:
@@ -260,8 +196,9 @@ def reading(path: Path) -> Iterator[None]:
         # the text before it is torch's advice to trust a file that holds more than data
         why = str(error).rpartition("WeightsUnpickler error:")[2].strip()
         raise LaunchError(
-            f"{path}: its files are whole, but do not hold what this run can load ({type(error).__name__}: "
-            f"{why}). Go on with the model and the optimizer that it was written with, or take another"
+            f"{path}: it does not hold what this run can load ({type(error).__name__}: {why}). Go on with "
+            "the model and the optimizer that it was written with, or remove it: --resume then takes the one "
+            "before it"
         ) from error
 
 
@@ -329,9 +266,3 @@ def _gather(value) -> list:
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
-
-
-def _each_its_share(files: list[Path], action: Callable) -> dict:
-    """`action` of every file by name; each rank processes its share of them."""
-    mine = {file.name: action(file) for file in files[dist.get_rank() :: dist.get_world_size()]}
-    return {name: done for part in _gather(mine) for name, done in part.items()}

@@ -309,7 +309,7 @@ class Trainer:
         """The checkpoint to resume from. Refuses to treat an older run's checkpoints as this run's."""
         found, folder = None, Path(self.args.resume or self.checkpoint_folder)
         if self.args.resume is not None:
-            found = checkpoints.find(folder, set_aside=folder.resolve() == self.checkpoint_folder.resolve())
+            found = checkpoints.find(folder)
         if found is None and self.args.resume:
             raise LaunchError(f"--resume {folder}: no checkpoint there (no folder named as step100)")
         newest = checkpoints.newest(self.checkpoint_folder)

@@ -87,26 +87,6 @@ def test_random_numbers_go_on(tmp_path):
         assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def found_twice(folder):
-    """The newer of two checkpoints is truncated, set aside, rewritten, and then loses its files."""
-    engine, found = small_engine(), []
-    checkpoints.save(engine, folder, 1, LAYOUT, {})
-    for damage in (lambda file: os.truncate(file, 100), os.unlink):
-        checkpoints.save(engine, folder, 2, LAYOUT, {})
-        for file in (folder / "step2").glob("*.pt"):
-            damage(file)
-        # a read-only search changes nothing
-        found.append((checkpoints.find(folder).step, (folder / "step2").exists()))
-        found.append((checkpoints.find(folder, set_aside=True).step, (folder / "step2").exists()))
-    return found
-
-
-def test_a_damaged_checkpoint_is_set_aside_again(tmp_path):
-    (found,) = run_distributed(found_twice, 1, tmp_path)
-    assert found == 2 * [(1, True), (1, False)]
-    assert (tmp_path / "step2.damaged").is_dir()
-
-
 def writes_of_a_save(folder):
     """What the third of three saves writes to disk, renames and removes, and what is left if one checkpoint
     is kept."""
