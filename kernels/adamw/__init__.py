@@ -5,29 +5,8 @@ that chunks.py computes. step.py is what optimizers call. storing.py measures th
 adds to a step.
 """
 
-from coat_kernels.adamw.kernel import join_tile, split_tile
 from coat_kernels.adamw.options import AdamWOptions
-from coat_kernels.adamw.reference import (
-    adamw_reference,
-    dither_reference,
-    join_master,
-    noise_reference,
-    round_stochastically,
-    split_master,
-)
-from coat_kernels.adamw.step import PIECE, adamw_, adamw_triton
+from coat_kernels.adamw.reference import dither_reference, join_master, split_master
+from coat_kernels.adamw.step import adamw_
 
-__all__ = [
-    "AdamWOptions",
-    "PIECE",
-    "adamw_",
-    "adamw_reference",
-    "adamw_triton",
-    "dither_reference",
-    "join_master",
-    "join_tile",
-    "noise_reference",
-    "round_stochastically",
-    "split_master",
-    "split_tile",
-]
+__all__ = ["AdamWOptions", "adamw_", "dither_reference", "join_master", "split_master"]

@@ -6,14 +6,12 @@ or the references.
 """
 
 from coat_kernels.groups.format import GroupFormat
-from coat_kernels.groups.kernels import dequantize_groups_triton, quantize_groups_triton
 from coat_kernels.groups.op import dequantize_groups, quantize_groups
 from coat_kernels.groups.reference import (
     DEFAULT_FORMAT,
     GROUP_FORMATS,
     GROUP_SIZE,
     Grouped,
-    dequantize_groups_reference,
     empty_grouped,
     quantize_groups_reference,
 )
@@ -25,10 +23,7 @@ __all__ = [
     "GroupFormat",
     "Grouped",
     "dequantize_groups",
-    "dequantize_groups_reference",
-    "dequantize_groups_triton",
     "empty_grouped",
     "quantize_groups",
     "quantize_groups_reference",
-    "quantize_groups_triton",
 ]

@@ -86,8 +86,8 @@ def norms() -> None:
     x, weight = torch.empty(256, 128, dtype=torch.bfloat16), torch.ones(128, requires_grad=True)
     scale = tensorwise.PredictedScale(E4M3)
     for layer_norm in (False, True):
-        options = norm.NormOptions(1e-5, layer_norm, False, 16, "sqrt8")
-        norm.norm_operands(x, weight.detach(), None, options, scale)
+        options = norm.op.NormOptions(1e-5, layer_norm, False, 16, "sqrt8")
+        norm.op.norm_operands(x, weight.detach(), None, options, scale)
         (norm.layer_norm if layer_norm else norm.rms_norm)(x, weight, *((None,) if layer_norm else ()), 1e-5)
     with torch.no_grad():
         norm.rms_norm(x, weight, 1e-5)
@@ -95,7 +95,7 @@ def norms() -> None:
     # rows as wide as in the largest models: these need the most shared memory
     for dtype, h in ((torch.bfloat16, 8192), (torch.bfloat16, 16384), (torch.float32, 8192)):
         wide = torch.empty(64, h, dtype=dtype)
-        q = groups.quantize_groups_triton(wide, 16)
+        q = groups.kernels.quantize_groups_triton(wide, 16)
         rstd, gamma = torch.ones(64), torch.ones(h, dtype=dtype)
         for residual in (None, wide):
             norm.kernels.norm_backward_triton(wide, residual, q, rstd, gamma, False, False, 16)
@@ -104,14 +104,14 @@ def norms() -> None:
 def others() -> None:
     """Kernels that converted models do not call."""
     x = torch.empty(256, 512, dtype=torch.bfloat16)
-    largest = tensorwise.largest_triton(tensorwise.maxima_triton(x))
-    codes = tensorwise.quantize_tensor_triton(x, largest, E4M3).rows
-    tensorwise.transpose_codes_triton(codes)
+    largest = tensorwise.scale.largest_triton(tensorwise.scale.maxima_triton(x))
+    codes = tensorwise.quantize.quantize_tensor_triton(x, largest, E4M3).rows
+    tensorwise.transpose.transpose_codes_triton(codes)
     prediction = tensorwise.PredictedScale(E4M3)
-    tensorwise.rows_together([x] * 3, [prediction] * 3, E4M3)
-    tensorwise.columns_together([x] * 3, [largest] * 3, E4M3)
-    kept = groups.quantize_groups_triton(x, 16)
-    groups.dequantize_groups_triton(kept, 16)
+    tensorwise.together.rows_together([x] * 3, [prediction] * 3, E4M3)
+    tensorwise.together.columns_together([x] * 3, [largest] * 3, E4M3)
+    kept = groups.kernels.quantize_groups_triton(x, 16)
+    groups.kernels.dequantize_groups_triton(kept, 16)
     out, one = torch.empty(256, 256), torch.ones(1)
     if driver.active.get_current_target().arch == CAPABILITY:
         # only the kernel of Hopper adds to the output itself (`accumulate_matmul`)
@@ -119,7 +119,7 @@ def others() -> None:
     linear.kernels.add_triton(out, out)
     q = torch.empty(8, 2, 4, 64, dtype=torch.bfloat16)
     table = torch.empty(8, 64)
-    rope.rotate_qkv_backward_triton(q, q, q, table, table)
+    rope.kernels.rotate_qkv_backward_triton(q, q, q, table, table)
     codecs, pair = states("ratio8", "log8", 1280, "cpu")
     for codec in (codecs["exp_avg_codec"], codecs["exp_avg_sq_codec"]):
         decode_kernel_launch(codec, encode_kernel_launch(codec, torch.empty(1280), 128), 128)

@@ -6,7 +6,8 @@ from coat_kernels import activation as act
 from coat_kernels import norm, rope
 from coat_kernels.fp8 import E4M3, E5M2
 from coat_kernels.groups import GROUP_FORMATS, Grouped
-from coat_kernels.tensorwise import PredictedScale, Quantized
+from coat_kernels.tensorwise import PredictedScale
+from coat_kernels.tensorwise.quantize import Quantized
 
 KEEP = "sqrt8"
 
@@ -21,19 +22,19 @@ class Norm:
         self.weight, self.bias = torch.randn(2, h, device=device)
 
     def _options(self):
-        return norm.NormOptions(1e-5, True, False, 16, KEEP)
+        return norm.op.NormOptions(1e-5, True, False, 16, KEEP)
 
     def plain(self) -> torch.Tensor:
-        x = norm.residual_add_reference(self.x, self.branch) if self.adds else self.x
-        return norm.norm_forward(x, self.weight, self.bias, *self._options())[0]
+        x = norm.residual.residual_add_reference(self.x, self.branch) if self.adds else self.x
+        return norm.op.norm_forward(x, self.weight, self.bias, *self._options())[0]
 
     def operands(self, scale: PredictedScale) -> Quantized:
         how = self.weight, self.bias, self._options(), scale
         if not self.adds:
-            return norm.norm_operands(self.x, *how)[0]
+            return norm.op.norm_operands(self.x, *how)[0]
         total = torch.empty_like(self.x)
-        written = norm.norm_operands(total, *how, addends=norm.Addends(self.x, self.branch))[0]
-        assert total.equal(norm.residual_add_reference(self.x, self.branch))
+        written = norm.op.norm_operands(total, *how, addends=norm.residual.Addends(self.x, self.branch))[0]
+        assert total.equal(norm.residual.residual_add_reference(self.x, self.branch))
         return written
 
 
@@ -50,23 +51,23 @@ class Activation:
         self.grad = torch.randn(rows, f, device=device, dtype=torch.bfloat16)
 
     def plain(self) -> torch.Tensor:
-        return act.activation_forward(self.x, *self.options, KEEP)[0]
+        return act.op.activation_forward(self.x, *self.options, KEEP)[0]
 
     def operands(self, scale: PredictedScale) -> Quantized:
-        return act.activation_operands(self.x, self.options, KEEP, scale)[0]
+        return act.op.activation_operands(self.x, self.options, KEEP, scale)[0]
 
 
 class ActivationGradient(Activation):
     fmt, sums = E5M2, True
 
     def _kept(self) -> Grouped:
-        return Grouped(*act.activation_forward(self.x, *self.options, KEEP)[2:], GROUP_FORMATS[KEEP])
+        return Grouped(*act.op.activation_forward(self.x, *self.options, KEEP)[2:], GROUP_FORMATS[KEEP])
 
     def plain(self) -> torch.Tensor:
-        return act.activation_backward(self.grad, *self._kept()[:2], *self.options, KEEP)[0]
+        return act.op.activation_backward(self.grad, *self._kept()[:2], *self.options, KEEP)[0]
 
     def operands(self, scale: PredictedScale) -> Quantized:
-        return act.activation_backward_operands(self.grad, self._kept(), self.options, scale, True)
+        return act.op.activation_backward_operands(self.grad, self._kept(), self.options, scale, True)
 
 
 class RotationGradient:
@@ -82,7 +83,7 @@ class RotationGradient:
         self.tables = angles.cos(), angles.sin()
 
     def plain(self) -> torch.Tensor:
-        return rope.rotate_qkv_backward(*self.grads, *self.tables)[0].flatten(0, 1)
+        return rope.op.rotate_qkv_backward(*self.grads, *self.tables)[0].flatten(0, 1)
 
     def operands(self, scale: PredictedScale) -> Quantized:
         return rope.op.rotate_qkv_backward_operands(*self.grads, *self.tables, scale, True)

@@ -8,7 +8,7 @@ from coat_kernels.codecs.codec import Stored
 from tests.kernels.inputs import with_options
 
 adamw_, adamw_list, adamw_reference = map(
-    with_options, (adamw.adamw_, adamw.adamw_triton, adamw.adamw_reference)
+    with_options, (adamw.adamw_, adamw.step.adamw_triton, adamw.reference.adamw_reference)
 )
 # every pair of formats that the two moments may have, and the pairs that are defaults
 PAIRS = [(m, v) for m in SIGNED_CODECS for v in CODECS if get_codec(m).stands_beside(get_codec(v))]

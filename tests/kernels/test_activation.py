@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from coat_kernels import activation as act
 from coat_kernels.autograd.origin import maxima_of, origin_of
 from coat_kernels.fp8 import E4M3, E5M2
-from coat_kernels.groups import dequantize_groups_reference
-from coat_kernels.tensorwise import quantize_tensor_reference
+from coat_kernels.groups.reference import dequantize_groups_reference
+from coat_kernels.tensorwise.quantize import quantize_tensor_reference
 from tests.kernels.agreement import E4M3_RMS, ROUNDING, grouped
 from tests.kernels.inputs import SHAPES, hard, wide
 from tests.util import rel_rms
@@ -90,23 +90,23 @@ def finite_max(x):
 
 
 def check_kernels(x, grad, kind, gated, group_size, keep):
-    expected = act.activation_forward_reference(x, kind, gated, group_size, keep)
-    actual = act.activation_forward_triton(x, kind, gated, group_size, keep)
+    expected = act.reference.activation_forward_reference(x, kind, gated, group_size, keep)
+    actual = act.kernels.activation_forward_triton(x, kind, gated, group_size, keep)
     close(actual[0], expected[0])
     assert actual[1].amax() == finite_max(actual[0])
     assert grouped(actual[2], expected[2]) == 0
-    bare = act.activation_forward_triton(x, kind, gated, group_size, None)
+    bare = act.kernels.activation_forward_triton(x, kind, gated, group_size, None)
     same(bare[0], actual[0])
     assert bare[1].equal(actual[1]) and bare[2] is None
     kept = expected[2]
-    reference = act.activation_backward_reference(grad, kept, kind, gated, group_size)
-    found = act.activation_backward_triton(grad, kept, kind, gated, group_size)
+    reference = act.reference.activation_backward_reference(grad, kept, kind, gated, group_size)
+    found = act.kernels.activation_backward_triton(grad, kept, kind, gated, group_size)
     close(found[0], reference[0])
     assert found[1].amax() == finite_max(found[0])
     largest = expected[1].amax(0, keepdim=True)
     fmt = E5M2 if gated else E4M3
-    made = act.activation_columns_triton(kept, largest, kind, gated, group_size, fmt)
-    wanted = act.activation_columns_reference(kept, largest, kind, gated, group_size, fmt)
+    made = act.kernels.activation_columns_triton(kept, largest, kind, gated, group_size, fmt)
+    wanted = act.reference.activation_columns_reference(kept, largest, kind, gated, group_size, fmt)
     assert made.rows is None and made.scale.equal(wanted.scale)
     # the last bit of FP32 decides on a tie between two codes
     close(made.columns.float(), wanted.columns.float())
@@ -213,7 +213,7 @@ def test_what_is_kept(gated, device):
 def test_gate_and_up_never_share_a_group(device):
     x = torch.full((2, 40), 1e-3, device=device)
     x[:, :20] = 100.0
-    _, _, q = act.activation_forward_triton(x, "silu", True, 16, "sqrt8")
+    _, _, q = act.kernels.activation_forward_triton(x, "silu", True, 16, "sqrt8")
     assert q.exponent.shape == (2, 4)
     halves = zip(q.codes.chunk(2, 1), q.exponent.chunk(2, 1), x.chunk(2, 1), strict=True)
     for codes, exponent, part in halves:
@@ -226,11 +226,11 @@ def test_operators_for_compile(gated, device):
     x = torch.randn(3, 80, device=device)
     options = "gelu_tanh", gated, 16
     for keep in (None, "sqrt8"):
-        torch.library.opcheck(act.activation_forward.op, (x, *options, keep))
-    y, maxima, *kept = act.activation_forward(x, *options, "e4m3")
-    torch.library.opcheck(act.activation_backward.op, (y, *kept, *options, "e4m3"))
+        torch.library.opcheck(act.op.activation_forward.op, (x, *options, keep))
+    y, maxima, *kept = act.op.activation_forward(x, *options, "e4m3")
+    torch.library.opcheck(act.op.activation_backward.op, (y, *kept, *options, "e4m3"))
     arguments = *kept, maxima.amax(0, keepdim=True), *options, "e4m3", "e5m2"
-    torch.library.opcheck(act.activation_columns.op, arguments)
+    torch.library.opcheck(act.op.activation_columns.op, arguments)
 
 
 def test_compiled_equals_eager(device):

@@ -178,7 +178,7 @@ def test_steps_and_rate_on_the_device_are_those_of_the_host(device):
 
 def test_pieces_are_the_whole():
     """A tensor stepped in several pieces has the noise and the groups of the whole tensor."""
-    numel, more = adamw.PIECE + 1000, {"dither": True, "seed": 5}
+    numel, more = adamw.step.PIECE + 1000, {"dither": True, "seed": 5}
     outcomes = []
     for step_one in (adamw_reference, lambda *given, **options: adamw_(*([x] for x in given), **options)):
         torch.manual_seed(0)

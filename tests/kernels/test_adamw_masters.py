@@ -5,7 +5,8 @@ import torch
 import triton
 import triton.language as tl
 
-from coat_kernels.adamw import join_master, join_tile, split_master, split_tile
+from coat_kernels.adamw import join_master, split_master
+from coat_kernels.adamw.kernel import join_tile, split_tile
 from tests.kernels.inputs import wide
 from tests.kernels.steps import OPTIONS, adamw_, adamw_list, gradients, run_list, states
 

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from coat_kernels.adamw import dither_reference, join_master, round_stochastically
+from coat_kernels.adamw import dither_reference, join_master
+from coat_kernels.adamw.reference import round_stochastically
 from coat_kernels.codecs import get_codec
 from coat_kernels.codecs.codec import encode_reference
 from coat_kernels.fp8 import E4M3, E5M2

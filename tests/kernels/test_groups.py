@@ -21,17 +21,17 @@ def test_group_kernel_equals_the_reference_bit_for_bit(shape, group_size, fmt, d
     for x in (wide(*shape), *(v.view(1, -1) for v in hard(width).values())):
         x = x.to(device).bfloat16()
         expected = groups.quantize_groups_reference(x, group_size, fmt)
-        actual = groups.quantize_groups_triton(x, group_size, fmt)
+        actual = groups.kernels.quantize_groups_triton(x, group_size, fmt)
         assert grouped(actual, expected) == 0
-        values = groups.dequantize_groups_triton(expected, group_size)
-        reference = groups.dequantize_groups_reference(expected, group_size)
+        values = groups.kernels.dequantize_groups_triton(expected, group_size)
+        reference = groups.reference.dequantize_groups_reference(expected, group_size)
         torch.testing.assert_close(values, reference, rtol=0, atol=0, equal_nan=True)
 
 
 @FORMATS
 def test_group_error_and_extremes(fmt):
     def decoded(x):
-        return groups.dequantize_groups_reference(groups.quantize_groups_reference(x, 16, fmt), 16)
+        return groups.reference.dequantize_groups_reference(groups.quantize_groups_reference(x, 16, fmt), 16)
 
     x = wide(64, 256)
     bound = ROUNDING[fmt]
@@ -50,6 +50,6 @@ def test_roots_keep_a_small_value_beside_an_outlier():
     """Half a step of a root of 127 at 1000 is 1 / 8 at 1: (sqrt(1) + 1 / 8)^2 is 27 % off at most. Linear
     integers would lose the value, since their half step is 1000 / 254."""
     x = torch.cat((torch.tensor([1000.0]), torch.linspace(0.5, 2, 15)))[None]
-    y = groups.dequantize_groups_reference(groups.quantize_groups_reference(x, 16, "sqrt8"), 16)
+    y = groups.reference.dequantize_groups_reference(groups.quantize_groups_reference(x, 16, "sqrt8"), 16)
     half_step = 1000**0.5 / 2 / 90
     assert ((y.sqrt() - x.sqrt()).abs() <= half_step).all() and rel_rms(y[:, 1:], x[:, 1:]) < 0.2

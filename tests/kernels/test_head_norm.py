@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from coat_kernels import head_norm as heads
 from coat_kernels import norm
-from coat_kernels.groups import dequantize_groups_reference
+from coat_kernels.groups.reference import dequantize_groups_reference
 from coat_kernels.head_norm import head_norm
 from coat_kernels.rope import rotate
 from tests.kernels.agreement import ROUNDING
@@ -87,16 +87,18 @@ def close(actual, expected):
 
 def check_kernels(x, grad, weight, cos, sin, zero_centered=False, group_size=16, keep="sqrt8"):
     options = zero_centered, group_size
-    expected, q, rstd = heads.head_norm_forward_reference(x, weight, cos, sin, EPS, *options, keep)
-    actual, found_q, found_rstd = heads.head_norm_forward_triton(x, weight, cos, sin, EPS, *options, keep)
+    expected, q, rstd = heads.reference.head_norm_forward_reference(x, weight, cos, sin, EPS, *options, keep)
+    actual, found_q, found_rstd = heads.kernels.head_norm_forward_triton(
+        x, weight, cos, sin, EPS, *options, keep
+    )
     close(actual, expected)
     close(found_rstd, rstd)
     kept = [dequantize_groups_reference(t, group_size) for t in (found_q, q)]
     torch.testing.assert_close(*kept, rtol=0, atol=0, equal_nan=True)
     arguments = grad, q, rstd, weight, cos, sin, *options
     for a, e in zip(
-        heads.head_norm_backward_triton(*arguments),
-        heads.head_norm_backward_reference(*arguments),
+        heads.kernels.head_norm_backward_triton(*arguments),
+        heads.reference.head_norm_backward_reference(*arguments),
         strict=True,
     ):
         assert a.shape == e.shape and a.dtype == e.dtype

@@ -6,7 +6,8 @@ import torch
 from coat_kernels.fp8 import E4M3, E5M2
 from coat_kernels.linear import MergedCache, fp8_linear, merged
 from coat_kernels.linear import merge as merging
-from coat_kernels.tensorwise import PredictedScale, predicted, quantize_tensor_reference
+from coat_kernels.tensorwise import PredictedScale, predicted
+from coat_kernels.tensorwise.quantize import quantize_tensor_reference
 from coat_kernels.weights import invalidate_weight_caches
 
 ROWS, K, TOKENS = (48, 16, 32), 64, 24

@@ -7,10 +7,11 @@ import torch.nn.functional as F
 from coat_kernels import norm
 from coat_kernels.autograd.origin import maxima_of, origin_of, with_maxima
 from coat_kernels.fp8 import E4M3, E5M2
-from coat_kernels.groups import dequantize_groups_reference
+from coat_kernels.groups.reference import dequantize_groups_reference
 from coat_kernels.linear import fp8_linear
-from coat_kernels.tensorwise import PredictedScale, quantize_tensor_reference
+from coat_kernels.tensorwise import PredictedScale
 from coat_kernels.tensorwise.operands import fp8_operands
+from coat_kernels.tensorwise.quantize import quantize_tensor_reference
 from tests.kernels.agreement import E4M3_RMS, ROUNDING
 from tests.kernels.inputs import SHAPES, hard, wide
 from tests.util import rel_rms
@@ -109,8 +110,8 @@ def close(actual, expected):
 
 def check_kernels(x, grad, grad_residual, weight, bias, layer_norm, zero_centered, group_size, keep):
     options = layer_norm, zero_centered, group_size
-    expected = norm.norm_forward_reference(x, weight, bias, EPS, *options, keep)
-    actual = norm.norm_forward_triton(x, weight, bias, EPS, *options, keep)
+    expected = norm.reference.norm_forward_reference(x, weight, bias, EPS, *options, keep)
+    actual = norm.kernels.norm_forward_triton(x, weight, bias, EPS, *options, keep)
     close(actual[0], expected[0])
     assert actual[1].amax() == torch.where(actual[0].isfinite(), actual[0].float().abs(), 0).amax()
     close(actual[3], expected[3])
@@ -119,15 +120,15 @@ def check_kernels(x, grad, grad_residual, weight, bias, layer_norm, zero_centere
     values = [dequantize_groups_reference(q, group_size) for q in (actual[2], expected[2])]
     close(*values) if layer_norm else same(*values)
     kept = expected[2], expected[3], weight
-    reference = norm.norm_backward_reference(grad, grad_residual, *kept, *options)
-    found = norm.norm_backward_triton(grad, grad_residual, *kept, *options)
+    reference = norm.reference.norm_backward_reference(grad, grad_residual, *kept, *options)
+    found = norm.kernels.norm_backward_triton(grad, grad_residual, *kept, *options)
     for i in (0, 2, 3):
         close(found[i], reference[i])
     assert found[1].amax() == torch.where(found[0].isfinite(), found[0].float().abs(), 0).amax()
     largest = expected[1].amax(0, keepdim=True)
     fmt = E5M2 if group_size == 32 else E4M3
-    made = norm.norm_columns_triton(*kept, bias, largest, zero_centered, group_size, fmt)
-    wanted = norm.norm_columns_reference(*kept, bias, largest, zero_centered, group_size, fmt)
+    made = norm.kernels.norm_columns_triton(*kept, bias, largest, zero_centered, group_size, fmt)
+    wanted = norm.reference.norm_columns_reference(*kept, bias, largest, zero_centered, group_size, fmt)
     assert made.rows is None and made.scale.equal(wanted.scale)
     # the last bit of FP32 decides on a tie between two codes
     close(made.columns.float(), wanted.columns.float())
@@ -215,12 +216,12 @@ def test_gradients_that_are_not_wanted_are_not_made(layer_norm, device):
     if layer_norm:
         bias = torch.zeros(64, device=device)
     grad = torch.randn(8, 64, device=device)
-    _, _, q, rstd = norm.norm_forward_triton(x, weight, bias, EPS, layer_norm, False, 16, "sqrt8")
+    _, _, q, rstd = norm.kernels.norm_forward_triton(x, weight, bias, EPS, layer_norm, False, 16, "sqrt8")
     options = layer_norm, False, 16
     for needs in ((True, False, False), (False, True, False), (False, False, True), (False, True, True)):
-        found = norm.norm_backward_triton(grad, None, q, rstd, weight, *options, *needs)
+        found = norm.kernels.norm_backward_triton(grad, None, q, rstd, weight, *options, *needs)
         assert [f is not None for f in found] == [needs[0], *needs]
-        expected = norm.norm_backward_reference(grad, None, q, rstd, weight, *options)
+        expected = norm.reference.norm_backward_reference(grad, None, q, rstd, weight, *options)
         for f, e in zip(found[2:], expected[2:], strict=True):
             assert f is None or rel_rms(f, e) < KERNEL_RMS
     # through autograd: a frozen input below trained parameters
@@ -296,13 +297,13 @@ def test_operators_for_compile(layer_norm, device):
     x, weight, bias = torch.randn(3, 40, device=device), *torch.randn(2, 40, device=device)
     options = layer_norm, False, 16
     for keep in ROUNDING:
-        torch.library.opcheck(norm.norm_forward.op, (x, weight, bias, EPS, *options, keep))
-    _, maxima, *kept = norm.norm_forward(x, weight, bias, EPS, *options, "e4m3")
+        torch.library.opcheck(norm.op.norm_forward.op, (x, weight, bias, EPS, *options, keep))
+    _, maxima, *kept = norm.op.norm_forward(x, weight, bias, EPS, *options, "e4m3")
     for needs in ((True, True, True), (False, True, False)):
         arguments = x, None, *kept, weight, *options, "e4m3", *needs
-        torch.library.opcheck(norm.norm_backward.op, arguments)
+        torch.library.opcheck(norm.op.norm_backward.op, arguments)
     arguments = *kept, weight, bias, maxima.amax(0, keepdim=True), False, 16, "e4m3", "e4m3"
-    torch.library.opcheck(norm.norm_columns.op, arguments)
+    torch.library.opcheck(norm.op.norm_columns.op, arguments)
 
 
 @LAYER_NORM
@@ -331,6 +332,6 @@ def test_every_way_to_an_output_gives_the_same_bits(layer_norm, h, device):
     with torch.no_grad():
         assert apply(x, weight, bias, layer_norm).equal(y)
     parameters = weight.detach(), bias.detach() if layer_norm else None
-    options = norm.NormOptions(EPS, layer_norm, False, 16, "sqrt8")
-    codes = norm.norm_operands(x, *parameters, options, PredictedScale(E4M3))[0]
+    options = norm.op.NormOptions(EPS, layer_norm, False, 16, "sqrt8")
+    codes = norm.op.norm_operands(x, *parameters, options, PredictedScale(E4M3))[0]
     assert codes.rows.float().equal(fp8_operands(y, E4M3)[0].rows.float())

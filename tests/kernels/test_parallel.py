@@ -7,14 +7,9 @@ import torch.distributed as dist
 from coat_kernels import parallel, tensorwise
 from coat_kernels.autograd.origin import with_maxima
 from coat_kernels.fp8 import E4M3
-from coat_kernels.tensorwise import (
-    operands,
-    quantize,
-    quantize_tensor_reference,
-    scale,
-    transpose,
-    transpose_codes_reference,
-)
+from coat_kernels.tensorwise import operands, quantize, scale, transpose
+from coat_kernels.tensorwise.quantize import quantize_tensor_reference
+from coat_kernels.tensorwise.transpose import transpose_codes_reference
 from tests.util import run_distributed
 
 RANKS = 2

@@ -23,7 +23,9 @@ def test_results_never_depend_on_the_prediction(producer, kernels, device):
     plain, scale = producer.plain(), PredictedScale(producer.fmt)
     largest = tensorwise.largest_magnitude(plain)
     columns = producer.sums
-    expected = tensorwise.quantize_tensor_reference(plain, largest, producer.fmt, True, columns, columns)
+    expected = tensorwise.quantize.quantize_tensor_reference(
+        plain, largest, producer.fmt, True, columns, columns
+    )
     # "right" is the scale that the previous run leaves; each run takes 2 s in the interpreter, and a test of
     # plain tensors covers the other PREDICTIONS
     for predicted in PREDICTIONS if device.type == "cuda" else (2.0**-40, "right", torch.nan):
@@ -64,7 +66,7 @@ def test_codes_of_a_plain_tensor_never_depend_on_the_prediction(
         x = x.to(device, dtype)
         flat = x.flatten(0, -2)
         largest = tensorwise.largest_magnitude(flat)
-        expected = tensorwise.quantize_tensor_reference(flat, largest, fmt, *layouts, sums=True)
+        expected = tensorwise.quantize.quantize_tensor_reference(flat, largest, fmt, *layouts, sums=True)
         for i, predicted in enumerate(PREDICTIONS):
             if predicted != "right":
                 scale.on(device).fill_(predicted)
@@ -84,8 +86,8 @@ def test_a_right_prediction_leaves_the_codes_alone(layouts, small_tiles, device)
     x = torch.randn(50, 40, device=device)
     scale = PredictedScale(E4M3)
     for written in (True, False):
-        write = functools.partial(tensorwise.launch_quantize, x)
-        attempt = tensorwise.Attempt(write, scale, 50, 40, device, *layouts)
+        write = functools.partial(tensorwise.quantize.launch_quantize, x)
+        attempt = tensorwise.predicted.Attempt(write, scale, 50, 40, device, *layouts)
         codes = next(t for t in attempt.out if t is not None).view(torch.uint8)
         kept = codes.clone()
         codes.zero_()
@@ -100,7 +102,7 @@ def test_maxima_that_are_known_save_the_prediction(small_tiles, device, monkeypa
         monkeypatch.setattr(module, "uses_kernels", lambda x: True)
     monkeypatch.setattr(tensorwise.operands, "Attempt", None)
     reduced = []
-    largest_triton = tensorwise.largest_triton
+    largest_triton = tensorwise.scale.largest_triton
     monkeypatch.setattr(
         tensorwise.scale, "largest_triton", lambda maxima: reduced.append(maxima) or largest_triton(maxima)
     )
@@ -108,12 +110,12 @@ def test_maxima_that_are_known_save_the_prediction(small_tiles, device, monkeypa
     x = torch.randn(50, 40, device=device)
     for few in (50, 49):
         monkeypatch.setattr(tensorwise.operands, "FEW_MAXIMA", few)
-        maxima = tensorwise.row_maxima(x)
+        maxima = tensorwise.scale.row_maxima(x)
         out, largest = fp8_operands(with_maxima(x, maxima), E5M2, columns=True, predicted=scale)
         assert len(reduced) == (few < len(maxima))
         assert largest.equal(maxima.amax(0, keepdim=True))
         for a, e in zip(
-            out, tensorwise.quantize_tensor_reference(x, largest, E5M2, columns=True), strict=True
+            out, tensorwise.quantize.quantize_tensor_reference(x, largest, E5M2, columns=True), strict=True
         ):
             assert a is e is None or not same(a, e)
 

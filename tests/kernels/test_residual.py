@@ -5,8 +5,10 @@ import torch
 
 from coat_kernels import norm, tensorwise
 from coat_kernels.fp8 import E4M3
-from coat_kernels.groups import dequantize_groups_reference
-from coat_kernels.norm import Addends, NormOptions, norm_operands, residual, residual_add_reference
+from coat_kernels.groups.reference import dequantize_groups_reference
+from coat_kernels.norm import residual
+from coat_kernels.norm.op import NormOptions, norm_operands
+from coat_kernels.norm.residual import Addends, residual_add_reference
 from coat_kernels.tensorwise import PredictedScale
 from tests.kernels.inputs import SHAPES, hard, wide
 from tests.kernels.producers import same

@@ -47,7 +47,7 @@ def test_rotation_is_a_complex_product(shape, device):
 def test_gradient_against_autograd(shape, device):
     mixed, *rest = inputs(shape, device)
     mixed.requires_grad_()
-    results = rope.rotate_qkv(mixed, *rest), rope.rotate_qkv_reference(mixed, *rest)
+    results = rope.rotate_qkv(mixed, *rest), rope.reference.rotate_qkv_reference(mixed, *rest)
     # not contiguous, like the tensors from attention
     grads = [torch.randn_like(t.transpose(0, 2)).transpose(0, 2) for t in results[0]]
     actual, expected = (torch.autograd.grad(result, mixed, grads)[0] for result in results)
@@ -62,7 +62,7 @@ def test_inputs_that_are_views(kernels, device):
         x.requires_grad_()
         qkv = rope.rotate_qkv(x, *rest)
         grads = [t.detach().mT.contiguous().mT if apart else t.detach() for t in qkv]
-        codes = rope.rotate_qkv_backward_operands(*grads, *rest[:2], PredictedScale(E5M2), sums=True)
+        codes = rope.op.rotate_qkv_backward_operands(*grads, *rest[:2], PredictedScale(E5M2), sums=True)
         found.append((*qkv, *torch.autograd.grad(qkv, x, grads), codes.rows.float(), codes.sums))
     assert all(map(torch.equal, *found))
 
@@ -73,12 +73,12 @@ def test_operands_wherever_the_largest_magnitude_is(part, half, kernels, device)
     mixed, cos, sin, groups, d = inputs((3, 2, 2, 2, 8, 8), device, torch.bfloat16)
     # no rotation: the largest element stays in its place
     cos, sin = torch.ones_like(cos), torch.zeros_like(sin)
-    grads = [t.contiguous() for t in rope.rotate_qkv_reference(mixed, cos, sin, groups, d)]
+    grads = [t.contiguous() for t in rope.reference.rotate_qkv_reference(mixed, cos, sin, groups, d)]
     grads[part][-1, -1, -1, half * d // 2 + 1] = 99.0
     grads[1] = torch.stack(2 * [grads[1]], 1)[:, 0]
     grads[2] = torch.stack(3 * [grads[2]], 2)[:, :, 0]
-    found = rope.rotate_qkv_backward_operands(*grads, cos, sin, PredictedScale(E5M2), sums=True)
-    whole = rope.rotate_qkv_backward_reference(*grads, cos, sin)[0].flatten(0, 1)
+    found = rope.op.rotate_qkv_backward_operands(*grads, cos, sin, PredictedScale(E5M2), sums=True)
+    whole = rope.reference.rotate_qkv_backward_reference(*grads, cos, sin)[0].flatten(0, 1)
     expected = quantize_tensor(whole, whole.abs().amax().float()[None], E5M2, True, True, True)
     # the tiles of this test end before the padding of columns
     found, expected = (t._replace(columns=t.columns[:, : len(whole)]) for t in (found, expected))
@@ -93,14 +93,14 @@ def test_kernels_equal_the_reference(shape, dtype, device):
     mixed.view(-1)[:2] = torch.tensor([torch.nan, torch.inf])
     # the compiler may fuse a multiplication with the addition: FP32's last bit, and BF16's on a tie
     tolerance = 2**-22 if dtype == torch.float32 else 2**-7
-    actual = rope.rotate_qkv_triton(mixed, cos, sin, groups, d)
-    expected = rope.rotate_qkv_reference(mixed, cos, sin, groups, d)
+    actual = rope.kernels.rotate_qkv_triton(mixed, cos, sin, groups, d)
+    expected = rope.reference.rotate_qkv_reference(mixed, cos, sin, groups, d)
     for a, e in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, e, rtol=tolerance, atol=tolerance, equal_nan=True)
     grads = [t.nan_to_num(2.0, 3.0).transpose(0, 2).contiguous().transpose(0, 2) for t in expected]
     grads[0][-1, -1, -1, -1] = torch.inf
-    a, a_maxima = rope.rotate_qkv_backward_triton(*grads, cos, sin)
-    e, e_maxima = rope.rotate_qkv_backward_reference(*grads, cos, sin)
+    a, a_maxima = rope.kernels.rotate_qkv_backward_triton(*grads, cos, sin)
+    e, e_maxima = rope.reference.rotate_qkv_backward_reference(*grads, cos, sin)
     torch.testing.assert_close(a, e, rtol=tolerance, atol=tolerance, equal_nan=True)
     torch.testing.assert_close(a_maxima.amax(), e_maxima.amax(), rtol=tolerance, atol=0)
 
@@ -127,9 +127,9 @@ def test_backward_hands_its_maxima_on(device):
 
 def test_operators_are_sound(device):
     mixed, cos, sin, groups, d = inputs(SHAPES[2], device)
-    torch.library.opcheck(rope.rotate_qkv_forward.op, (mixed, cos, sin, groups, d))
+    torch.library.opcheck(rope.op.rotate_qkv_forward.op, (mixed, cos, sin, groups, d))
     q, k, v = rope.rotate_qkv(mixed, cos, sin, groups, d)
-    torch.library.opcheck(rope.rotate_qkv_backward.op, (q, k, v, cos, sin))
+    torch.library.opcheck(rope.op.rotate_qkv_backward.op, (q, k, v, cos, sin))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -143,17 +143,17 @@ def test_heads_that_lie_apart(shape, device):
     def apart(x):
         return x.view(s, b, -1, d)[:, :, order].flatten(2)
 
-    for forward in (rope.rotate_qkv_reference, rope.rotate_qkv_triton):
+    for forward in (rope.reference.rotate_qkv_reference, rope.kernels.rotate_qkv_triton):
         expected = forward(mixed, cos, sin, groups, d)
         found = forward(apart(mixed), cos, sin, groups, d, True)
         assert all(a.equal(e) for a, e in zip(found, expected, strict=True))
     grads = [torch.randn_like(t.transpose(0, 2)).transpose(0, 2) for t in expected]
-    for backward in (rope.rotate_qkv_backward_reference, rope.rotate_qkv_backward_triton):
+    for backward in (rope.reference.rotate_qkv_backward_reference, rope.kernels.rotate_qkv_backward_triton):
         assert backward(*grads, cos, sin, True)[0].equal(apart(backward(*grads, cos, sin)[0]))
     scale = PredictedScale(E5M2)
     grads.extend((cos, sin))
-    rows, columns, _, sums = rope.rotate_qkv_backward_operands(*grads, scale, sums=True)
-    found = rope.rotate_qkv_backward_operands(*grads, scale, sums=True, apart=True)
+    rows, columns, _, sums = rope.op.rotate_qkv_backward_operands(*grads, scale, sums=True)
+    found = rope.op.rotate_qkv_backward_operands(*grads, scale, sums=True, apart=True)
     assert found.rows.float().equal(apart(rows.float()).flatten(0, 1))
     tokens = columns.shape[1]
     assert found.columns.float().equal(columns.float().view(-1, d, tokens)[order].flatten(0, 1))

@@ -19,12 +19,12 @@ FORMATS = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda f: f.name)
 def test_tensorwise_kernel_equals_the_reference_bit_for_bit(dtype, shape, fmt, device):
     for i, x in enumerate((wide(*shape), *(v.view(*shape) for v in hard(shape[0] * shape[1]).values()))):
         x = x.to(device, dtype)
-        maxima = tensorwise.maxima_triton(x)
-        assert maxima.amax() == tensorwise.maxima_reference(x).amax()
+        maxima = tensorwise.scale.maxima_triton(x)
+        assert maxima.amax() == tensorwise.scale.maxima_reference(x).amax()
         largest = tensorwise.largest_magnitude(with_maxima(x, maxima))
-        expected = tensorwise.quantize_tensor_reference(x, largest, fmt, columns=True)
+        expected = tensorwise.quantize.quantize_tensor_reference(x, largest, fmt, columns=True)
         for rows in (True, False) if i == 0 else (True,):
-            actual = tensorwise.quantize_tensor_triton(x, largest, fmt, rows, columns=True)
+            actual = tensorwise.quantize.quantize_tensor_triton(x, largest, fmt, rows, columns=True)
             for a, e in zip(actual, expected, strict=True):
                 if a is not None:
                     torch.testing.assert_close(a.float(), e.float(), rtol=0, atol=0, equal_nan=True)
@@ -34,7 +34,7 @@ def test_tensorwise_kernel_equals_the_reference_bit_for_bit(dtype, shape, fmt, d
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_sums_of_columns(dtype, shape, device):
-    quantizers = tensorwise.quantize_tensor_reference, tensorwise.quantize_tensor_triton
+    quantizers = tensorwise.quantize.quantize_tensor_reference, tensorwise.quantize.quantize_tensor_triton
     x = wide(*shape)
     for i, vector in enumerate(hard(shape[1]).values()):
         x[3 * i : 3 * i + 1] = vector
@@ -61,15 +61,15 @@ def test_many_maxima_decide_as_their_largest(layouts, fmt, device):
         maxima = torch.rand(count, device=device) * largest
         maxima[count // 2] = maxima[-1] = largest
         for found in (None, torch.empty(1, device=device)):
-            actual = tensorwise.quantize_tensor_triton(x, maxima, fmt, *layouts, largest=found)
+            actual = tensorwise.quantize.quantize_tensor_triton(x, maxima, fmt, *layouts, largest=found)
             assert found is None or found.equal(largest)
-            expected = tensorwise.quantize_tensor_reference(x, largest, fmt, *layouts)
+            expected = tensorwise.quantize.quantize_tensor_reference(x, largest, fmt, *layouts)
             for a, e in zip(actual, expected, strict=True):
                 assert a is e is None or a.float().equal(e.float())
 
 
 @pytest.mark.parametrize(
-    "quantize", [tensorwise.quantize_tensor_reference, tensorwise.quantize_tensor_triton]
+    "quantize", [tensorwise.quantize.quantize_tensor_reference, tensorwise.quantize.quantize_tensor_triton]
 )
 def test_scale_of_zeros_and_of_what_is_not_finite(quantize, device):
     for empty in (torch.zeros(4, 4, device=device), torch.zeros(0, 4, device=device)):
@@ -89,7 +89,7 @@ def test_scales_are_the_smallest_of_their_steps_that_suffice(step, fmt, device):
     powers = torch.arange(-149, 128).float().exp2()
     largest = torch.cat((powers, 1.75 * powers, powers.nextafter(torch.tensor(torch.inf))))
     largest = largest[largest.isfinite()]
-    scale = torch.cat([tensorwise.tensor_scale_reference(x[None], fmt) for x in largest])
+    scale = torch.cat([tensorwise.scale.tensor_scale_reference(x[None], fmt) for x in largest])
     _, power = torch.frexp(scale)
     e = power - 1
     assert scale.equal(torch.ldexp(torch.full_like(scale, 8 / 7), e))
@@ -101,7 +101,7 @@ def test_scales_are_the_smallest_of_their_steps_that_suffice(step, fmt, device):
     assert ((largest.double() > most / 2**step) | (e - step < -126)).all()
     for x, expected in zip(largest[::17], scale[::17], strict=True):
         x = x.reshape(1, 1).to(device)
-        assert tensorwise.quantize_tensor_triton(x, x[0], fmt).scale == expected
+        assert tensorwise.quantize.quantize_tensor_triton(x, x[0], fmt).scale == expected
 
 
 def test_bf16_values_lie_between_codes_no_more_often_than_by_chance(device):
@@ -119,14 +119,16 @@ def test_bf16_values_lie_between_codes_no_more_often_than_by_chance(device):
 
 def test_operators_are_sound(device):
     x = torch.randn(20, 48, device=device)
-    torch.library.opcheck(tensorwise.largest_of.op, (x,))
+    torch.library.opcheck(tensorwise.scale.largest_of.op, (x,))
     for wanted in ((True, False, False), (False, True, False), (True, True, False), (True, False, True)):
-        torch.library.opcheck(tensorwise.quantize_codes.op, (x, x.abs().max()[None], "e5m2", *wanted))
+        torch.library.opcheck(
+            tensorwise.quantize.quantize_codes.op, (x, x.abs().max()[None], "e5m2", *wanted)
+        )
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_transposed_codes(shape, device):
     codes = torch.randint(0, 255, shape, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
-    expected = tensorwise.transpose_codes_reference(codes).view(torch.uint8)
+    expected = tensorwise.transpose.transpose_codes_reference(codes).view(torch.uint8)
     assert expected[:, : shape[0]].equal(codes.view(torch.uint8).t()) and not expected[:, shape[0] :].any()
-    assert tensorwise.transpose_codes_triton(codes).view(torch.uint8).equal(expected)
+    assert tensorwise.transpose.transpose_codes_triton(codes).view(torch.uint8).equal(expected)

@@ -6,7 +6,7 @@ import torch
 from coat_kernels import tensorwise, weights
 from coat_kernels.fp8 import E4M3, E5M2
 from coat_kernels.linear import fp8_linear
-from coat_kernels.tensorwise import quantize_tensor_reference
+from coat_kernels.tensorwise.quantize import quantize_tensor_reference
 from coat_kernels.weights import WeightCache, invalidate_weight_caches
 
 

@@ -56,7 +56,7 @@ def test_input_and_gradient_have_predictions_of_their_own(device, monkeypatch):
     model(x).backward(grad)
     for scale, values in ((model.forward.x_scale, x), (model.forward.grad_scale, grad)):
         largest = values.float().max().view(1)
-        assert scale.on(x.device).equal(tensorwise.tensor_scale_reference(largest, scale.fmt))
+        assert scale.on(x.device).equal(tensorwise.scale.tensor_scale_reference(largest, scale.fmt))
 
 
 @pytest.mark.parametrize(
