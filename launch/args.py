@@ -70,7 +70,7 @@ def _add_model_and_data(add: Callable) -> None:
         metavar="PATH",
         help="text files, .jsonl files with a text in each line, or folders of them; without it, the Python "
         "standard library's sources. Every process tokenises at its start: for many gigabytes take "
-        "launch/megatron_pretrain.sh",
+        "Megatron-LM's own script",
     )
     add("--tokenizer", metavar="JSON", help="Hugging Face tokenizer.json; bytes without it")
     add("--seq-length", type=positive, default=128, help="tokens per sequence (default %(default)s)")

@@ -1,8 +1,8 @@
-"""Checks a node and starts training on it; the scripts of this folder call it.
+"""Checks a node and starts `launch/pretrain_gpt.py` on it; the scripts of this folder call it.
 
-    python launch/cluster.py torchrun|megatron [--dry-run] [arguments of the training script]
+    python launch/cluster.py [--dry-run] [arguments of launch/pretrain_gpt.py]
 
-Settings come from environment variables:
+Environment variables describe the cluster:
 
     NODES            number of nodes; Slurm's where there is one, else 1
     NODE_RANK        index of this node, from 0
@@ -10,24 +10,15 @@ Settings come from environment variables:
     MASTER_ADDR      address of node 0 (default: 127.0.0.1 for a single node)
     MASTER_PORT      first of two free ports there (default 29500)
     INTERFACE        network interface of NCCL, gloo and the rendezvous, as "eth0"
-    TENSOR_SIZE      tensor parallel size (default 1)
-    PIPELINE_SIZE    pipeline parallel size (megatron; default 1)
-    MODEL_CONFIG     default configs/model_quickstart.json
-    DEEPSPEED_CONFIG default configs/ds_zero1_coat.json
-    DATA             paths of the data, separated by ":" (default: the training script's default)
-    TOKENIZER        tokenizer.json
-    SEQ_LENGTH       default 128
-    STEPS            default 120
-    SAVE_INTERVAL    steps between checkpoints (default 100)
     OUTPUT           folder that all nodes see (default runs/gpt)
     MAX_RESTARTS     number of times that torchrun restarts all ranks after a failure (default 0)
     JOB              name of the rendezvous, the same on all nodes (default coat)
     PYTHON           the interpreter, at the same path on all nodes
-    MEGATRON_PATH    checkout of Megatron-LM (megatron)
-    COAT_CONFIG      JSON file with a "coat" block, at the same path on all nodes (megatron)
 
-Checks of every node come first: versions, GPUs, sizes, NCCL's variables. `--dry-run` prints each node's
-command instead. Both need the network only with more than one node.
+The run saves every 100 steps, or by `--save-interval`, and resumes.
+
+Checks of every node come first: versions, GPUs, NCCL's variables. `--dry-run` prints each node's command
+instead. Both need the network only with more than one node.
 """
 
 import argparse
@@ -39,8 +30,9 @@ from pathlib import Path
 
 try:
     from coat_launch import commands, preflight
+    from coat_launch.args import parse_args
     from coat_launch.errors import LaunchError
-    from coat_launch.settings import KINDS, Settings
+    from coat_launch.settings import Settings
 except ModuleNotFoundError as error:
     if error.name != "coat_launch":
         raise
@@ -53,21 +45,21 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("kind", choices=KINDS)
     parser.add_argument("--dry-run", action="store_true", help="print what every node would run")
     args, extra = parser.parse_known_args(argv)
     env = dict(os.environ)
     try:
-        settings = Settings.from_environment(args.kind, env)
+        settings = Settings.from_environment(env)
         own = commands.environment(settings, env)
         words = commands.script_words(settings, extra)
+        training = parse_args(words[1:])
         if args.dry_run:
             for rank in range(settings.nodes):
                 variables = (f"{name}={value}" for name, value in own.items())
                 print(f"# node {rank} of {settings.nodes}")
                 print(shlex.join(["env", *variables, *commands.command(settings, rank, words)]))
             return
-        preflight.check(settings, {**env, **own})
+        preflight.check(settings, training, {**env, **own})
     except LaunchError as error:
         sys.exit(f"error: {error}")
     # the ranks react with a checkpoint; the agents ignore the signal

@@ -1,16 +1,14 @@
 """A node's command and its environment."""
 
-import os
 import socket
 import sys
 from pathlib import Path
 
 import psutil
 
-from coat_launch.settings import SIZES, Settings
+from coat_launch.settings import Settings
 
-# this project's scripts
-HERE = Path(__file__).resolve().parent
+SCRIPT = Path(__file__).resolve().with_name("pretrain_gpt.py")
 # seconds that nodes wait for each other
 PATIENCE = 300
 
@@ -20,14 +18,8 @@ def environment(settings: Settings, env: dict[str, str]) -> dict[str, str]:
     out = {"OMP_NUM_THREADS": env.get("OMP_NUM_THREADS", "1")}
     # the store of torch 2.13's agents outlives a restart, and gloo then waits for ranks that no longer exist
     out["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    if settings.megatron_path:
-        paths = [settings.megatron_path, *filter(None, [env.get("PYTHONPATH")])]
-        out["PYTHONPATH"] = os.pathsep.join(paths)
     if settings.interface:
         out["NCCL_SOCKET_IFNAME"] = out["GLOO_SOCKET_IFNAME"] = settings.interface
-    if settings.tensor_size > 1:
-        # kernels run in the order of their launch
-        out["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     return out
 
 
@@ -56,52 +48,7 @@ def command(settings: Settings, node_rank: int, words: list[str], *, trial: bool
 
 def script_words(settings: Settings, extra: list[str]) -> list[str]:
     """The training script and its arguments, as every rank has to receive them."""
-    if settings.kind == "megatron":
-        return [f"{settings.megatron_path}/pretrain_gpt.py", *_megatron_arguments(settings), *extra]
-    return [str(HERE / "pretrain_gpt.py"), *_pretrain_arguments(settings), *extra]
-
-
-def _pretrain_arguments(s: Settings) -> list[str]:
-    return [
-        f"--model-config={s.model_config}",
-        f"--deepspeed-config={s.deepspeed_config}",
-        *(["--data", *s.paths] if s.data else []),
-        *([f"--tokenizer={s.tokenizer}"] if s.tokenizer else []),
-        f"--seq-length={s.seq_length}",
-        f"--steps={s.steps}",
-        f"--tensor-model-parallel-size={s.tensor_size}",
-        f"--output={s.output}",
-        f"--save-interval={s.save_interval}",
-        "--resume",
-    ]
-
-
-def _megatron_arguments(s: Settings) -> list[str]:
-    shape, folder = s.shape(), f"{s.output}/megatron"
-    options = f"""
-        --bf16 --swiglu --disable-bias-linear --group-query-attention --use-distributed-optimizer
-        --no-gradient-accumulation-fusion --no-rope-fusion --exit-signal-handler
-        --normalization RMSNorm --norm-epsilon {shape.get("layernorm_epsilon", 1e-5)}
-        --position-embedding-type rope --rotary-base {shape.get("rotary_base", 10000)}
-        --attention-dropout 0 --hidden-dropout 0
-        --seq-length {s.seq_length} --max-position-embeddings {s.seq_length}
-        --tensor-model-parallel-size {s.tensor_size} --pipeline-model-parallel-size {s.pipeline_size}
-        --train-iters {s.steps} --micro-batch-size 1 --lr 3e-4 --log-interval 1
-        --eval-interval {s.save_interval} --save-interval {s.save_interval}
-        --spec megatron_ext.spec coat_layer_spec
-    """.split()
-    for key in SIZES:
-        options += ["--" + key.replace("_", "-"), str(shape[key])]
-    if shape.get("untie_embeddings_and_output_weights", True):
-        options.append("--untie-embeddings-and-output-weights")
-    if s.tensor_size > 1:
-        options.append("--sequence-parallel")
-    if s.data:
-        options += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", s.tokenizer]
-        options += ["--data-path", *s.paths]
-    else:
-        options += ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "8191"]
-    return [*options, "--save", folder, "--load", folder]
+    return [str(SCRIPT), "--resume", "--save-interval=100", f"--output={settings.output}", *extra]
 
 
 def _address(interface: str | None) -> str | None:

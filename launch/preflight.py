@@ -4,6 +4,7 @@ The launcher that will start the training starts this module first, in one proce
 addresses, ports and network are tested too.
 """
 
+import argparse
 import dataclasses
 import hashlib
 import importlib.util
@@ -26,25 +27,19 @@ from coat_launch.settings import Settings
 
 PACKAGES = (PYTHON, "torch", "deepspeed", "megatron-core", "triton", "coat-train")
 ROOMS = ("coat_kernels", "coat_ds", "megatron_ext", "coat_launch")
-# Megatron-LM's script
-SCRIPT = "pretrain_gpt.py"
 # NCCL's variables that may differ from node to node
 OF_NODES = ("NCCL_SOCKET_IFNAME", "NCCL_DEBUG_FILE")
 # begins the lines of the processes that are meant for the user
 MARK = "problem: "
 
 
-def check(settings: Settings, env: dict[str, str]) -> None:
+def check(settings: Settings, training: argparse.Namespace, env: dict[str, str]) -> None:
     """Raises LaunchError, with a line for each problem, unless training can start on all nodes.
 
-    env: variables for the launcher.
+    training: arguments of the training script. env: variables for the launcher.
     """
-    fp8 = _asks_for_fp8(settings.deepspeed_config)
-    if settings.kind == "megatron" and not Path(settings.megatron_path, SCRIPT).is_file():
-        raise LaunchError(
-            f"MEGATRON_PATH: no {SCRIPT} in {settings.megatron_path}. Name a checkout of Megatron-LM"
-        )
-    path = Path(settings.output) / f".preflight-{uuid.uuid4().hex}.json"
+    fp8 = _asks_for_fp8(training.deepspeed_config)
+    path = Path(training.output).absolute() / f".preflight-{uuid.uuid4().hex}.json"
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({"fp8": fp8, "settings": dataclasses.asdict(settings)}))
@@ -90,6 +85,7 @@ def report(path: Path) -> dict:
             **{name: value for name, value in nccl.items() if name not in OF_NODES},
         },
         "gpus": machine.gpus(),
+        "output": str(path.parent),
         "sees_output": path.is_file(),
         "interfaces": [name for _, name in socket.if_nameindex()],
     }
@@ -115,7 +111,7 @@ def problems(settings: Settings, node: dict, first: dict, fp8: bool) -> Iterator
         yield f"{host}: {why}"
     if not node["sees_output"]:
         yield (
-            f"{host}: does not see {settings.output} of {first['host']}. Set OUTPUT to a folder that "
+            f"{host}: does not see {first['output']} of {first['host']}. Set OUTPUT to a folder that "
             "all nodes share: every rank writes its part of a checkpoint there"
         )
     if settings.interface and settings.interface not in node["interfaces"]:
@@ -132,7 +128,7 @@ def _asks_for_fp8(path: str) -> bool:
     try:
         coat = block_of(read_object(path))
     except ValueError as error:
-        raise LaunchError(f"DEEPSPEED_CONFIG {path}: {error}") from error
+        raise LaunchError(f"--deepspeed-config {path}: {error}") from error
     return coat.enabled and coat.activations.enabled
 
 

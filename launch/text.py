@@ -1,6 +1,6 @@
 """Text files to token ids in a memory map: tokenised once, block by block, into an unnamed temporary file.
 
-Every process tokenises for itself: train on a corpus of many gigabytes by launch/megatron_pretrain.sh.
+Every process tokenises for itself: train on a corpus of many gigabytes by Megatron-LM's own script.
 """
 
 import json

@@ -6,4 +6,4 @@
 # All variables: launch/cluster.py. --dry-run prints the commands of all nodes; other arguments go to
 # launch/pretrain_gpt.py.
 set -euo pipefail
-exec "${PYTHON:-python3}" "$(dirname "${BASH_SOURCE[0]}")/cluster.py" torchrun "$@"
+exec "${PYTHON:-python3}" "$(dirname "${BASH_SOURCE[0]}")/cluster.py" "$@"

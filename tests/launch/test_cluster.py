@@ -24,8 +24,8 @@ ADDRESSES = ("10.99.7.1", "10.99.7.2")
 NAMES = ("coat0", "coat1")
 # both ends of the cable are named like interfaces of real machines
 INTERFACE = "eth0"
-STEPS = {"SEQ_LENGTH": "32", "STEPS": "6", "SAVE_INTERVAL": "1"}
 EXTRA = ["--global-batch-size=8", "--micro-batch-size=4", "--eval-batches=1", "--distributed-timeout=10"]
+EXTRA += ["--seq-length=32", "--steps=6", "--save-interval=1"]
 
 
 def ip(*arguments, check=True) -> subprocess.CompletedProcess:
@@ -64,15 +64,14 @@ def corpus(tmp_path_factory):
 def one_host(tmp_path_factory, corpus):
     """The measurements of two ranks without scripts and networks."""
     folder = tmp_path_factory.mktemp("one")
-    sizes = ["--seq-length", 32, "--steps", 6, "--data", corpus, "--output", folder / "run"]
-    ended = run_ranks([*EXTRA, *sizes], folder, ranks=2)
+    ended = run_ranks([*EXTRA, "--data", corpus, "--output", folder / "run"], folder, ranks=2)
     assert ended.codes == [0, 0], ended.text
     return measured(folder)
 
 
-def variables(folder: Path, corpus: Path, **more) -> dict:
-    own = {**HIDDEN, **STEPS, "PYTHON": sys.executable, "GPUS_PER_NODE": "1", "OUTPUT": str(folder / "run")}
-    return {**os.environ, **own, "DATA": str(corpus), "INTERFACE": INTERFACE, **more}
+def variables(folder: Path, **more) -> dict:
+    own = {**HIDDEN, "PYTHON": sys.executable, "GPUS_PER_NODE": "1", "OUTPUT": str(folder / "run")}
+    return {**os.environ, **own, "INTERFACE": INTERFACE, **more}
 
 
 @contextlib.contextmanager
@@ -81,11 +80,11 @@ def running(hosts, script, folder, corpus):
     processes = []
     try:
         for rank, inside in enumerate(hosts):
-            env = variables(folder, corpus, NODES="2", NODE_RANK=str(rank), MASTER_ADDR=ADDRESSES[0])
+            env = variables(folder, NODES="2", NODE_RANK=str(rank), MASTER_ADDR=ADDRESSES[0])
             with (folder / f"host{rank}.log").open("a") as log:
                 processes.append(
                     subprocess.Popen(
-                        [*inside, "bash", str(ROOT / "launch" / script), *EXTRA],
+                        [*inside, "bash", str(ROOT / "launch" / script), *EXTRA, f"--data={corpus}"],
                         env=env,
                         stdout=log,
                         stderr=log,
@@ -190,9 +189,9 @@ def output(*command) -> str:
 
 def test_slurm_stops_by_a_checkpoint_and_puts_the_job_back(tmp_path, slurm, corpus):
     log = tmp_path / "job.log"
-    env = variables(tmp_path, corpus, STEPS="100000", GPUS_PER_NODE="2", INTERFACE="lo")
+    env = variables(tmp_path, GPUS_PER_NODE="2", INTERFACE="lo")
     sizes = ["--nodes=1", "--gpus-per-node=0", "--cpus-per-task=1", f"--output={log}"]
-    script = [str(ROOT / "launch/slurm.sbatch"), *EXTRA]
+    script = [str(ROOT / "launch/slurm.sbatch"), *EXTRA, "--steps=100000", f"--data={corpus}"]
     done = subprocess.run(
         ["sbatch", "--parsable", *sizes, *script], env=env, cwd=ROOT, stdout=subprocess.PIPE
     )

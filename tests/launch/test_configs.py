@@ -13,7 +13,6 @@ from coat_ds import CoatConfigError
 from coat_ds.zero.deepspeed_config import check
 from coat_launch import config_path
 from coat_launch.deepspeed_config import AUTO, read_deepspeed_config, set_batch_sizes
-from coat_launch.settings import Settings
 from tests.util import run_distributed
 
 CONFIGS = Path(config_path("coat.schema.json")).parent
@@ -109,13 +108,3 @@ def test_models_have_the_published_sizes():
     (found,) = run_distributed(build_all, 1)
     for name, (_, published) in MODELS.items():
         assert found[name] == (published or found[name]), name
-
-
-def test_plan_of_70b_divides(monkeypatch):
-    monkeypatch.chdir(CONFIGS.parent)
-    lines = (CONFIGS / "cluster_70b.env").read_text().splitlines()
-    env = dict(line.split("=") for line in lines if not line.startswith("#"))
-    settings = Settings.from_environment(
-        "megatron", {**env, "MEGATRON_PATH": "/megatron", "MASTER_ADDR": "node0"}
-    )
-    assert settings.nodes * settings.gpus_per_node == 64 and settings.shape()["hidden_size"] == 8192

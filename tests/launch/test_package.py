@@ -25,8 +25,8 @@ FOLDERS = {
     "megatron_ext": "megatron_ext",
 }
 FILES = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "coat_autoload.py")
-# scripts for a clone, and their variables: they start `python -m coat_launch.cluster`
-LEFT_OUT = (".sh", ".sbatch", ".env")
+# scripts for a clone: they start `python -m coat_launch.cluster`
+LEFT_OUT = (".sh", ".sbatch")
 
 LONG = pytest.mark.long("builds and installs a wheel")
 
@@ -121,7 +121,7 @@ def test_works_without_the_repository(site, tmp_path):
         assert found[key] == json.loads((ROOT / "configs" / name).read_text())
     said = python("-m", "coat_launch.pretrain_gpt", "--help", cwd=tmp_path, paths=(site,)).stdout
     assert "--deepspeed-config" in said
-    dry_run = python("-m", "coat_launch.cluster", "torchrun", "--dry-run", cwd=tmp_path, paths=(site,)).stdout
+    dry_run = python("-m", "coat_launch.cluster", "--dry-run", cwd=tmp_path, paths=(site,)).stdout
     assert f"{site}/coat_launch/pretrain_gpt.py" in dry_run
 
 
