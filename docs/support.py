@@ -194,9 +194,8 @@ SECTIONS: dict[str, list[Row]] = {
         Row("Hybrid models: layers `*`, `-`, `E`", cpu=2, h100=2, proof=(UNITS,)),
         Row("Hybrid models: Mamba layers", *NOT_RUN, condition="Megatron's own, in BF16"),
         Row("Sliding windows (`--window-size`, `--window-attn-skip-freq`)", cpu=1,
-            condition="no mask with torch 2.11 and later; attention dropout, and latent attention on a GPU, "
-                      "make a mask of s² BF16 numbers; no CUDA graphs",
-            megatron=({"window_size": (8, 0)},)),
+            condition="no attention dropout, latent attention on a GPU or CUDA graphs",
+            megatron=({"window_size": (8, 0), "attention_dropout": 0.0},)),
         Row("Packed sequences (THD), `--reset-attention-mask`", cpu=2,
             condition="no attention dropout, latent attention on a GPU or CUDA graphs; "
                       "`--reset-attention-mask`, and `--sft` with megatron-core 0.16: at most two "

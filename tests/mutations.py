@@ -178,9 +178,9 @@ MUTATIONS = (
     ),
     Mutation(
         "off by one: a window is one token shorter",
-        ".triu_(-window)",
-        ".triu_(1 - window)",
-        "kernels/test_attention.py",
+        "seen.triu(-self.window)",
+        "seen.triu(1 - self.window)",
+        "kernels/test_packed.py",
     ),
     Mutation(
         "wrong order: gradients of merged weights come from the first rows",

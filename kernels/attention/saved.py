@@ -58,25 +58,15 @@ class _Compressed:
     ones (offloading, accounting).
     """
 
-    def __init__(
-        self,
-        saved_format: str | None,
-        q: torch.Tensor,
-        v: torch.Tensor,
-        order: Order,
-        mask: torch.Tensor | None = None,
-    ):
+    def __init__(self, saved_format: str | None, q: torch.Tensor, v: torch.Tensor, order: Order):
         self.saved_format, self.dtype, self.order = saved_format, q.dtype, order
         # from address, shape and strides of a repeated tensor to its source and the number of repeats of each
         # head. Views of other shapes, such as those of the MATH backend, are saved repeated.
         self.sources: dict[tuple, tuple[torch.Tensor, int]] = {}
         outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
         self.outer_pack, self.outer_unpack = outer or (_with_version, _unless_changed)
-        # The other tensors that attention saves have fewer dimensions or channels; the only exception is the
-        # mask. If the sequence length equals the head dimension, mask and heads have the same shape, and
-        # nothing is saved in groups.
+        # the other tensors that attention saves have fewer dimensions or channels
         self.dims, self.channels = q.dim(), (q.shape[-1], v.shape[-1])
-        self.mask_shape = None if mask is None else mask.shape
         self.kept: dict[int, Grouped] = {}
 
     def repeat(self, x: torch.Tensor, times: int) -> torch.Tensor:
@@ -87,7 +77,7 @@ class _Compressed:
         return found
 
     def pack(self, x: torch.Tensor):
-        of_heads = x.dim() == self.dims and x.shape[-1] in self.channels and x.shape[-2:] != self.mask_shape
+        of_heads = x.dim() == self.dims and x.shape[-1] in self.channels
         source, times = self.sources.get(_place(x), (x, 1)) if self.sources else (x, 1)
         if self.saved_format is None or not of_heads or x.dtype != self.dtype:
             return None, times, self.outer_pack(source)
@@ -161,7 +151,6 @@ def attended(
     *,
     saved_format: str | None,
     times: int = 1,
-    mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Origin | None]:
     """The output of attend(q, k, v), which saves its tensors in groups if `saved_format` is given, and its
     origin; no origin without gradients. `times`: how often heads of k and v are repeated for `attend`."""
@@ -170,7 +159,7 @@ def attended(
     if saved_format is None and times == 1:
         output = attend(q, k, v)
         return output, Origin((output.detach(),), order.columns)
-    compressed = _Compressed(saved_format, q, v, order, mask)
+    compressed = _Compressed(saved_format, q, v, order)
     k, v = compressed.repeat(k, times), compressed.repeat(v, times)
     with torch.autograd.graph.saved_tensors_hooks(compressed.pack, compressed.unpack):
         output = attend(q, k, v)

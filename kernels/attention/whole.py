@@ -37,13 +37,6 @@ def switched_on(backends: Sequence[SDPBackend]) -> list[SDPBackend]:
     return [backend for backend in backends if _IS_ON[backend]()]
 
 
-@functools.lru_cache(maxsize=2)
-def _window_mask(s: int, window: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """The mask [s, s] that is added to the scores, so that a token sees itself and the `window` tokens before
-    it. All layers share one, because attention saves it."""
-    return _added(torch.ones(s, s, dtype=torch.bool, device=device).tril_().triu_(-window), dtype)
-
-
 def causal_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -51,7 +44,6 @@ def causal_attention(
     *,
     scale: float | None = None,
     dropout: float = 0.0,
-    window: int | None = None,
     saved_format: str | None = None,
     backends: tuple[SDPBackend, ...] = BACKENDS,
     batch_first: bool = False,
@@ -63,9 +55,6 @@ def causal_attention(
             flash attention and MATH; flash attention needs e = d.
         scale: of the scores; 1 / sqrt(d) by default.
         dropout: probability.
-        window: number of tokens before itself that a token attends to; all by default. Scores outside the
-            window are masked, but still computed: the cost is that of full attention, plus a mask of s * s
-            numbers that all layers share. FLASH_ATTENTION takes no mask.
         saved_format: of q, k, v and the output, one of `coat_kernels.groups.GROUP_FORMATS`; None saves them
             unquantized.
         backends: of scaled_dot_product_attention; the first one that works and is not switched off runs. CPUs
@@ -76,14 +65,10 @@ def causal_attention(
     """
     order = BATCH_FIRST if batch_first else SEQUENCE_FIRST
     heads = [x.permute(order.back) for x in (q, k, v)]
-    mask = None
-    if window is not None and (s := heads[0].shape[2]) > window + 1:
-        mask = _window_mask(s, window, q.dtype, q.device)
     attend = functools.partial(
         F.scaled_dot_product_attention,
-        attn_mask=mask,
         dropout_p=dropout,
-        is_causal=mask is None,
+        is_causal=True,
         scale=scale,
         enable_gqa=q.shape[2] != k.shape[2],
     )
@@ -91,7 +76,7 @@ def causal_attention(
     if q.is_cuda:
         choice = sdpa_kernel(switched_on(backends), set_priority=True)
     with choice:
-        output, origin = attended(attend, *heads, order, saved_format=saved_format, mask=mask)
+        output, origin = attended(attend, *heads, order, saved_format=saved_format)
     y = output.permute(order.there).flatten(2)
     return with_origin(y, origin) if origin else y
 

@@ -81,8 +81,7 @@ class SDPACoreAttention(torch.nn.Module):
     """Causal core attention with grouped queries, windows, dropout and `softmax_scale`, of whole sequences,
     of packed sequences (THD) and of documents (`--reset-attention-mask`); sinks by `--softmax-type`.
 
-    Documents, windows and sinks use torch's variable-length attention, without a mask. Windows with dropout,
-    or with heads that it does not take, use a mask of sequence x sequence.
+    Documents, windows and sinks use torch's variable-length attention, without a mask.
     The output carries an `Origin`, the tensor that attention itself saves, so that the projection after it
     saves no second copy.
     Raises ValueError at construction for a mask that is not causal, a window of later tokens, a
@@ -132,11 +131,8 @@ class SDPACoreAttention(torch.nn.Module):
                 f"channels of keys and {v_channels} of values. Take --attention-backend auto or fused."
             )
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
-        if backend == AttnBackend.flash and self.window is not None and self.dropout:
-            raise ValueError(
-                "SDPACoreAttention: --attention-backend flash takes no --window-size with "
-                f"--attention-dropout {self.dropout}. Set it to 0, or take --attention-backend auto or fused."
-            )
+        if self.window is not None:
+            self._require_flash("--window-size")
         host = options.megatron_lm()
         # a mask that the model gets has documents, which attention reads from it
         self.resets = host is not None and getattr(host.get_args(), "reset_attention_mask", False)
@@ -263,28 +259,22 @@ class SDPACoreAttention(torch.nn.Module):
         """Attention itself, which saves its tensors in `saved_format`, or uncompressed if None."""
         how = {"scale": self.softmax_scale, "saved_format": saved_format}
         dropout = self.dropout if self.training else 0.0
+        longest = q.shape[0] if packed is None else packed.longest
+        windowed = self.window is not None and longest > self.window + 1
         if packed is None:
-            by_flash = self.window is not None and q.shape[0] > self.window + 1 and not dropout
-            by_flash = by_flash and SDPBackend.FLASH_ATTENTION in self.backends and _takes_packed(q, v)
-            if sinks is None and not by_flash:
-                return causal_attention(
-                    q, k, v, **how, dropout=dropout, window=self.window, backends=self.backends
-                )
+            if sinks is None and not windowed:
+                return causal_attention(q, k, v, **how, dropout=dropout, backends=self.backends)
             packed = Packed.whole(q.shape[1], q.shape[0], q.device)
-        if not _takes_packed(q, v):
+        if not takes_packed(q.dtype, q.device, q.shape[-1], v.shape[-1]):
             raise ValueError(
-                "SDPACoreAttention: documents and sinks run on FlashAttention, which takes BF16 and heads of "
-                "one width, at most 256 channels and a multiple of 8; found "
+                "SDPACoreAttention: documents, windows and sinks run on FlashAttention, which takes BF16 and "
+                "heads of one width, at most 256 channels and a multiple of 8; found "
                 f"{q.dtype}, {q.shape[-1]} channels of keys and {v.shape[-1]} of values. Train on whole "
-                "sequences, and with --softmax-type vanilla."
+                "sequences, without --window-size, and with --softmax-type vanilla."
             )
-        if self.window is not None and packed.longest > self.window + 1:
+        if windowed:
             packed = packed._replace(window=self.window)
         return packed_attention(q, k, v, packed, sinks=sinks, backends=self.backends, **how)
-
-
-def _takes_packed(q: torch.Tensor, v: torch.Tensor) -> bool:
-    return takes_packed(q.dtype, q.device, q.shape[-1], v.shape[-1])
 
 
 class CoatCoreAttention(TakesActivations, SDPACoreAttention):

@@ -270,45 +270,12 @@ def test_a_forward_without_backward_is_let_go(device, fmt):
     """Attention saves its output, which refers back to its node."""
     inputs = qkv(device, groups=2)
     attend = partial(kept_attention, F.scaled_dot_product_attention, times=HEADS // 2)
-    for run, order in ((attend, (1, 2, 0, 3)), (partial(causal_attention, window=5), (0, 1, 2, 3))):
+    for run, order in ((attend, (1, 2, 0, 3)), (causal_attention, (0, 1, 2, 3))):
         given = [t.permute(order) * 1 for t in inputs]
         held = [StorageWeakRef(t.untyped_storage()) for t in given]
         run(*given, saved_format=fmt)
         del given
         assert all(storage.expired() for storage in held)
-
-
-@pytest.mark.parametrize("fmt", [None, "sqrt8"])
-def test_windows_share_a_mask_and_keep_groups(device, fmt):
-    # differs from the width of a head
-    length, window = S - 3, 5
-    inputs = [t[:length].detach().clone().requires_grad_() for t in qkv(device)]
-    distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)
-    allowed = (distance >= 0) & (distance <= window)
-    heads = [t.permute(1, 2, 0, 3) for t in inputs]
-    expected = F.scaled_dot_product_attention(*heads, attn_mask=allowed).permute(2, 0, 1, 3).flatten(2)
-    ys, found = kept_bytes(lambda: [causal_attention(*inputs, window=window, saved_format=fmt) for _ in "ab"])
-    assert rel_rms(ys[0], expected) < 2**-8
-    # q, k, v and two outputs, or all of them twice in 8 bits
-    elements = inputs[0].numel() * (5 if fmt is None else 8)
-    # rows of the mask are padded to S
-    assert found == elements * (2 if fmt is None else 1 + 1 / 16) + 2 * length * S
-    ys[0].sum().backward()
-    assert all(t.grad.isfinite().all() for t in inputs)
-
-
-def test_a_window_that_leaves_out_one_pair_of_tokens(device):
-    """The last token does not attend to the first; with a window larger by one it does."""
-    q, k, v = (t.detach() for t in qkv(device))
-    first = v.clone()
-    first[0] += 1
-    for window, sees in ((S - 2, False), (S - 1, True)):
-        y, other = (causal_attention(q, k, values, window=window) for values in (v, first))
-        assert torch.equal(y[-1], other[-1]) != sees
-    # a window that leaves out no pair needs no mask
-    inputs = qkv(device)
-    kept = [kept_bytes(lambda w=w: causal_attention(*inputs, window=w))[1] for w in (None, S - 1)]
-    assert kept[0] == kept[1]
 
 
 def test_scale_and_channels_that_are_no_multiple_of_the_group(device):
@@ -364,14 +331,3 @@ def test_keys_that_were_repeated_are_not_held_once_outer_hooks_took_them(device,
     del heads
     assert all(storage.expired() for storage in held)
     y.sum().backward()
-
-
-def test_a_window_of_a_sequence_as_long_as_heads_are_wide(device):
-    inputs = qkv(device)
-    assert S == D
-    grad = torch.randn(S, B, HEADS * D, device=device, dtype=torch.bfloat16)
-    grads = [
-        torch.autograd.grad(causal_attention(*inputs, window=5, saved_format=fmt), inputs, grad)
-        for fmt in (None, "sqrt8")
-    ]
-    assert all(a.equal(b) for a, b in zip(*grads, strict=True))

@@ -51,7 +51,7 @@ def no_masks(monkeypatch):
     def made(*_):
         raise AssertionError("a mask was made")
 
-    monkeypatch.setattr(kernels, "_window_mask", made)
+    monkeypatch.setattr(kernels, "_added", made)
 
 
 @pytest.mark.parametrize("window", [None, 4])
