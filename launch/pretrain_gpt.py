@@ -5,8 +5,6 @@
     torchrun --nproc-per-node 8 launch/pretrain_gpt.py --model-config configs/model_125m.json --data corpus
     deepspeed launch/pretrain_gpt.py --deepspeed-config my_zero2.json --data shard.jsonl --tokenizer t.json
 
-mpirun (Open MPI) and srun can start ranks, too, if MASTER_ADDR and MASTER_PORT are set.
-
 The "coat" block of the DeepSpeed JSON configures COAT; `--compare` trains twice with the same seed and data,
 first without the block and with Megatron's own layers, then with it.
 
@@ -18,9 +16,7 @@ one.
 import argparse
 import importlib.util
 import os
-import signal
 import sys
-import threading
 import warnings
 from pathlib import Path
 
@@ -28,8 +24,8 @@ try:
     from coat_launch import report
     from coat_launch.args import RUNS, parse_args
     from coat_launch.errors import LaunchError
-    from coat_launch.process_group import read_ranks
-    from coat_launch.trainer import STOPPING, Signals, Stopped, Trainer
+    from coat_launch.process_group import check_ranks
+    from coat_launch.trainer import Signals, Stopped, Trainer
 except ModuleNotFoundError as error:
     if error.name != "coat_launch":
         raise
@@ -43,7 +39,7 @@ import torch
 STOPPED = 75
 
 
-def train(args: argparse.Namespace, signals: Signals) -> None:
+def train(args: argparse.Namespace) -> None:
     """One run. Writes OUTPUT/<run>/summary.json, and the comparison of all runs there unless another one
     follows. Exits with one line for expected errors.
     """
@@ -53,7 +49,7 @@ def train(args: argparse.Namespace, signals: Signals) -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     from coat_ds import CoatConfigError
 
-    trainer = None
+    trainer, signals = None, Signals()
     try:
         trainer = Trainer(args)
         summary = trainer.train(signals)
@@ -83,19 +79,14 @@ def train(args: argparse.Namespace, signals: Signals) -> None:
 
 def compare(args: argparse.Namespace, argv: list[str]) -> None:
     """Both runs, one after the other in this process: the second one in a program of its own, so that it has
-    its own peak memory. A signal that comes too late for the first run is the second one's."""
+    its own peak memory."""
+    if "WORLD_SIZE" in os.environ:
+        sys.exit("error: --compare: trains in one process. Start --variant bf16, then --variant coat")
     first, second = RUNS
-    env, signals = dict(os.environ), Signals()
-    train(argparse.Namespace(**{**vars(args), "variant": first}), signals)
-    if "WORLD_SIZE" in env:
-        # the launcher's store still holds the keys of the first run
-        env.update(MASTER_PORT=str(int(env["MASTER_PORT"]) + 1), TORCHELASTIC_USE_AGENT_STORE="False")
+    env = dict(os.environ)
+    train(argparse.Namespace(**{**vars(args), "variant": first}))
     sys.stdout.flush()
     sys.stderr.flush()
-    # the next program starts with these signals blocked, and takes them when it has its handlers
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
-    if signals.received:
-        signal.pthread_kill(threading.main_thread().ident, STOPPING[0])
     rest = [word for word in argv if word != "--compare"]
     module = [sys.executable, "-m", "coat_launch.pretrain_gpt"]
     os.execve(sys.executable, [*module, *rest, "--variant", second], env)
@@ -127,13 +118,13 @@ def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv, __doc__)
     try:
         check_packages()
-        read_ranks(os.environ)
+        check_ranks(os.environ)
     except LaunchError as error:
         sys.exit(f"error: {error}")
     if args.compare:
         compare(args, argv)
     else:
-        train(args, Signals())
+        train(args)
 
 
 if __name__ == "__main__":

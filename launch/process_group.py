@@ -7,28 +7,20 @@ import torch
 
 from coat_launch.errors import LaunchError
 
-TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-# the names for these in Open MPI and in a step of Slurm
-OTHERS = (
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE"),
-    ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS"),
-)
+# variables of a process of mpirun or srun, with the number of processes
+_OTHERS = ("OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 
 
-def read_ranks(env: dict[str, str]) -> None:
-    """Sets RANK, LOCAL_RANK and WORLD_SIZE where mpirun or srun started several processes.
-
-    Raises LaunchError if these would not find each other: each would train alone.
-    """
-    for names in OTHERS:
-        if "WORLD_SIZE" not in env and int(env.get(names[-1], 1)) > 1:
-            env.update({ours: env[name] for ours, name in zip(TORCHRUN, names, strict=True) if name in env})
-    for name in (*TORCHRUN, "MASTER_ADDR", "MASTER_PORT"):
-        if "WORLD_SIZE" in env and not env.get(name):
+def check_ranks(env: dict[str, str]) -> None:
+    """Raises LaunchError if processes of a launcher would not find each other: each would train alone."""
+    others = (env[name] for name in _OTHERS if int(env.get(name, 1)) > 1)
+    if (count := env.get("WORLD_SIZE") or next(others, None)) is None:
+        return
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        if not env.get(name):
             raise LaunchError(
-                f"{name}: not set, but this is one of {env['WORLD_SIZE']} processes. Start them by a script "
-                "of launch/, which sets it; or train in one process, without WORLD_SIZE and the variables of "
-                "MPI and Slurm"
+                f"{name}: not set, but this is one of {count} processes. Start them by torchrun or a script "
+                "of launch/, which set it; or train in one process, without the variables of other launchers"
             )
 
 

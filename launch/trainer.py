@@ -32,18 +32,13 @@ class Stopped(Exception):
     """A signal has ended the run; a checkpoint was saved."""
 
 
-# signals that schedulers send before they end a job
-STOPPING = (signal.SIGTERM, signal.SIGUSR1)
-
-
 class Signals:
-    """Notes `STOPPING`, also signals that were blocked and pending before."""
+    """Notes the signals that schedulers send before they end a job."""
 
     def __init__(self):
         self.received = False
-        for number in STOPPING:
+        for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, self._note)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
 
     def _note(self, number, frame):
         self.received = True

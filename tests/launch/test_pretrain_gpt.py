@@ -21,7 +21,7 @@ from coat_launch.args import parse_args
 from coat_launch.deepspeed_config import set_batch_sizes, use_torch_adamw
 from coat_launch.errors import LaunchError
 from coat_launch.model import warmup_cosine
-from coat_launch.process_group import read_ranks
+from coat_launch.process_group import check_ranks
 from tests.launch.ranks import run_ranks
 
 pytestmark = pytest.mark.early
@@ -256,16 +256,6 @@ def test_a_signal_ends_a_comparison(tmp_path):
     assert (tmp_path / "bf16/checkpoints/latest").exists() and not (tmp_path / "coat").exists()
 
 
-@pytest.mark.long("two runs, each of which imports the frameworks")
-def test_a_signal_between_the_runs_of_a_comparison_is_the_second_ones(tmp_path):
-    """Such a signal used to end in a traceback, be lost, or kill the run that had just started."""
-    arguments = "--compare", "--steps", 3, "--output", tmp_path
-    # the last file that the first run writes
-    status, stderr = signalled(signal.SIGTERM, (tmp_path / "bf16/summary.json").exists, *arguments)
-    assert status == pretrain_gpt.STOPPED and "go on with --resume" in stderr, stderr
-    assert (tmp_path / "coat/checkpoints/latest").read_text() == "step1"
-
-
 def test_divergence_stops_the_run(tmp_path, monkeypatch):
     # a torchrun with restarts has to see a failure
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
@@ -355,28 +345,18 @@ def test_weights_of_both_runs_decay_alike(given):
     assert built.param_groups[0]["weight_decay"] == coat["weight_decay"]
 
 
-def test_ranks_of_other_launchers():
+def test_ranks_that_would_not_find_each_other_are_refused(tmp_path, capsys, monkeypatch):
     """A batch script of Slurm and an interactive step are one process each, whatever the job requested."""
-    address = {"MASTER_ADDR": "a", "MASTER_PORT": "1"}
-    mpi = {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_SIZE": "8"}
-    slurm = {"SLURM_PROCID": "3", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "4"}
-    alone = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "4"}
-    torchrun = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", **address}
-
-    def ranks(**env):
-        read_ranks(env)
-        return tuple(env.get(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
-
-    assert ranks(**mpi, **address) == ranks(**mpi, **slurm, **address) == ("5", "1", "8")
-    assert ranks(**slurm, **address) == ("3", "0", "4")
-    assert ranks(**slurm, **torchrun) == ("0", "0", "2")
-    assert ranks(**alone) == ranks(**alone, SLURM_STEP_NUM_TASKS="1") == (None, None, None)
-    for env in (mpi, slurm, torchrun):
-        given = {**env, **address}
-        # the last of each three is the number of processes
-        for name in [*list(env)[:2], *address]:
-            with pytest.raises(LaunchError, match=": not set, but this is one of . processes"):
-                ranks(**{key: value for key, value in given.items() if key != name})
+    torchrun = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    for env in ({}, torchrun, torchrun | {"SLURM_STEP_NUM_TASKS": "2"}, {"SLURM_STEP_NUM_TASKS": "1"}):
+        check_ranks(env)
+    incomplete = [{k: v for k, v in torchrun.items() if k != name} for name in set(torchrun) - {"WORLD_SIZE"}]
+    for env in (*incomplete, {"OMPI_COMM_WORLD_SIZE": "8"}, {"SLURM_STEP_NUM_TASKS": "4"}):
+        with pytest.raises(LaunchError, match=": not set, but this is one of . processes"):
+            check_ranks(env)
+    for name, value in torchrun.items():
+        monkeypatch.setenv(name, value)
+    assert "--compare: trains in one process" in fails(capsys, tmp_path, "--compare")
 
 
 def test_schedule():
