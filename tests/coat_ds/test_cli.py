@@ -264,12 +264,24 @@ class Finder:
     def __getattr__(self, name):
         return getattr(self.inner, name)
 sys.meta_path[:] = map(Finder, sys.meta_path)
+# what every fork would import, and imports none of the packages
+import torch._dynamo, triton.language
 from coat_ds.cli import main
 for name, (missing, words) in cases.items():
     if not (child := os.fork()):
         for stream in (1, 2):
             os.dup2(os.open(f"{folder}/{name}.{stream}", os.O_CREAT | os.O_WRONLY), stream)
-        sys.exit(main(words))
+        try:
+            code = main(words)
+        except SystemExit as end:
+            code = end.code
+        if isinstance(code, str):
+            print(code, file=sys.stderr)
+            code = 1
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # a usual end would take apart everything that was imported
+        os._exit(code or 0)
     print(name, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 PLAIN = {
