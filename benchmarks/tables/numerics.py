@@ -55,6 +55,23 @@ def pre_training(results: Results) -> str:
     )
 
 
+@block("finetune.md", "log-probabilities")
+def log_probabilities(results: Results) -> str:
+    rows = {(row["system"], row["form"]): row for row in results.rows("drift.csv")}
+    forms = ("one by one", "padded", "packed")
+    return table(
+        ["layers", *(f"documents {form}: from FP32" for form in forms), "packed: from the same layers, one by one"],
+        *(
+            [
+                data("drift.csv", system),
+                *(f"{rows[system, form]['from_fp32']:.3f}" for form in forms),
+                f"{rows[system, 'packed']['from_one_by_one']:.3f}",
+            ]
+            for system in ("BF16", "COAT")
+        ),
+    )
+
+
 @block("numerics.md", "other runs")
 def other_runs(results: Results) -> str:
     """Longer runs, other settings and other models."""
