@@ -5,9 +5,6 @@ Importing this package imports neither DeepSpeed nor torch; its names are import
 """
 
 import importlib
-import importlib.util
-import logging
-import os
 from typing import TYPE_CHECKING
 
 from coat_ds.zero.switch import install, uninstall
@@ -49,40 +46,6 @@ __all__ = [
     "uninstall",
     "watch",
 ]
-
-
-def _warn_of_two_copies() -> None:
-    """Logs a warning on rank 0 if coat_ds and coat_kernels come from two folders. This happens in a clone
-    while another copy is installed: the working directory has `coat_ds/`, but no `coat_kernels/`.
-    """
-    try:
-        spec = importlib.util.find_spec("coat_kernels")
-    # `import torch` imports this package and must not fail; an import of coat_kernels raises it again
-    except Exception:
-        return
-    if spec is None or not spec.origin or os.environ.get("RANK", "0") != "0":
-        return
-    # the parent folders of the two packages
-    ours, theirs = (os.path.dirname(os.path.dirname(os.path.abspath(f))) for f in (__file__, spec.origin))
-    if ours != theirs and os.path.realpath(ours) != os.path.realpath(theirs):
-        logging.getLogger("coat_ds").warning(
-            "COAT: coat_ds is imported from %s, but coat_kernels from %s: two copies, which may be two "
-            "versions. Start Python in another folder, or install this one: pip install -e %s",
-            ours,
-            theirs,
-            ours,
-        )
-
-
-_warn_of_two_copies()
-
-
-def initialize(*args, **kwargs):
-    """Raises RuntimeError: `deepspeed.initialize` replaces it."""
-    raise RuntimeError(
-        'coat_ds.initialize was removed. Call deepspeed.initialize, which honours the "coat" block where '
-        "COAT is installed by pip, and anywhere after coat_ds.install()."
-    )
 
 
 def __getattr__(name: str):

@@ -21,8 +21,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--deepspeed", metavar="JSON", help="DeepSpeed's config: what it would do to the model")
     add("--model", help="config.json, its folder, or a model of the Hub")
-    add("--gpus", type=int, default=1, help="number of all GPUs, for the predicted peak (default: 1)")
-    add("--sequence", type=int, default=2048, help="tokens of a sequence, for the peak (default: 2048)")
     add("--json", action="store_true", help="print the findings as JSON")
 
 
@@ -51,7 +49,7 @@ def _of_model(arguments: argparse.Namespace) -> list[Finding]:
     except PlanError as error:
         # a model with its own code is built when training starts, and the engine's log lists its layers
         found.append(Finding("model", UNKNOWN if "auto_map" in values else PROBLEM, str(error)))
-    return found + dry_run.check(config, model, arguments.gpus, arguments.sequence)
+    return found + dry_run.check(config, model)
 
 
 def _page(parts: dict[str, list[Finding]]) -> str:

@@ -3,53 +3,52 @@
 `optimizer` is always a `CoatAdamW`.
 """
 
-from itertools import product
-from typing import Any, NamedTuple
+import torch
 
 from coat_ds.optim.checks import check_can_keep_remainder
+from coat_ds.optim.moment import Moment
 from coat_ds.optim.options import (
+    FORMATS,
     LAYOUT,
-    OF_STATES,
+    MOMENTS,
     STOCK_SWITCHES,
     check_names,
     check_options,
     has_remainder,
 )
-
-
-class CheckedGroup(NamedTuple):
-    """A parameter group as it was when its options were checked."""
-
-    group: dict[str, Any]
-    """The dict itself, to notice if another group has replaced it."""
-    options: dict[str, Any]
-    held: frozenset[int]
-    """The ids of its tensors; references would keep tensors alive that Accelerate removes from the group."""
+from coat_ds.optim.shards import local
 
 
 def check_changes(optimizer) -> None:
     """Raises ValueError if an option of a parameter group has changed since the last check to a value that
-    the constructor would refuse, or if it determines existing states."""
-    groups, before = optimizer.param_groups, optimizer.checked_groups
+    the constructor would refuse, or if existing states are stored otherwise."""
+    groups = optimizer.param_groups
     # options that every step reads, such as lr, and notes of the caller may change
     fixed = {*LAYOUT, *STOCK_SWITCHES, *optimizer.of_the_whole()}
     options = [{k: v if k in fixed else None for k, v in group.items()} for group in groups]
-    if options == [old.options for old in before] and all(
-        old.group is group for old, group in zip(before, groups, strict=True)
-    ):
+    if options == optimizer.checked_options:
         return
     check_supported(optimizer)
-    held = [frozenset(map(id, optimizer.layouts.held_in(i, group))) for i, group in enumerate(groups)]
-    now = list(map(CheckedGroup, groups, options, held))
-    for (i, new), old, name in product(enumerate(now), before, OF_STATES):
-        was, found = old.options[name], new.options[name]
-        if was != found and any(id(p) in new.held & old.held for p in optimizer.state):
-            raise ValueError(
-                f"CoatAdamW: {name} was {was!r} when states of parameter group {i} were made, and is "
-                f"{found!r} now. Set it before the first step, or call "
-                "optimizer.load_state_dict(optimizer.state_dict()), which re-creates them."
-            )
-    optimizer.checked_groups = now
+    for i, group in enumerate(groups):
+        for p in optimizer.layouts.held_in(i, group):
+            for name in MOMENTS:
+                _check_layout(optimizer, i, p, name)
+    optimizer.checked_options = options
+
+
+def _check_layout(optimizer, index: int, p: torch.Tensor, name: str) -> None:
+    """Raises ValueError if the moment `name` of `p` exists in another layout than group `index` asks for."""
+    group, moment = optimizer.param_groups[index], local(optimizer.state.get(p, {}).get(name))
+    layout = optimizer.layouts.layout_of(p, group, name)
+    if not isinstance(moment, Moment) or moment.arrangement == layout:
+        return
+    held, wanted = (" and ".join({codec.name: 0 for _, codec in x}) for x in (moment.arrangement, layout))
+    options = ", ".join(f"{option} {group[option]!r}" for option in (*FORMATS, "min_numel"))
+    raise ValueError(
+        f"CoatAdamW: {name} of a tensor of parameter group {index} is stored as {held}, and the options of "
+        f"the group ({options}) ask for {wanted} now. Set them before the first step, or call "
+        "optimizer.load_state_dict(optimizer.state_dict()), which re-creates the states."
+    )
 
 
 def check_supported(optimizer) -> None:

@@ -30,13 +30,6 @@ from coat_ds.optim.states import ready_state, state_device
 MOST_STEPS = 2**31 - 1
 # options of other Adams' parameter groups that CoatAdamW does not support
 REFUSED = {"amsgrad": True, "bias_correction": False, "adam_w_mode": False, "correct_bias": False}
-# options of optimizers with AdamW's states but another update: LAMB, AdamP, Yogi and similar ones
-FOREIGN = (
-    *("grad_averaging", "trust_clip", "always_adapt", "max_coeff", "min_coeff", "pre_norm", "trust_ratio"),
-    *("wd_ratio", "delta", "initial_accumulator", "rectify", "degenerated_to_sgd", "clamp_value"),
-)
-
-GO_ON = "Go on with that one, or start CoatAdamW without its state dict."
 LOAD_ONE = "Load what state_dict() of an optimizer gave."
 
 
@@ -60,7 +53,7 @@ def loading_states(optimizer) -> Iterator[None]:
     def load_states(_):
         restore_options(optimizer, own)
         # states are re-created with the options that the groups have now
-        optimizer.checked_groups = ()
+        optimizer.checked_options = ()
         check_changes(optimizer)
         _load_states(optimizer, loaded)
 
@@ -138,13 +131,6 @@ def check_loaded(state_dict: dict[str, Any], groups: list[dict[str, Any]], defau
             raise ValueError(f"load_state_dict: parameter group {i}: {error}") from None
     check_groups(saved)
     _check_states(state_dict, groups)
-    for i, group in enumerate(saved):
-        # all torch optimizers have foreach; RAdam has AdamW's states, and SGD may have no states
-        if "foreach" in group and "amsgrad" not in group:
-            _refuse(
-                f"parameter group {i} is another optimizer's and not torch.optim.AdamW's: expected amsgrad, "
-                f"found {', '.join(k for k in group if k != 'params')}. {GO_ON}"
-            )
 
 
 def _refuse(why: str) -> NoReturn:
@@ -187,11 +173,6 @@ def _check_step(step: Any, of_what: str) -> None:
 def check_groups(groups: list[dict[str, Any]]) -> None:
     """Raises ValueError for groups of an optimizer whose update is not AdamW's."""
     for i, group in enumerate(groups):
-        if foreign := [key for key in FOREIGN if key in group]:
-            _refuse(
-                f"parameter group {i} has {', '.join(foreign)}, which AdamW does not have: it is from an "
-                f"optimizer with another update, such as LAMB, AdamP or Yogi. {GO_ON}"
-            )
         refused = [k for k, value in REFUSED.items() if k in group and bool(group[k]) == value]
         if group.get("weight_decay") and not group.get("decoupled_weight_decay", True):
             refused.append("decoupled_weight_decay")

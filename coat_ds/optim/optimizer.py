@@ -18,7 +18,7 @@ from coat_ds.config import (
 )
 from coat_ds.log import say
 from coat_ds.optim.accounting import layout_table, planned_bytes
-from coat_ds.optim.changes import CheckedGroup, check_changes
+from coat_ds.optim.changes import check_changes
 from coat_ds.optim.checks import (
     check_grad_scale,
     check_params,
@@ -115,8 +115,8 @@ class CoatAdamW(torch.optim.Optimizer):
     _said_frozen = False
     # not copied either: hooks are on the parameters
     _release: Release | None = None
-    # the parameter groups when states were last created or stepped
-    checked_groups: Sequence[CheckedGroup] = ()
+    # the options of the parameter groups when states were last created or stepped
+    checked_options: Sequence[dict[str, Any]] = ()
 
     def __init__(
         self,

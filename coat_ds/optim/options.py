@@ -1,7 +1,7 @@
 """The options of `CoatAdamW`: their names, their values, and the formats of moments that they select."""
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from numbers import Integral, Real
@@ -45,8 +45,6 @@ LAYOUT = (
     "min_numel",
     "bf16_params",
 )
-# the options in LAYOUT that determine stored states when these are created; every step reads the others
-OF_STATES = (*FORMATS, "min_numel")
 # norms of heads and biases of experts have at most this number of heads or experts; position embeddings and
 # weight matrices have more in both dimensions
 SMALLEST_MATRIX = 256
@@ -86,15 +84,6 @@ def idle_patterns(patterns: Iterable[str], names: Iterable[str], key: str = "coa
         for pattern in patterns
         if pattern not in KEEP_FP32 and not any(fnmatchcase(name, pattern.lower()) for name in names)
     ]
-
-
-def idle_bf16_params(wanted: str, held: Iterable[torch.Tensor], way_out: str) -> Iterator[str]:
-    """A line if `wanted`, a value of `bf16_params`, is not the default and the optimizer holds no BF16."""
-    if wanted != "exact" and not any(p.dtype == torch.bfloat16 for p in held):
-        yield (
-            f"coat.optimizer.bf16_params: found {wanted!r}, of no effect: the optimizer holds FP32 masters "
-            f"and no BF16 parameters. {way_out}, or drop the key."
-        )
 
 
 def check_patterns(patterns: Sequence[str], groups: Iterable[dict[str, Any]]) -> None:

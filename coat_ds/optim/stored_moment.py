@@ -9,9 +9,6 @@ from coat_ds.optim.moment import Moment
 from coat_ds.optim.pieces import Pair, Piece
 from coat_kernels.codecs import CODECS, GROUP_SIZE, Storage, Stored
 
-# the sizes of groups in files, written when the size was an option
-GROUP_SIZES = (64, 128, 256)
-
 
 class GivenMoment(Moment):
     """A moment in a state dict. A cast returns a plain tensor.
@@ -60,12 +57,14 @@ class StoredMoment(GivenMoment):
 
 
 def _rebuild(pieces: list[tuple], group_size: int, shape: tuple[int, ...]) -> torch.Tensor:
-    """The moment of a pickled `StoredMoment`; if its groups have another size, its FP32 values.
+    """The moment of a pickled `StoredMoment`.
 
     Readers that accept data only, such as `torch.load(weights_only=True)`, call this function, so it checks
     all contents of the file. Raises ValueError for data that `StoredMoment` never writes.
     """
-    _expect(type(group_size) is int and group_size in GROUP_SIZES, f"one of {GROUP_SIZES}", group_size)
+    _expect(
+        type(group_size) is int and group_size == GROUP_SIZE, f"groups of {GROUP_SIZE} elements", group_size
+    )
     _expect(type(shape) is tuple and all(type(n) is int and n >= 0 for n in shape), "a shape", shape)
     _expect(type(pieces) is list and pieces, "a list of pieces", pieces)
     made, second, end = [], [], 0
@@ -74,11 +73,11 @@ def _rebuild(pieces: list[tuple], group_size: int, shape: tuple[int, ...]) -> to
         _expect(is_piece, "first element, codec and three tensors, of one moment or of two", piece)
         begin = piece[0]
         _expect(type(begin) is int and begin == end, f"a piece from element {end}", begin)
-        codec, storage = _rebuild_stored(piece[1:5], group_size, None)
+        codec, storage = _rebuild_stored(piece[1:5], None)
         end += storage.codes.numel()
         made.append(Piece(begin, end, codec, storage))
         if codec.relative:
-            beside = _rebuild_stored(piece[5:], group_size, storage.codes.numel())
+            beside = _rebuild_stored(piece[5:], storage.codes.numel())
             _expect(codec.stands_beside(beside.codec), f"a second moment for {codec.name}", beside.codec.name)
             second.append(Piece(begin, end, *beside))
         else:
@@ -87,10 +86,6 @@ def _rebuild(pieces: list[tuple], group_size: int, shape: tuple[int, ...]) -> to
     _expect(math.prod(shape) == end, f"a shape of {end} elements", shape)
     devices = {t.device for piece in (*made, *second) for t in piece.storage}
     _expect(len(devices) == 1, "all tensors on one device", devices)
-    if group_size != GROUP_SIZE:
-        pairs = zip(made, second, strict=True)
-        values = [x.codec.decode(x.storage, group_size, Stored(*beside[2:])) for x, beside in pairs]
-        return torch.cat(values).view(shape)
     moment = GivenMoment(tuple(made), shape)
     if moment.is_relative:
         moment.pair = Pair(moment.pieces, tuple(second), shared=False)
@@ -103,7 +98,7 @@ _rebuild.__module__ = "coat_ds.state"
 torch.serialization.add_safe_globals([_rebuild])
 
 
-def _rebuild_stored(said: tuple, group_size: int, numel: int | None) -> Stored:
+def _rebuild_stored(said: tuple, numel: int | None) -> Stored:
     """One moment of a piece, of `numel` elements; None: of any number."""
     _expect(len(said) == 4, "a codec and three tensors", said)
     name, *tensors = said
@@ -111,7 +106,7 @@ def _rebuild_stored(said: tuple, group_size: int, numel: int | None) -> Stored:
     codec, storage = CODECS[name], Storage(*tensors)
     # read the size of the codes only after checking that they are a tensor
     _expect_vector("codes", storage.codes, codec.dtype, numel)
-    groups = -(-storage.codes.numel() // group_size)
+    groups = -(-storage.codes.numel() // GROUP_SIZE)
     _expect_vector("scale", storage.scale, torch.float32, groups if codec.has_scale else 0)
     _expect_vector("exponent", storage.exponent, torch.uint8, groups if codec.has_exponent else 0)
     return Stored(codec, storage)

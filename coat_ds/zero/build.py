@@ -54,8 +54,12 @@ def optimizer_for_engine(coat: CoatConfig, config: Mapping[str, Any], optimizer:
                     "offload='none', which steps on the CPU, slowly. Give it offload='cpu'.",
                     logging.WARNING,
                 )
-            for line in idle_options(given, coat.optimizer):
-                say(line, logging.WARNING)
+            if coat.optimizer != OptimizerConfig():
+                say(
+                    "coat.optimizer: its keys are of no effect: the script's own CoatAdamW is used as it is. "
+                    "Give it these options, and drop the keys.",
+                    logging.WARNING,
+                )
         return reported(convert_optimizer.convert_(given, coat.optimizer, cls, **own))
 
     def build(model_parameters):
@@ -149,23 +153,3 @@ def _fused_adam_class() -> type[CoatAdamW]:
 
     members = {"__doc__": CoatAdamW.__doc__, "zero_grad": torch.optim.Optimizer.zero_grad}
     return type("CoatAdamW", (CoatAdamW, FusedAdam), members)
-
-
-def idle_options(found: CoatAdamW, wanted: OptimizerConfig) -> list[str]:
-    """A line for each key of the block whose value differs from the option of the script's own CoatAdamW."""
-    usual = OptimizerConfig()
-    asked = {name: getattr(wanted, name) for name in (*LAYOUT, "keep_fp32", "checkpoint_layout", "offload")}
-    return [
-        f"coat.optimizer.{name}: found {value!r}, of no effect: the script's own CoatAdamW is used as it is. "
-        f"Give it {name}={value!r}, or drop the key."
-        for name, value in asked.items()
-        if value != getattr(usual, name) and not _has_option(found, name, value)
-    ]
-
-
-def _has_option(optimizer: CoatAdamW, name: str, value: Any) -> bool:
-    """Whether an option of the constructor has this value in all parameter groups. A function as `keep_fp32`
-    cannot be compared: True."""
-    if name in (own := optimizer.of_the_whole()):
-        return callable(own[name]) or own[name] == value
-    return all(group[name] == value for group in optimizer.param_groups)

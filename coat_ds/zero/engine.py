@@ -12,9 +12,7 @@ from coat_ds.config import CoatConfig, CoatConfigError
 from coat_ds.layers.inventory import layers_of
 from coat_ds.log import say
 from coat_ds.optim.optimizer import CoatAdamW
-from coat_ds.optim.options import idle_bf16_params
 from coat_ds.patches import Patch
-from coat_ds.saved_bytes import report_compressed
 from coat_ds.zero import recompute
 from coat_ds.zero.block import enabled, section
 from coat_ds.zero.build import optimizer_for_engine
@@ -115,15 +113,11 @@ def _prepare_layers(model: torch.nn.Module, coat: CoatConfig, config: Mapping[st
 
 def finish(engine, prepared: Prepared) -> None:
     """Runs after `engine` was built from the arguments that `prepare` changed."""
-    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-
     coat, why, units = prepared.coat, prepared.why, prepared.units
     if not coat.enabled:
         return
     take_exchanged(engine.module)
     units.complete(engine.optimizer)
-    if line := units.idle_key():
-        say(line, logging.WARNING)
     lighten_module_hooks(engine.module)
     if coat.optimizer.enabled:
         link_partitions(engine.optimizer, engine.basic_optimizer)
@@ -132,19 +126,11 @@ def finish(engine, prepared: Prepared) -> None:
         link_states(engine)
         refuse_other_states(engine.optimizer)
         guard_checkpoints(engine)
-        inner = engine.basic_optimizer
-        way_out = "Set bf16.bf16_master_weights_and_grads and bf16.bf16_optimizer_states, from ZeRO 1 on"
-        if engine.zero_optimization_stage() == 1 and isinstance(engine.optimizer, BF16_Optimizer):
-            way_out = (
-                "Take another stage than 1, or drop data_types.grad_accum_dtype, which brings them there"
-            )
-        for line in idle_bf16_params(coat.optimizer.bf16_params, inner.state, way_out):
-            say(line, logging.WARNING)
         guard_offloading(engine)
     _mark_gradients(engine.module, leave_early(engine.optimizer))
     if coat.fp8_activation_checkpointing:
         recompute.compress_inputs(engine.module)
-        report_compressed(engine.module, say, functools.partial(say, level=logging.WARNING))
+        recompute.report_compressed(engine.module)
     layers = layers_of(engine.module, why)
     if line := idle_layers(coat, layers):
         say(line, logging.WARNING)

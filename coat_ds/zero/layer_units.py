@@ -73,7 +73,7 @@ class LayerUnits:
         self._handles: dict[torch.nn.Module, RemovableHandle] = {}
         # DeepSpeed's object that puts hooks on modules
         self._offload: object | None = None
-        self.wanted, self._zero = wanted, zero
+        self._zero = zero
         if model is None or zero.stage != 3:
             return
         users, trained = _users(model), any(p.requires_grad for p in model.parameters())
@@ -146,15 +146,6 @@ class LayerUnits:
             layer.zero3_unit = False
             handle.remove()
         self.chosen, self._handles = {}, {}
-
-    def idle_key(self) -> str | None:
-        """A line if the key is true and ZeRO's stage does not gather weights."""
-        if self.wanted is not True or self._zero.stage == 3:
-            return None
-        return (
-            f"coat.zero3_layer_units: found True, of no effect in ZeRO {int(self._zero.stage)}: "
-            "only ZeRO-3 gathers weights. Drop the key."
-        )
 
     def summary(self) -> str | None:
         """A text for the log; None if the model has no layers that could be units."""

@@ -10,6 +10,7 @@ runs forward in the same thread. Then it keeps codes in the inputs' place.
 
 import contextlib
 import functools
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -18,10 +19,13 @@ import torch
 
 from coat_ds.checkpointing import compressed_checkpoints
 from coat_ds.config import CoatConfigError
+from coat_ds.log import say
 from coat_ds.patches import Patch
 from coat_ds.zero.block import section
 from coat_kernels.autograd.checkpointing import (
+    MIN_NUMEL,
     Packed,
+    alive_packed,
     compressing,
     is_activation,
     packed,
@@ -101,6 +105,33 @@ def keep_inputs(module: torch.nn.Module) -> None:
         if module.forward != forward.args[0]:
             # for example the forward of a converted layer
             module.forward = forward.args[0]
+
+
+def report_compressed(module: torch.nn.Module) -> None:
+    """Logs, after the first training forward of `module`, how many checkpointed inputs are kept in FP8, and
+    their bytes; a warning if there are none."""
+
+    @torch.compiler.disable
+    def report(*_) -> None:
+        if not (torch.is_grad_enabled() and module.training):
+            return
+        handle.remove()
+        if made := alive_packed():
+            codes, instead_of = (sum(getattr(p, name) for p in made) for name in ("nbytes", "plain_nbytes"))
+            say(
+                f"{len(made)} checkpointed inputs are kept in FP8, in {codes:,} bytes in place of "
+                f"{instead_of:,}"
+            )
+            return
+        say(
+            "coat.fp8_activation_checkpointing: found True, but the first forward has checkpointed no "
+            f"activation of {MIN_NUMEL:,} elements or more, so that nothing is compressed. Turn on the "
+            "model's activation checkpointing (Hugging Face: gradient_checkpointing; Megatron: "
+            "recompute_granularity), or drop the key.",
+            logging.WARNING,
+        )
+
+    handle = module.register_forward_hook(report)
 
 
 def _in_compressed(forward: Callable, *args, **kwargs):

@@ -15,7 +15,7 @@ into other parameters is refused (`places.py`).
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -25,13 +25,12 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.utils import get_te_version
 
 from coat_ds import state_bytes
-from coat_ds.config import CoatConfig, CoatConfigError, OptimizerConfig
+from coat_ds.config import CoatConfig, CoatConfigError
 from coat_ds.log import say
 from coat_ds.optim.fragments import Fragment
 from coat_ds.optim.lines import states_line
 from coat_ds.optim.options import (
     LAYOUT,
-    idle_bf16_params,
     idle_patterns,
     keeps_fp32,
 )
@@ -60,16 +59,10 @@ def _link(host: MegatronOptimizer, model_chunks: Iterable[torch.nn.Module], conf
         placed.append((index, held, Fragment(0, held.numel(), offset, kept, model_param)))
     inner.link(placed, isinstance(host, DistributedOptimizer))
     say(f"{states_line(inner, state_bytes(inner))}\n{inner.layout()}")
-    for line in _idle_keys(config.optimizer, list(names.values()), [p for _, p, _ in placed]):
-        say(line, logging.WARNING)
-
-
-def _idle_keys(config: OptimizerConfig, names: list[str], held: list[torch.Tensor]) -> Iterator[str]:
-    """A line for each key that has no effect."""
     # a stage of a pipeline has the names of its own parameters only
     if parallel_state.get_pipeline_model_parallel_world_size() == 1:
-        yield from idle_patterns(config.keep_fp32, names)
-    yield from idle_bf16_params(config.bf16_params, held, "Add --use-precision-aware-optimizer")
+        for line in idle_patterns(config.optimizer.keep_fp32, names.values()):
+            say(line, logging.WARNING)
 
 
 def _check_host(host: Any, model_chunks: Iterable[torch.nn.Module]) -> None:

@@ -69,11 +69,7 @@ def test_version_and_schema(capsys):
 def test_a_plan_of_every_rung(capsys):
     found = plain(capsys, "plan", *SHAPE, "--gpus", "2", "--micro-batch", "4", "--gpu", "h200")
     systems = {system["system"]: system for system in found["systems"]}
-    # without DeepSpeed only one GPU is planned
-    assert (
-        systems.keys() == {name for name, rung in rungs().items() if not rung.release}
-        and found["model"]["parameters"] == 6_738_415_616
-    )
+    assert systems.keys() == rungs().keys() and found["model"]["parameters"] == 6_738_415_616
     for system in systems.values():
         assert sum(system["roles"].values()) == pytest.approx(system["peak_bytes"], abs=20)
         assert system["moments"][system["peak_moment"]] == max(system["moments"].values())
@@ -365,6 +361,4 @@ def test_doctor_looks_at_a_model(capsys, tmp_path):
     path.write_text(json.dumps(CONFIG | {"num_hidden_layers": 1, "vocab_size": 512}))
     words = ["doctor", "--deepspeed", "configs/ds_zero2_coat.json"]
     found = plain(capsys, *words, "--model", str(path))
-    assert {finding["check"] for finding in found["model"]} == {"layers", "states", "peak"}
-    found = plain(capsys, *words, "--model", str(path), "--gpus", "2", "--sequence", "256")
-    assert "on 2 GPUs with 1 x 256 tokens" in found["model"][-1]["text"]
+    assert {finding["check"] for finding in found["model"]} == {"layers"}

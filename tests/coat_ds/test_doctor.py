@@ -143,7 +143,7 @@ def test_switches(monkeypatch):
 
 
 def dry(config: dict, **model) -> dict:
-    return by_check(dry_run.check(config, meta_model(LLAMA | model), gpus=2, sequence=128))
+    return by_check(dry_run.check(config, meta_model(LLAMA | model)))
 
 
 def config(block: dict | None) -> dict:
@@ -151,16 +151,10 @@ def config(block: dict | None) -> dict:
     return made if block is None else made | {"coat": block}
 
 
-def test_a_dry_run_counts_layers_states_and_bytes():
+def test_a_dry_run_counts_layers():
     found = dry(config({"enabled": True}))
     assert {finding.state for finding in found.values()} == {OK}
     assert "14 of 15 linear layers in FP8" in found["layers"].text and "the output head" in found["layers"].text
-    kept = 5 * 256
-    assert found["states"].details["kept_fp32"] == kept
-    total = found["states"].details["parameters"]
-    expected = ((2 + 9 / 128) * (total - kept) + 8 * kept) / total
-    assert found["states"].details["bytes_per_parameter"] == pytest.approx(expected)
-    assert found["peak"].details["after_bytes"] < found["peak"].details["before_bytes"]
 
 
 def test_a_dry_run_names_weights_outside_of_fp8_by_their_share():
@@ -179,7 +173,7 @@ def test_a_dry_run_names_weights_outside_of_fp8_by_their_share():
     )
     experts = sum(p.numel() for name, p in model.named_parameters() if "put_linear" in name)
     share = experts / sum(p.numel() for p in model.parameters())
-    found = by_check(dry_run.check(config({"enabled": True}), model, 1, 128))["layers"]
+    found = by_check(dry_run.check(config({"enabled": True}), model))["layers"]
     assert f"JetMoeParallelExperts {share:.1%}" in found.text
 
 
@@ -198,7 +192,7 @@ def test_a_dry_run_leaves_the_model_as_it_was():
     model = meta_model(LLAMA)
     assert {p.device.type for p in model.parameters()} == {"meta"}
     before = {name: type(module).forward for name, module in model.named_modules()}
-    dry_run.check(config({"enabled": True}), model, 1, 128)
+    dry_run.check(config({"enabled": True}), model)
     assert before == {name: type(module).forward for name, module in model.named_modules()}
     assert not [name for name, module in model.named_modules() if "forward" in vars(module)]
     assert all(p.is_meta for p in model.parameters())
@@ -210,34 +204,12 @@ def test_a_dry_run_leaves_the_model_as_it_was():
         (None, {}, "dry run", WARNING, "no coat block"),
         ({"enabled": False}, {}, "dry run", WARNING, "coat.enabled is false"),
         ({"enabled": True, "activation": {}}, {}, "dry run", PROBLEM, "coat.activation: unknown key"),
-        ({"enabled": True, "optimizer": {"enabled": False}}, {}, "states", WARNING, "8 bytes a parameter"),
-        (
-            {"enabled": True, "optimizer": {"keep_fp32": ["*"]}},
-            {},
-            "states",
-            WARNING,
-            "8.000 bytes a parameter in place of 8",
-        ),
-        (
-            {"enabled": True, "optimizer": {"min_numel": 10**9}},
-            {},
-            "states",
-            WARNING,
-            "8.000 bytes a parameter in place of 8",
-        ),
         (
             {"enabled": True},
             {"hidden_size": 24, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 2},
             "layers",
             PROBLEM,
             "FP8 saves nothing: none of 15",
-        ),
-        (
-            {"enabled": True, "activations": False, "optimizer": {"enabled": False}},
-            {},
-            "peak",
-            WARNING,
-            "That saves next to nothing: most bytes are buffers",
         ),
     ],
     ids=str,
@@ -256,16 +228,10 @@ def test_a_dry_run_reads_the_json_as_the_engine_would():
     ):
         found = dry(wrong)["dry run"]
         assert found.state == PROBLEM and text in found.text, found
-    # what DeepSpeed cannot read, it refuses itself
-    for wrong, text in (({"bf16": True}, "bf16: expected"), ({"zero_optimization": True}, "zero_opt")):
-        found = dry(config({"enabled": True}) | wrong)["peak"]
-        assert found.state == UNKNOWN and found.text.startswith(f"cannot be predicted: {text}"), found
     # what Trainer fills in
     trainer = {"optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto"}}}
     for right in (config({"enabled": True}), config({"enabled": True}) | trainer):
         assert "dry run" not in dry(right)
-        buckets = {"stage": 2, "reduce_bucket_size": "auto"}
-        assert dry(right | {"zero_optimization": buckets})["peak"].details
     # the optimizer's name stands for the block
     assert dry(config(None) | {"optimizer": {"type": "CoatAdamW"}}) == dry(config({"enabled": True}))
 
@@ -273,16 +239,12 @@ def test_a_dry_run_reads_the_json_as_the_engine_would():
 def test_a_dry_run_knows_that_fp16_keeps_layers_as_they_are():
     fp16 = {"fp16": {"enabled": True}}
     found = dry(config({"enabled": True}) | fp16)
-    assert found["layers"].state == PROBLEM and found["states"].state == OK
+    assert found["layers"].state == PROBLEM
     assert "none of 15 linear layers would compute in it" in found["layers"].text
     assert "fp16.enabled is true, and converted layers compute in BF16 or FP32" in found["layers"].text
     # which the engine refuses where the block asks for them
     found = dry(config({"enabled": True, "activations": True}) | fp16)["dry run"]
     assert found.state == PROBLEM and "found True, but fp16.enabled is true" in found.text
-    states_alone = config({"enabled": True, "activations": False})
-    alone = dry(states_alone)["peak"].details
-    assert dry(states_alone | fp16)["peak"].details == alone
-    assert dry(config({"enabled": True}) | fp16)["peak"].details == alone
 
 
 def page(tmp_path, capsys, ds: dict, model: dict = LLAMA, *words) -> tuple[int, dict]:
@@ -320,4 +282,4 @@ def test_models_that_cannot_be_built_are_named():
         meta_model(LLAMA | {"model_type": "lama"})
     with pytest.raises(PlanError, match="transformers cannot build it .*hidden_size"):
         meta_model(LLAMA | {"hidden_size": "many"})
-    json.dumps([f._asdict() for f in dry_run.check(config({"enabled": True}), meta_model(LLAMA), 1, 128)])
+    json.dumps([f._asdict() for f in dry_run.check(config({"enabled": True}), meta_model(LLAMA))])

@@ -10,7 +10,6 @@ from tests.mistakes.makers import (
     beside,
     block,
     engine,
-    old_initialize,
     params,
 )
 
@@ -198,11 +197,6 @@ MISTAKES = {
                 "adapters of PEFT (0 and 0 more)",
                 "Drop the key, or merge",
             ),
-        ),
-        Mistake(
-            "`coat_ds.initialize` of earlier versions",
-            old_initialize,
-            ("removed", "deepspeed.initialize", "coat_ds.install()"),
         ),
     ],
 }

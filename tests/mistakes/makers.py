@@ -250,10 +250,6 @@ def doctor(**installed: str) -> Callable[[Path], str]:
     )
 
 
-def old_initialize(folder: Path) -> None:
-    coat_ds.initialize(model=torch.nn.Linear(4, 4), config={"coat": BLOCK})
-
-
 def in_a_folder(name: str, content: str, *words: str) -> Callable[[Path], str]:
     """A command in a folder with a file of this content."""
 

@@ -123,11 +123,6 @@ MISTAKES = {
             saved_by(torch.optim.NAdam),
             ("parameter 0 has mu_product", "which AdamW does not have", "Remove mu_product"),
         ),
-        Mistake(
-            "a checkpoint of RAdam",
-            saved_by(torch.optim.RAdam),
-            ("parameter group 0 is another optimizer's", "found lr, betas", "Go on with that one"),
-        ),
     ],
     "Megatron": [
         Mistake(
