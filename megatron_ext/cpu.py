@@ -131,10 +131,10 @@ class _NoCuda(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is torch.Tensor.cuda:
             return args[0]
-        kwargs = kwargs or {}
-        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+        if not kwargs:
             # Megatron's optimizers compare parameter types with the names of CUDA's types
-            return func(*args).replace("torch.", "torch.cuda.")
+            named = func is torch.Tensor.type and len(args) == 1
+            return func(*args).replace("torch.", "torch.cuda.") if named else func(*args)
         if str(kwargs.get("device")).startswith("cuda"):
             kwargs = kwargs | {"device": "cpu"}
         if kwargs.get("pin_memory"):

@@ -2,8 +2,9 @@
 compilation and fewer imports."""
 
 import importlib.metadata
-import multiprocessing
+import multiprocessing.dummy
 import os
+from types import SimpleNamespace
 
 import torch
 from torch.optim.adamw import adamw
@@ -84,19 +85,12 @@ def without_compilation() -> None:
             builder.load = lambda self: TorchAdam()
 
 
-def fork_managers_of_checkpoints() -> None:
-    """Megatron's checkpoint writers put their results into a queue, which a separate process manages for each
-    rank that saves. Here this process is forked; Megatron starts a new Python that imports torch."""
+def write_checkpoints_in_threads() -> None:
+    """Megatron's checkpoints are written by two forked processes for each rank, whose results are in a queue
+    of another process, a new Python that imports torch. Here threads write, and the queue is theirs."""
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-    def queue():
-        if filesystem_async._results_queue is None:
-            filesystem_async._results_queue = multiprocessing.get_context("fork").Manager().Queue()
-        return filesystem_async._results_queue
-
-    # as in megatron-core 0.16
-    if hasattr(filesystem_async, "_get_write_results_queue"):
-        filesystem_async._get_write_results_queue = queue
+    filesystem_async.mp = SimpleNamespace(get_context=lambda method: multiprocessing.dummy)
 
 
 def share_groups_of_the_same_ranks() -> None:

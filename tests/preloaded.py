@@ -9,7 +9,7 @@ import sys
 # imported objects are permanent: garbage collections during the imports would take a tenth of the time
 gc.disable()
 
-from tests.hosts import fork_managers_of_checkpoints, share_groups_of_the_same_ranks  # noqa: E402
+from tests.hosts import share_groups_of_the_same_ranks, write_checkpoints_in_threads  # noqa: E402
 from tests.interpreter import quicken_interpreter  # noqa: E402
 from tests.util import RARELY  # noqa: E402
 
@@ -44,7 +44,7 @@ with contextlib.suppress(ImportError):
     deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
 
 with contextlib.suppress(ImportError):
-    fork_managers_of_checkpoints()
+    write_checkpoints_in_threads()
     share_groups_of_the_same_ranks()
 
 # DeepSpeed runs the garbage collector for every engine: it can skip the imported objects

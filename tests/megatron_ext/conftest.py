@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.hosts import fork_managers_of_checkpoints
+from tests.hosts import write_checkpoints_in_threads
 
 
 @contextlib.contextmanager
@@ -18,7 +18,7 @@ def one_megatron_process():
     from megatron_ext.model import initialize_model_parallel
 
     cpu.enable()
-    fork_managers_of_checkpoints()
+    write_checkpoints_in_threads()
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     # tests of another folder may have left a group of one process
     if not dist.is_initialized():
