@@ -81,7 +81,7 @@ def first_step(results: Results) -> str:
     )
     measured = f"{rows[0]['date']}, commit {rows[0]['commit']}, {versions}"
     return (
-        table(["seconds (processor seconds)", "installed", "torch", "COAT", "first step"], *lines)
+        table(["way; seconds to install and run (CPU seconds in parentheses)", "installed", "torch", "COAT", "first step"], *lines)
         + f"\nTwo CPU cores, {measured}: `python -m benchmarks first_step`.\n"
     )
 
@@ -111,6 +111,35 @@ def plan_of_13b(results: Results) -> str:
             ]
         )
     return table(["", *roles, "peak", "largest", "tokens/s"], *lines)
+
+
+@block("fit.md", "one GPU")
+def one_gpu(results: Results) -> str:
+    ways = {
+        "streamed, release": "in host memory; backward applies gradients",
+        "resident, release": "on the GPU; backward applies gradients",
+        "ZeRO-Offload": "DeepSpeed ZeRO-Offload, BF16",
+    }
+    models = {"llama2-7b": "Llama-2-7B", "llama2-13b": "Llama-2-13B"}
+    lines = []
+    for row in results.rows("one_gpu_h200.csv"):
+        whole = row["layers"] in (32, 40)
+        tokens = row["sequence"] * row["micro_batch"] * row["accumulation"]
+        hidden = row.get("not_hidden_s")
+        lines.append(
+            [
+                models[row["model"]] if whole else f"{row['layers']} layers of {models[row['model']]}",
+                f"{tokens:,.0f}",
+                ways[row["system"]],
+                f"{row['tokens_per_s']:,.0f}",
+                f"{row['step_s']:.2f}",
+                f"{hidden:.2f}" if hidden is not None else "–",
+                f"{row['peak_gb']:.1f}",
+                f"{row['host_gb']:.1f}",
+            ]
+        )
+    heads = "tokens a step", "states", "tokens/s", "s a step", "s not hidden", "GPU GB", "host GB"
+    return table([data("one_gpu_h200.csv", "model"), *heads], *lines)
 
 
 @block("fit.md", "stage 2")

@@ -36,7 +36,7 @@ def test_coat_replaces_the_layers_of_tower_projector_and_decoder(model):
         "tower_replaced": "6 linear, 3 norm, 1 feed_forward, 1 attention",
         "projector_replaced": "2 linear, 1 feed_forward",
         "decoder_replaced": "7 linear, 3 norm, 1 feed_forward, 1 attention, 1 layer",
-        "left": "lm_head (the head)",
+        "left": "lm_head (the output head)",
     }
 
 
