@@ -5,12 +5,11 @@ import re
 import runpy
 from pathlib import Path
 
-import torch
-
 from coat_ds import CoatAdamW
 from coat_ds.config import CoatConfig
 from coat_ds.doctor import dry_run
 from coat_ds.log import listed
+from coat_ds.optim.accounting import planned_bytes
 from coat_ds.optim.lines import states_line
 from coat_ds.plan.read import meta_model
 from coat_ds.zero.status import ON
@@ -49,12 +48,11 @@ def test_every_page_is_reached_from_the_readme():
 def test_the_log_that_is_shown_is_that_of_llama_2_7b():
     sizes = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "vocab_size": 32000}
     model = meta_model({"model_type": "llama", "num_attention_heads": 32, **sizes})
-    layers, states, _ = dry_run.check({"coat": {"enabled": True}, "bf16": {"enabled": True}}, model, 1, 2048)
+    (layers,) = dry_run.check({"coat": {"enabled": True}, "bf16": {"enabled": True}}, model)
     (shown,) = re.findall(r"^```\n(COAT: .*?)\n```$", (DOCS / "deepspeed.md").read_text(), re.M | re.S)
-    held = {"bytes_per_parameter": float(states.text.split()[0]), "by_codec": {}}
     # the beta2 of the page's config
-    optimizer = CoatAdamW([torch.nn.Parameter(torch.zeros(64, 64))], betas=(0.9, 0.95))
-    line = states_line(optimizer, held).replace("()", "(...)")
+    optimizer = CoatAdamW(model.float().named_parameters(), betas=(0.9, 0.95))
+    line = states_line(optimizer, planned_bytes(optimizer) | {"by_codec": {}}).replace("()", "(...)")
     assert shown == f"COAT: {listed(ON, [line, *layers.text.split('; ')])}"
 
 

@@ -2,8 +2,9 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import repeat
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -355,12 +356,15 @@ class CoatAdamW(torch.optim.Optimizer):
             ready_state(self, param, group)
             arrange(self, param, group)
 
-    def layout(self) -> str:
+    def layout(self, names: Mapping[torch.Tensor, str] = MappingProxyType({})) -> str:
         """A table of how the moments of each tensor are stored, with their bytes; equal rows are counted. For
         a DTensor the bytes are those of all shards.
+
+        names: of parameters that were given without a name.
         """
         return layout_table(
-            (name, p.shape, *(codec for _, codec in codecs))
+            # ZeRO-3 has emptied the tensor and noted its shape
+            (names.get(p, name), getattr(p, "ds_shape", p.shape), *(codec for _, codec in codecs))
             for group in self.param_groups
             for name, p in zip(group.get("param_names", repeat("")), group["params"], strict=False)
             for codecs in zip(*(self.layouts.layout_of(p, group, moment) for moment in MOMENTS), strict=True)

@@ -9,12 +9,10 @@ import torch
 
 from coat_ds.config import CoatConfig, OptimizerConfig
 from coat_ds.log import say
-from coat_ds.optim.accounting import layout_table
 from coat_ds.optim.optimizer import CoatAdamW
-from coat_ds.optim.options import LAYOUT, codec_of, idle_patterns, keeps_fp32
+from coat_ds.optim.options import LAYOUT, idle_patterns, keeps_fp32
 from coat_ds.zero import convert_optimizer
 from coat_ds.zero.deepspeed_config import IMPLEMENTATIONS, offloads, optimizer_options, section, stage_of
-from coat_kernels.codecs import get_codec
 
 
 def optimizer_for_engine(coat: CoatConfig, config: Mapping[str, Any], optimizer: Any, model: torch.nn.Module):
@@ -41,7 +39,7 @@ def optimizer_for_engine(coat: CoatConfig, config: Mapping[str, Any], optimizer:
     }
 
     def reported(built: CoatAdamW) -> CoatAdamW:
-        say(f"AdamW states of the whole model\n{_layout(built, names)}")
+        say(f"AdamW states of the whole model\n{built.layout(names)}")
         return built
 
     def converted(given: torch.optim.Optimizer) -> CoatAdamW:
@@ -124,22 +122,6 @@ def _with_expert_groups(model_parameters: Iterable) -> list:
 
 def _keeps_fp32_by_name(patterns: tuple[str, ...], names: Mapping[torch.Tensor, str], _, p) -> bool:
     return keeps_fp32(patterns, names.get(p), p)
-
-
-def _layout(optimizer: CoatAdamW, names: Mapping[torch.Tensor, str]) -> str:
-    def codec(p, group, moment):
-        return get_codec("fp32") if optimizer.layouts.keeps(p, group) else codec_of(group, moment)
-
-    return layout_table(
-        (
-            names.get(p, ""),
-            getattr(p, "ds_shape", p.shape),
-            codec(p, group, "exp_avg"),
-            codec(p, group, "exp_avg_sq"),
-        )
-        for group in optimizer.param_groups
-        for p in group["params"]
-    )
 
 
 @functools.cache

@@ -58,11 +58,6 @@ def uninstall() -> None:
     ENGINE.remove()
 
 
-def is_installed() -> bool:
-    """Whether the engines of the imported DeepSpeed honour the block."""
-    return ENGINE.is_applied()
-
-
 def register() -> None:
     """Called by `coat_autoload` at the end of torch's import."""
     if os.environ.get(DISABLE) == "1":

@@ -161,9 +161,7 @@ def test_what_states_were_made_by_may_not_change_before_the_next_step(steps, do)
     do(optimizer)
     optimizer.param_groups[0]["exp_avg_format"] = "bf16"
     set_grads(params, 3)
-    with pytest.raises(
-        ValueError, match="group 0 is stored as ratio8, .*'bf16'.* ask for bf16 now"
-    ):
+    with pytest.raises(ValueError, match="group 0 is stored as ratio8, .*'bf16'.* ask for bf16 now"):
         optimizer.step()
 
 

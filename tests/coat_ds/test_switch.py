@@ -216,7 +216,7 @@ coat_ds.install()
 found.append("torch" in sys.modules)
 import deepspeed
 found.append(sum(isinstance(f, switch._Finder) for f in sys.meta_path))
-found.append(switch.is_installed())
+found.append(switch.ENGINE.is_applied())
 found.append(deepspeed.runtime.engine.__spec__.loader is not None)
 print("RESULT " + json.dumps(found))
 """
@@ -231,7 +231,7 @@ def by_hand():
     # it would be compiled first
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     original = vars(DeepSpeedEngine)["__init__"]
-    out = {"installed": [switch.is_installed()]}
+    out = {"installed": [switch.ENGINE.is_applied()]}
 
     def build():
         model = torch.nn.Linear(64, 64)
@@ -251,7 +251,7 @@ def by_hand():
     out["after"] = build()
     method = vars(DeepSpeedEngine)["__init__"]
     out["original"] = method.__wrapped__ is original
-    out["installed"].append(switch.is_installed())
+    out["installed"].append(switch.ENGINE.is_applied())
     coat_ds.uninstall()
     coat_ds.uninstall()
     out["undone"] = build(), vars(DeepSpeedEngine)["__init__"] is original
