@@ -6,6 +6,7 @@ from typing import Any
 from transformers import Trainer, TrainerCallback
 
 from coat_ds.config import WatchConfig
+from coat_ds.log import say_once
 from coat_ds.optim.optimizer import CoatAdamW
 from coat_ds.watch.readings import Reading
 from coat_ds.watch.watch import Watch
@@ -16,7 +17,7 @@ class Callback(TrainerCallback):
 
         trainer.add_callback(coat_ds.watch.Callback(trainer))
 
-    config: the block `coat.watch`; of no effect under DeepSpeed, whose JSON has the block.
+    config: the block `coat.watch`. Under DeepSpeed drop it: the JSON has the block.
 
     The log numbers a reading by the step that logs it. The reading is of one step earlier: coat/step.
 
@@ -42,6 +43,11 @@ class Callback(TrainerCallback):
             raise ValueError(
                 "coat_ds.watch.Callback: the engine is not watched. Set coat.watch in its DeepSpeed "
                 "config to true, or remove the callback."
+            )
+        if self.config is not None:
+            say_once(
+                f"coat_ds.watch.Callback: config: found {self.config!r}, of no effect under DeepSpeed, where "
+                "coat.watch of the JSON is the config. Drop it."
             )
         self._watch = coat.watch
         self._watch.add(self._log)

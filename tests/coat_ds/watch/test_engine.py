@@ -7,6 +7,7 @@ import csv
 import functools
 import types
 from pathlib import Path
+from unittest import mock
 
 import deepspeed
 import pytest
@@ -63,9 +64,11 @@ def watched_run(stage, folder):
     before = list(outs)
     # Trainer's callback takes the engine's watch, which it neither steps nor ends
     from coat_ds.watch import Callback
+    from coat_ds.watch import callback as of_callback
 
     callback = Callback(types.SimpleNamespace(deepspeed=engine, log=logged.append), {"every": 3})
-    callback.on_train_begin(None, None, None)
+    with mock.patch.object(of_callback, "say_once") as said:
+        callback.on_train_begin(None, None, None)
     losses = []
     for step in range(5):
         losses += train(engine, 1, first=step)
@@ -73,7 +76,7 @@ def watched_run(stage, folder):
     callback.on_train_end(None, None, None)
     assert outs == before and [entry["coat/step"] for entry in logged] == [2, 4]
     losses += train(engine, 2, first=5)
-    found = {"last": engine.coat.watch.last}
+    found = {"last": engine.coat.watch.last, "ignored": said.call_args.args[0]}
     engine.destroy()
     plain = engine_of(llama(), stage, False)
     same = train(plain, 7) == losses
@@ -148,6 +151,7 @@ def test_readings_in_a_run(folder, stage):
     assert set(layer) >= {"input_flushed", "gradient_flushed", "input_saturated", "gradient_saturated"}
     assert last.groups["saved activations"]["saved_flushed"] < 0.05
     # of Trainer's callback
+    assert "config: found {'every': 3}, of no effect" in found["ignored"]
     assert "the engine is not watched. Set coat.watch in its DeepSpeed config" in found["refused"]
 
 
