@@ -10,7 +10,7 @@ from coat_kernels.activation.reference import CUBE, FLAT, NORMAL, QUICK, SQRT_HA
 from coat_kernels.fast_math import fast_exp2, fast_reciprocal
 from coat_kernels.fp8 import ALIGNMENT, Fp8Format, cast, round_to, widen
 from coat_kernels.groups.kernels import load_group_tile, store_group_tile
-from coat_kernels.groups.reference import Grouped, empty_grouped
+from coat_kernels.groups.reference import GROUP_SIZE, Grouped, empty_grouped
 from coat_kernels.prepared import PreparedKernel, cdiv, tiling
 from coat_kernels.tensorwise.quantize import Quantized, to_tensor_codes, to_tensor_words
 from coat_kernels.tensorwise.scale import NO_SCALES, Scales, scale_and_tiles, tensor_scale
@@ -228,18 +228,18 @@ def activation_columns_kernel(p_codes, p_exponent, p_largest, p_columns, p_scale
 
 
 @functools.lru_cache(maxsize=1024)
-def _tiles(rows: int, f: int, m: int, n: int, group_size: int) -> tuple[int, int, int]:
+def _tiles(rows: int, f: int, m: int, n: int) -> tuple[int, int, int]:
     """The number of m x n tiles in [rows, f], of tiles per row of tiles, and of groups per row."""
     across = cdiv(f, n)
-    return cdiv(rows, m) * across, across, cdiv(f, group_size)
+    return cdiv(rows, m) * across, across, cdiv(f, GROUP_SIZE)
 
 
-def activation_forward_triton(x, kind: str, gated: bool, group_size: int, keep: str | None):
+def activation_forward_triton(x, kind: str, gated: bool, keep: str | None):
     """`activation_forward_reference` in one pass over x, with one maximum per tile."""
     rows, f = x.shape[0], x.shape[1] // (1 + gated)
     y = torch.empty(rows, f, dtype=x.dtype, device=x.device)
-    q = empty_grouped(rows, f, group_size, keep, x.device, 1 + gated) if keep else None
-    return y, launch_forward(x, q, kind, gated, group_size, y=y), q
+    q = empty_grouped(rows, f, GROUP_SIZE, keep, x.device, 1 + gated) if keep else None
+    return y, launch_forward(x, q, kind, gated, y=y), q
 
 
 def launch_forward(
@@ -247,14 +247,13 @@ def launch_forward(
     q: Grouped | None,
     kind: str,
     gated: bool,
-    group_size: int,
     y: torch.Tensor | None = None,
     out: Quantized | None = None,
     scales: Scales = NO_SCALES,
 ) -> torch.Tensor | None:
     """Writes y or, with `scales`, its row-major codes. The first launch also writes q and returns maxima."""
     rows, f = x.shape[0], x.shape[1] // (1 + gated)
-    tiles, _, groups = _tiles(rows, f, FORWARD_ROWS, FORWARD_COLUMNS, group_size)
+    tiles, _, groups = _tiles(rows, f, FORWARD_ROWS, FORWARD_COLUMNS)
     first = scales.maxima is None
     maxima = torch.empty(tiles, dtype=torch.float32, device=x.device) if first else None
     keep = first and q is not None
@@ -277,16 +276,16 @@ def launch_forward(
         EVEN=rows % FORWARD_ROWS == 0 and f % FORWARD_COLUMNS == 0,
         ROWS=FORWARD_ROWS,
         COLUMNS=FORWARD_COLUMNS,
-        G=group_size,
+        G=GROUP_SIZE,
         num_warps=FORWARD_WARPS,
     )
     return maxima
 
 
-def activation_backward_triton(grad_y, q: Grouped, kind: str, gated: bool, group_size: int):
+def activation_backward_triton(grad_y, q: Grouped, kind: str, gated: bool):
     """`activation_backward_reference` in one pass, with one maximum per tile."""
     grad_x = torch.empty(q.codes.shape, dtype=grad_y.dtype, device=grad_y.device)
-    return grad_x, launch_backward(grad_y, q, kind, gated, group_size, grad_x=grad_x)
+    return grad_x, launch_backward(grad_y, q, kind, gated, grad_x=grad_x)
 
 
 def launch_backward(
@@ -294,7 +293,6 @@ def launch_backward(
     q: Grouped,
     kind: str,
     gated: bool,
-    group_size: int,
     grad_x: torch.Tensor | None = None,
     out: Quantized | None = None,
     scales: Scales = NO_SCALES,
@@ -305,8 +303,7 @@ def launch_backward(
     m, n, warps = BACKWARD_ROWS, BACKWARD_COLUMNS, BACKWARD_WARPS
     if out is not None and out.columns is not None:
         m, n, warps = OPERANDS_ROWS, OPERANDS_COLUMNS, OPERANDS_WARPS
-    n = max(n, group_size)
-    tiles, across, groups = _tiles(rows, f, m, n, group_size)
+    tiles, across, groups = _tiles(rows, f, m, n)
     programs, partial = scales.programs(tiles), None
     first = scales.maxima is None
     maxima = torch.empty(tiles, dtype=torch.float32, device=grad_y.device) if first else None
@@ -336,7 +333,7 @@ def launch_backward(
         EVEN=rows % m == 0 and f % n == 0,
         ROWS=m,
         COLUMNS=n,
-        G=group_size,
+        G=GROUP_SIZE,
         num_warps=warps,
     )
     if partial is not None:
@@ -344,16 +341,13 @@ def launch_backward(
     return maxima
 
 
-def activation_columns_triton(
-    q: Grouped, largest, kind: str, gated: bool, group_size: int, fmt: Fp8Format
-) -> Quantized:
+def activation_columns_triton(q: Grouped, largest, kind: str, gated: bool, fmt: Fp8Format) -> Quantized:
     """`activation_columns_reference` in one kernel."""
     rows, parts = q.codes.shape[0], 1 + gated
     f = q.codes.shape[1] // parts
     columns = empty_columns(rows, f, fmt, largest.device)
     scale = torch.empty(1, dtype=torch.float32, device=largest.device)
-    width = max(COLUMNS_N, group_size)
-    down, across = tiling(columns.shape[1], f, COLUMNS_M, width)
+    down, across = tiling(columns.shape[1], f, COLUMNS_M, COLUMNS_N)
     activation_columns_kernel[across, down](
         q.codes,
         q.exponent,
@@ -362,16 +356,16 @@ def activation_columns_triton(
         scale,
         rows,
         f,
-        cdiv(f, group_size),
+        cdiv(f, GROUP_SIZE),
         columns.shape[1],
         KIND=kind,
         PARTS=parts,
         E5M2=fmt.is_e5m2,
         FROM_CODES=q.format.from_codes_tile,
-        EVEN=rows % COLUMNS_M == 0 and f % width == 0,
+        EVEN=rows % COLUMNS_M == 0 and f % COLUMNS_N == 0,
         M=COLUMNS_M,
-        N=width,
-        G=group_size,
+        N=COLUMNS_N,
+        G=GROUP_SIZE,
         num_warps=COLUMNS_WARPS,
     )
     return Quantized(None, columns, scale)

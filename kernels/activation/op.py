@@ -26,7 +26,7 @@ from coat_kernels.autograd.derivatives import once_differentiable, refuse_forwar
 from coat_kernels.autograd.origin import Origin, with_maxima, with_origin
 from coat_kernels.device import uses_kernels
 from coat_kernels.fp8 import Fp8Format, fp8_format
-from coat_kernels.groups.reference import DEFAULT_FORMAT, GROUP_FORMATS, Grouped, empty_grouped
+from coat_kernels.groups.reference import DEFAULT_FORMAT, GROUP_FORMATS, GROUP_SIZE, Grouped, empty_grouped
 from coat_kernels.ops import compilable, nothing
 from coat_kernels.prepared import cdiv
 from coat_kernels.tensorwise.predicted import Attempt, PredictedScale, write_reference
@@ -39,26 +39,26 @@ def _maxima_fake(y: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     return y.new_empty(tiles if uses_kernels(y) else y.shape[0], dtype=torch.float32)
 
 
-def _forward_fake(x, kind, gated, group_size, keep):
+def _forward_fake(x, kind, gated, keep):
     rows, f = x.shape[0], x.shape[1] // (1 + gated)
     y = x.new_empty(rows, f)
     maxima = _maxima_fake(y, kernels.FORWARD_ROWS, kernels.FORWARD_COLUMNS)
     if not keep:
         return y, maxima, nothing(x), nothing(x)
-    return y, maxima, *empty_grouped(rows, f, group_size, keep, x.device, 1 + gated).tensors
+    return y, maxima, *empty_grouped(rows, f, GROUP_SIZE, keep, x.device, 1 + gated).tensors
 
 
 @compilable(_forward_fake)
 def activation_forward(
-    x: torch.Tensor, kind: str, gated: bool, group_size: int, keep: str | None
+    x: torch.Tensor, kind: str, gated: bool, keep: str | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(y, maxima, codes, exponent) of a contiguous x; where `keep` is None, the last two are empty."""
     forward = activation_forward_triton if uses_kernels(x) else activation_forward_reference
-    y, maxima, q = forward(x, kind, gated, group_size, keep)
+    y, maxima, q = forward(x, kind, gated, keep)
     return (y, maxima, *q.tensors) if keep else (y, maxima, nothing(x), nothing(x))
 
 
-def _backward_fake(grad_y, codes, exponent, kind, gated, group_size, keep):
+def _backward_fake(grad_y, codes, exponent, kind, gated, keep):
     maxima = _maxima_fake(grad_y, kernels.BACKWARD_ROWS, kernels.BACKWARD_COLUMNS)
     return grad_y.new_empty(codes.shape), maxima
 
@@ -70,16 +70,15 @@ def activation_backward(
     exponent: torch.Tensor,
     kind: str,
     gated: bool,
-    group_size: int,
     keep: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(grad of x, its maxima) of a contiguous grad_y."""
     backward = activation_backward_triton if uses_kernels(grad_y) else activation_backward_reference
     q = Grouped(codes, exponent, GROUP_FORMATS[keep])
-    return backward(grad_y, q, kind, gated, group_size)
+    return backward(grad_y, q, kind, gated)
 
 
-def _columns_fake(codes, exponent, largest, kind, gated, group_size, keep, fmt):
+def _columns_fake(codes, exponent, largest, kind, gated, keep, fmt):
     rows, f = codes.shape[0], codes.shape[1] // (1 + gated)
     return empty_columns(rows, f, fp8_format(fmt), codes.device), largest.new_empty(1)
 
@@ -91,21 +90,20 @@ def activation_columns(
     largest: torch.Tensor,
     kind: str,
     gated: bool,
-    group_size: int,
     keep: str,
     fmt: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(column-major codes, scale) of y, recomputed."""
     make = activation_columns_triton if uses_kernels(codes) else activation_columns_reference
     q = Grouped(codes, exponent, GROUP_FORMATS[keep])
-    made = make(q, largest, kind, gated, group_size, fp8_format(fmt))
+    made = make(q, largest, kind, gated, fp8_format(fmt))
     return made.columns, made.scale
 
 
 class _Activation(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, kind, gated, group_size, keep):
-        rows, options = x.reshape(-1, x.shape[-1]).contiguous(), (kind, gated, group_size, keep)
+    def forward(ctx, x, kind, gated, keep):
+        rows, options = x.reshape(-1, x.shape[-1]).contiguous(), (kind, gated, keep)
         shape = *x.shape[:-1], x.shape[-1] // (1 + gated)
         y, maxima, *kept = activation_forward(rows, *options)
         # detach(): autograd forbids in-place operations on a view that a function returns
@@ -120,15 +118,15 @@ class _Activation(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_y, *_):
         if grad_y is None:
-            return (None,) * 5
+            return (None,) * 4
         grads = grad_y.reshape(-1, grad_y.shape[-1]).contiguous()
         grad_x, maxima = activation_backward(grads, *ctx.saved_tensors, *ctx.options)
-        return with_maxima(grad_x.view(ctx.shape), maxima), *(None,) * 4
+        return with_maxima(grad_x.view(ctx.shape), maxima), *(None,) * 3
 
 
 def activation_operands(
     x: torch.Tensor,
-    options: tuple[str, bool, int],
+    options: tuple[str, bool],
     keep: str | None,
     scale: PredictedScale,
 ) -> tuple[Quantized, torch.Tensor, Grouped | None]:
@@ -136,11 +134,11 @@ def activation_operands(
     the saved input, None if `keep` is None).
 
     x: [rows, f or 2 f], contiguous.
-    options: kind, gated, group_size.
+    options: kind, gated.
     """
     rows, f = x.shape[0], x.shape[1] // (1 + options[1])
     if uses_kernels(x):
-        kept = empty_grouped(rows, f, options[2], keep, x.device, 1 + options[1]) if keep else None
+        kept = empty_grouped(rows, f, GROUP_SIZE, keep, x.device, 1 + options[1]) if keep else None
 
         def write(out, scales):
             return launch_forward(x, kept, *options, out=out, scales=scales)
@@ -151,14 +149,14 @@ def activation_operands(
 
 
 def activation_backward_operands(
-    grad_y: torch.Tensor, q: Grouped, options: tuple[str, bool, int], scale: PredictedScale, sums: bool
+    grad_y: torch.Tensor, q: Grouped, options: tuple[str, bool], scale: PredictedScale, sums: bool
 ) -> Quantized:
     """Returns the gradient of the activation's input as row-major and column-major FP8 codes only, with its
     column sums if `sums`.
 
     grad_y: [rows, f], contiguous.
     q: the saved input.
-    options: kind, gated, group_size.
+    options: kind, gated.
     """
     if uses_kernels(grad_y):
 
@@ -176,15 +174,13 @@ def activation(
     kind: str,
     *,
     gated: bool,
-    group_size: int = 16,
     saved_format: str = DEFAULT_FORMAT,
 ) -> torch.Tensor:
     """a(x) of `x` [..., f]; if `gated`, a(gate) * up of `x` [..., 2 f], where gate comes before up.
 
     Args:
-        x: BF16 or FP32. Saved for backward in groups of `group_size`.
+        x: BF16 or FP32. Saved for backward in groups of 16.
         kind: the function a, one of `KINDS`.
-        group_size: 16, 32, 64 or 128.
         saved_format: one of `coat_kernels.groups.GROUP_FORMATS`.
 
     Returns [..., f] in x's dtype, with its maxima and, if x requires a gradient, its origin. Raises
@@ -197,12 +193,12 @@ def activation(
     refuse_forward_mode(x)
     if not (torch.is_grad_enabled() and x.requires_grad):
         rows = x.reshape(-1, x.shape[-1]).contiguous()
-        y, maxima, *_ = activation_forward(rows, kind, gated, group_size, None)
+        y, maxima, *_ = activation_forward(rows, kind, gated, None)
         return with_maxima(y.view(*x.shape[:-1], y.shape[1]), maxima)
-    y, maxima, codes, exponent = _Activation.apply(x, kind, gated, group_size, saved_format)
+    y, maxima, codes, exponent = _Activation.apply(x, kind, gated, saved_format)
 
     def columns(codes, exponent, largest, fmt: Fp8Format) -> Quantized:
-        made = activation_columns(codes, exponent, largest, kind, gated, group_size, saved_format, fmt.name)
+        made = activation_columns(codes, exponent, largest, kind, gated, saved_format, fmt.name)
         return Quantized(None, *made)
 
     return with_maxima(with_origin(y, Origin((codes, exponent), columns)), maxima)

@@ -16,7 +16,12 @@ import torch
 import triton.language as tl
 
 from coat_kernels.fp8 import Fp8Format
-from coat_kernels.groups.reference import Grouped, dequantize_groups_reference, quantize_groups_reference
+from coat_kernels.groups.reference import (
+    GROUP_SIZE,
+    Grouped,
+    dequantize_groups_reference,
+    quantize_groups_reference,
+)
 from coat_kernels.tensorwise.quantize import Quantized, quantize_tensor_reference
 from coat_kernels.tensorwise.scale import row_maxima
 
@@ -57,12 +62,12 @@ def _parts(x: torch.Tensor, gated: bool) -> tuple[torch.Tensor, ...]:
     return x.chunk(2, dim=1) if gated else (x,)
 
 
-def _dequantize(q: Grouped, gated: bool, group_size: int) -> list[torch.Tensor]:
+def _dequantize(q: Grouped, gated: bool) -> list[torch.Tensor]:
     parts = zip(_parts(q.codes, gated), _parts(q.exponent, gated), strict=True)
-    return [dequantize_groups_reference(Grouped(*part, q.format), group_size) for part in parts]
+    return [dequantize_groups_reference(Grouped(*part, q.format), GROUP_SIZE) for part in parts]
 
 
-def activation_forward_reference(x, kind: str, gated: bool, group_size: int, keep: str | None):
+def activation_forward_reference(x, kind: str, gated: bool, keep: str | None):
     """x [rows, f or 2 f] -> (y [rows, f] in x's dtype, maxima of y, x in the saved format `keep`; None if
     `keep` is None). The groups of gate come before the groups of up."""
     parts = _parts(x, gated)
@@ -72,14 +77,14 @@ def activation_forward_reference(x, kind: str, gated: bool, group_size: int, kee
     y = y.to(x.dtype)
     if not keep:
         return y, row_maxima(y), None
-    kept = [quantize_groups_reference(part, group_size, keep) for part in parts]
+    kept = [quantize_groups_reference(part, GROUP_SIZE, keep) for part in parts]
     codes, exponent = (torch.cat(tensors, 1) for tensors in zip(*(q.tensors for q in kept), strict=True))
     return y, row_maxima(y), Grouped(codes, exponent, kept[0].format)
 
 
-def activation_backward_reference(grad_y, q: Grouped, kind: str, gated: bool, group_size: int):
+def activation_backward_reference(grad_y, q: Grouped, kind: str, gated: bool):
     """grad_y [rows, f] -> (grad of x in grad_y's dtype, its maxima)."""
-    parts = _dequantize(q, gated, group_size)
+    parts = _dequantize(q, gated)
     value, slope = value_and_slope_reference(parts[0], kind)
     grad = grad_y.float()
     if gated:
@@ -90,11 +95,9 @@ def activation_backward_reference(grad_y, q: Grouped, kind: str, gated: bool, gr
     return grad_x, row_maxima(grad_x)
 
 
-def activation_columns_reference(
-    q: Grouped, largest, kind: str, gated: bool, group_size: int, fmt: Fp8Format
-) -> Quantized:
+def activation_columns_reference(q: Grouped, largest, kind: str, gated: bool, fmt: Fp8Format) -> Quantized:
     """y, recomputed from the saved input, as column-major FP8 codes with the scale of the amax `largest`."""
-    parts = _dequantize(q, gated, group_size)
+    parts = _dequantize(q, gated)
     y, _ = value_and_slope_reference(parts[0], kind)
     if gated:
         y = y * parts[1]

@@ -37,7 +37,7 @@ def normed_again(
     codes, exponent, rstd, weight, bias, largest, norm: NormOptions, linear: LinearOptions
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The norm's output, which is the input of `linear`, recomputed column-major, and its scale."""
-    how = norm.zero_centered, norm.group_size, norm.saved_format, linear.formats.forward.name
+    how = norm.zero_centered, norm.saved_format, linear.formats.forward.name
     return norm_columns.eager(codes, exponent, rstd, weight, bias, largest, *how)
 
 

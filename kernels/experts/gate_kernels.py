@@ -8,7 +8,7 @@ from coat_kernels.activation.kernels import load_parts, value_and_slope
 from coat_kernels.experts.kernels import experts_of
 from coat_kernels.fp8 import E4M3, cast, round_to, widen
 from coat_kernels.groups.kernels import store_group_tile
-from coat_kernels.groups.reference import Grouped
+from coat_kernels.groups.reference import GROUP_SIZE, Grouped
 from coat_kernels.prepared import PreparedKernel, cdiv, next_power_of_2
 from coat_kernels.tensorwise.quantize import Quantized, to_tensor_codes, to_tensor_words
 from coat_kernels.tensorwise.scale import Scales, scale_and_tiles, tensor_scale
@@ -136,7 +136,7 @@ def launch_gate_forward(
         *scales,
         n,
         f,
-        cdiv(f, gate.group_size),
+        cdiv(f, GROUP_SIZE),
         tiles,
         count,
         KIND=gate.kind,
@@ -148,7 +148,7 @@ def launch_gate_forward(
         EVEN=n % FORWARD_ROWS == 0 and f % FORWARD_COLUMNS == 0,
         ROWS=FORWARD_ROWS,
         COLUMNS=FORWARD_COLUMNS,
-        G=gate.group_size,
+        G=GROUP_SIZE,
         E=next_power_of_2(count),
         num_warps=FORWARD_WARPS,
     )
@@ -290,8 +290,8 @@ def gate_grad_kernel(p_grad, p_codes, p_exponent, p_weights, p_order, p_source, 
 
 def _tiles(q: Grouped, source: torch.Tensor, gate) -> tuple[tuple, int, dict]:
     """The grid, the number of tiles across, and the constants of a launch of the backward kernels."""
-    parts, n = 1 + gate.gated, max(GATE_N, gate.group_size)
-    across = cdiv(q.codes.shape[1] // parts, n)
+    parts = 1 + gate.gated
+    across = cdiv(q.codes.shape[1] // parts, GATE_N)
     constants = {
         "KIND": gate.kind,
         "PARTS": parts,
@@ -299,8 +299,8 @@ def _tiles(q: Grouped, source: torch.Tensor, gate) -> tuple[tuple, int, dict]:
         "OFFSET": gate.offset,
         "FROM_CODES": q.format.from_codes_tile,
         "M": GATE_M,
-        "N": n,
-        "G": gate.group_size,
+        "N": GATE_N,
+        "G": GROUP_SIZE,
         "num_warps": GATE_WARPS,
     }
     return (cdiv(len(source), GATE_M) * across,), across, constants
@@ -335,7 +335,7 @@ def gate_output_triton(
         parts,
         n,
         f,
-        cdiv(f, gate.group_size),
+        cdiv(f, GROUP_SIZE),
         len(source),
         **constants,
     )
@@ -384,7 +384,7 @@ def gate_grad_triton(
         scale,
         n,
         f,
-        cdiv(f, gate.group_size),
+        cdiv(f, GROUP_SIZE),
         len(source),
         **constants,
         INTERLEAVED=gate.interleaved,

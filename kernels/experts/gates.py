@@ -27,6 +27,7 @@ from coat_kernels.fp8 import E4M3
 from coat_kernels.groups import (
     DEFAULT_FORMAT,
     GROUP_FORMATS,
+    GROUP_SIZE,
     Grouped,
     dequantize_groups,
     empty_grouped,
@@ -98,7 +99,6 @@ class KernelGate(NamedTuple):
     """
 
     kind: str
-    group_size: int = 16
     saved_format: str = DEFAULT_FORMAT
     gated: bool = True
     limit: float | None = None
@@ -115,7 +115,7 @@ class KernelGate(NamedTuple):
             kept = None
             if trained:
                 parts = 1 + self.gated
-                kept = empty_grouped(n, f, self.group_size, self.saved_format, both.device, parts)
+                kept = empty_grouped(n, f, GROUP_SIZE, self.saved_format, both.device, parts)
 
             def write(out, scales):
                 return launch_gate_forward(both, weights, bias, rows, self, kept, out, scales)
@@ -154,7 +154,6 @@ class OwnGate(NamedTuple):
     width."""
 
     function: Callable[[torch.Tensor], torch.Tensor]
-    group_size: int = 16
     saved_format: str = DEFAULT_FORMAT
     gated: bool = True
 
@@ -164,12 +163,12 @@ class OwnGate(NamedTuple):
         if bias is not None:
             both += bias.to(both.dtype)[rows.experts(len(both))]
         a = _times(self.function(both).to(both.dtype), rows.of_rows(weights))
-        kept = quantize_groups(both, self.group_size, self.saved_format).tensors if trained else ()
+        kept = quantize_groups(both, GROUP_SIZE, self.saved_format).tensors if trained else ()
         return *fp8_operands(a, E4M3, predicted=scale), kept
 
     def backward(self, given: Gradient, rows: Rows, places: Places, needs: Needs) -> GateGrads:
         q, weights = Grouped(*given.kept, GROUP_FORMATS[self.saved_format]), rows.of_rows(given.weights)
-        both = dequantize_groups(q, self.group_size, torch.bfloat16).requires_grad_()
+        both = dequantize_groups(q, GROUP_SIZE, torch.bfloat16).requires_grad_()
         with torch.enable_grad():
             a = self.function(both).to(both.dtype)
         grad_weights = output = by_rows = columns = None

@@ -232,8 +232,8 @@ def grouped_experts(
 
     Returns [t, h] in BF16. Backward saves 2 k f bytes per token, with their scales, and x. Gradients of
     weights and of `down` use the gate's result recomputed from the saved codes. Raises ValueError for an
-    unknown kind, another dtype, sizes that do not match or are not multiples of 16, or an f that is not a
-    multiple of the group size; RuntimeError on a GPU without FP8.
+    unknown kind, another dtype, and sizes that do not match or are not multiples of 16; RuntimeError on a GPU
+    without FP8.
     """
     rows = by_expert(chosen, len(gate_up))
     biases = gate_up_bias, down_bias
@@ -287,19 +287,11 @@ def _experts(
     sizes = [((1 + gate.gated) * f, h), (h, f)]
     expected = [(e, *(size[::-1] if transposed else size)) for size in sizes] + [tuple(shape)]
     found = [tuple(part.shape) for part in (gate_up, down, weights)]
-    if (
-        found != expected
-        or len(x) != shape[0]
-        or count != e
-        or h % ALIGNMENT
-        or f % ALIGNMENT
-        or f % gate.group_size
-    ):
+    if found != expected or len(x) != shape[0] or count != e or h % ALIGNMENT or f % ALIGNMENT:
         up = "2 f" if gate.gated else "f"
         raise ValueError(
             f"experts: expected gate_up [e, {up}, h] and down [e, h, f], with h and f in multiples of "
-            f"{ALIGNMENT} and f in groups of {gate.group_size}, and weights [t, k] for x {(t, h)} and "
-            f"{count} experts; found {found}"
+            f"{ALIGNMENT}, and weights [t, k] for x {(t, h)} and {count} experts; found {found}"
         )
     inputs = x, weights, gate_up, down, gate_up_bias, down_bias
     if not t:

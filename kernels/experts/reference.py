@@ -7,7 +7,12 @@ import torch
 
 from coat_kernels.activation.reference import value_and_slope_reference
 from coat_kernels.fp8 import ALIGNMENT, E4M3
-from coat_kernels.groups.reference import Grouped, dequantize_groups_reference, quantize_groups_reference
+from coat_kernels.groups.reference import (
+    GROUP_SIZE,
+    Grouped,
+    dequantize_groups_reference,
+    quantize_groups_reference,
+)
 from coat_kernels.tensorwise.quantize import quantize_tensor_reference, to_tensor_codes_reference
 from coat_kernels.tensorwise.scale import row_maxima, tensor_scale_reference
 
@@ -147,7 +152,7 @@ def gate_forward_reference(
     a = (output * rows.of_rows(weights)[:, None].float()).to(dtype)
     if not keep:
         return a, None
-    kept = [quantize_groups_reference(x, gate.group_size, gate.saved_format) for x in parts if x is not None]
+    kept = [quantize_groups_reference(x, GROUP_SIZE, gate.saved_format) for x in parts if x is not None]
     codes, exponent = (torch.cat(tensors, 1) for tensors in zip(*(q.tensors for q in kept), strict=True))
     return a, Grouped(codes, exponent, kept[0].format)
 
@@ -155,9 +160,9 @@ def gate_forward_reference(
 def _saved(q: Grouped, gate) -> list[torch.Tensor | None]:
     """gate and up, FP32 [n, f] each; without a gate, the input and None."""
     if not gate.gated:
-        return [dequantize_groups_reference(q, gate.group_size), None]
+        return [dequantize_groups_reference(q, GROUP_SIZE), None]
     parts = zip(q.codes.chunk(2, 1), q.exponent.chunk(2, 1), strict=True)
-    return [dequantize_groups_reference(Grouped(*p, q.format), gate.group_size) for p in parts]
+    return [dequantize_groups_reference(Grouped(*p, q.format), GROUP_SIZE) for p in parts]
 
 
 def gate_output_reference(grad_a, q: Grouped, weights, rows, source, largest, dots, gate):

@@ -93,14 +93,12 @@ def head_norm_backward_kernel(p_grad_y, p_codes, p_exponent, p_rstd, p_weight, p
     store_tile(p_grad_weight, pid * d + o_d, tl.sum(b_grad_weight, axis=0), m_d, not EVEN)
 
 
-def head_norm_forward_triton(
-    x, weight, cos, sin, eps: float, zero_centered: bool, group_size: int, keep: str
-):
+def head_norm_forward_triton(x, weight, cos, sin, eps: float, zero_centered: bool, keep: str):
     """`head_norm_forward_reference` as a kernel; `x` is contiguous."""
     s, b, heads, d = x.shape
     rows = x.view(-1, d)
-    tile, tiles, groups, even = row_tiles(*rows.shape, group_size, FORWARD_TILE, FORWARD_ELEMENTS)
-    q, rstd = empty_kept(rows, group_size, keep)
+    tile, tiles, groups, even = row_tiles(*rows.shape, FORWARD_TILE, FORWARD_ELEMENTS)
+    q, rstd = empty_kept(rows, keep)
     y = torch.empty_like(x)
     head_norm_forward_kernel[(tiles,)](
         x,
@@ -125,16 +123,14 @@ def head_norm_forward_triton(
     return y, q, rstd
 
 
-def head_norm_backward_triton(
-    grad_y, q: Grouped, rstd, weight, cos, sin, zero_centered: bool, group_size: int
-):
+def head_norm_backward_triton(grad_y, q: Grouped, rstd, weight, cos, sin, zero_centered: bool):
     """`head_norm_backward_reference`. Each program sums the weight's gradient over many rows. A second kernel
     sums over programs, in an order that depends on the shape alone."""
     s, b, heads, d = grad_y.shape
     if grad_y.stride(3) != 1:
         grad_y = grad_y.contiguous()
     rows = s * b * heads
-    tile, tiles, groups, even = row_tiles(rows, d, group_size, BACKWARD_TILE, BACKWARD_ELEMENTS)
+    tile, tiles, groups, even = row_tiles(rows, d, BACKWARD_TILE, BACKWARD_ELEMENTS)
     # without rows, one program that stores zeros
     programs = min(tiles, PROGRAMS) or 1
     grad_x = torch.empty(grad_y.shape, dtype=grad_y.dtype, device=grad_y.device)

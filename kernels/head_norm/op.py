@@ -17,9 +17,9 @@ def _forward(x, *rest):
 
 class _HeadNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, cos, sin, eps, zero_centered, group_size, keep):
-        y, q, rstd = _forward(x, weight, cos, sin, eps, zero_centered, group_size, keep)
-        ctx.options, ctx.format = (zero_centered, group_size), q.format
+    def forward(ctx, x, weight, cos, sin, eps, zero_centered, keep):
+        y, q, rstd = _forward(x, weight, cos, sin, eps, zero_centered, keep)
+        ctx.zero_centered, ctx.format = zero_centered, q.format
         ctx.save_for_backward(*q.tensors, rstd, weight, cos, sin)
         return y
 
@@ -30,8 +30,8 @@ class _HeadNorm(torch.autograd.Function):
         q = Grouped(codes, exponent, ctx.format)
         takes_kernel = uses_kernels(grad_y) and grad_y.numel()
         run = head_norm_backward_triton if takes_kernel else head_norm_backward_reference
-        grad_x, grad_weight = run(grad_y, q, rstd, weight, cos, sin, *ctx.options)
-        return grad_x, grad_weight.to(weight.dtype), *(None,) * 6
+        grad_x, grad_weight = run(grad_y, q, rstd, weight, cos, sin, ctx.zero_centered)
+        return grad_x, grad_weight.to(weight.dtype), *(None,) * 5
 
 
 def head_norm(
@@ -42,18 +42,16 @@ def head_norm(
     eps: float,
     *,
     zero_centered: bool = False,
-    group_size: int = 16,
     saved_format: str = DEFAULT_FORMAT,
 ) -> torch.Tensor:
-    """RMSNorm of every head of queries or keys, then its rotary positions. Saves x in groups of `group_size`,
-    and rstd in FP32.
+    """RMSNorm of every head of queries or keys, then its rotary positions. Saves x in groups of 16, and
+    rstd in FP32.
 
     Args:
         x: [s, b, heads, d], BF16 or FP32; copied if it is not contiguous.
         weight: [d], BF16 or FP32.
         cos, sin: FP32 [s, d], d even: channel i rotates with channel i + d / 2; or [any, 0]: no rotation.
         zero_centered: the weight is w + 1.
-        group_size: 16, 32, 64 or 128; a last group of d may be shorter.
         saved_format: one of `coat_kernels.groups.GROUP_FORMATS`.
 
     Returns y, in x's shape and dtype. Raises ValueError for shapes that do not match.
@@ -70,7 +68,7 @@ def head_norm(
             f"head_norm: x has shape {list(x.shape)} and the weight {list(weight.shape)}; expected "
             "[s, b, heads, d] and an element of the weight for each of the d channels"
         )
-    x, options = x.contiguous(), (cos, sin, eps, zero_centered, group_size)
+    x, options = x.contiguous(), (cos, sin, eps, zero_centered)
     refuse_forward_mode(x, weight)
     if not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)):
         # the saved tensors are computed as well: without them the kernel would sum in another order

@@ -10,23 +10,17 @@ from coat_kernels.norm.reference import norm_backward_reference, norm_forward_re
 from coat_kernels.rope.reference import rotate, rotate_back
 
 
-def head_norm_forward_reference(
-    x, weight, cos, sin, eps: float, zero_centered: bool, group_size: int, keep: str
-):
+def head_norm_forward_reference(x, weight, cos, sin, eps: float, zero_centered: bool, keep: str):
     """x [s, b, heads, d] -> (y like x, x as rows of d channels in the saved format `keep`, rstd FP32 [s * b *
     heads])."""
     rows = x.flatten(0, 2).float()
-    y, _, q, rstd = norm_forward_reference(rows, weight, None, eps, False, zero_centered, group_size, keep)
+    y, _, q, rstd = norm_forward_reference(rows, weight, None, eps, False, zero_centered, keep)
     return rotate(y.view(x.shape), cos, sin).to(x.dtype), q, rstd
 
 
-def head_norm_backward_reference(
-    grad_y, q: Grouped, rstd, weight, cos, sin, zero_centered: bool, group_size: int
-):
+def head_norm_backward_reference(grad_y, q: Grouped, rstd, weight, cos, sin, zero_centered: bool):
     """(grad_x like grad_y, grad_weight FP32 [d])."""
     grad = rotate_back(grad_y.float(), cos, sin)
     rows = grad.flatten(0, 2)
-    grad_x, _, grad_weight, _ = norm_backward_reference(
-        rows, None, q, rstd, weight, False, zero_centered, group_size
-    )
+    grad_x, _, grad_weight, _ = norm_backward_reference(rows, None, q, rstd, weight, False, zero_centered)
     return grad_x.view(grad_y.shape).to(grad_y.dtype), grad_weight

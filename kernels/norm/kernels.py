@@ -9,7 +9,7 @@ import triton.language as tl
 from coat_kernels.device import shared_memory
 from coat_kernels.fp8 import Fp8Format, cast, round_to, widen
 from coat_kernels.groups.kernels import load_group_tile, store_group_tile
-from coat_kernels.groups.reference import Grouped, empty_grouped
+from coat_kernels.groups.reference import GROUP_SIZE, Grouped, empty_grouped
 from coat_kernels.norm.residual import NO_ADDENDS, Addends, residual_add_tile
 from coat_kernels.prepared import PreparedKernel, cdiv, next_power_of_2, tiling
 from coat_kernels.tensorwise.quantize import Quantized, to_tensor_codes, to_tensor_words
@@ -175,46 +175,44 @@ def norm_columns_kernel(p_codes, p_exponent, p_rstd, p_weight, p_bias, p_largest
 
 
 @functools.cache
-def _tile(h: int, group_size: int, least: int, elements: int) -> dict:
+def _tile(h: int, least: int, elements: int) -> dict:
     """The tile of a launch over whole rows: at least `least` elements, and `elements` per thread."""
-    width = max(next_power_of_2(h), group_size)
+    width = max(next_power_of_2(h), GROUP_SIZE)
     height = max(least // width, 1)
     warps = height * width // (32 * elements)
-    return {"ROWS": height, "H": width, "G": group_size, "num_warps": min(max(warps, 1), MAX_WARPS)}
+    return {"ROWS": height, "H": width, "G": GROUP_SIZE, "num_warps": min(max(warps, 1), MAX_WARPS)}
 
 
 @functools.lru_cache(maxsize=1024)
-def row_tiles(rows: int, h: int, group_size: int, least: int, elements: int) -> tuple[dict, int, int, bool]:
+def row_tiles(rows: int, h: int, least: int, elements: int) -> tuple[dict, int, int, bool]:
     """`_tile`, the number of tiles, groups per row, and whether all tiles lie inside the tensor."""
-    tile = _tile(h, group_size, least, elements)
-    return tile, cdiv(rows, tile["ROWS"]), cdiv(h, group_size), tile["H"] == h and rows % tile["ROWS"] == 0
+    tile = _tile(h, least, elements)
+    return tile, cdiv(rows, tile["ROWS"]), cdiv(h, GROUP_SIZE), tile["H"] == h and rows % tile["ROWS"] == 0
 
 
-def forward_programs(rows: int, h: int, group_size: int) -> int:
+def forward_programs(rows: int, h: int) -> int:
     """Number of programs of forward; each writes one maximum."""
-    return cdiv(rows, _tile(h, group_size, FORWARD_TILE, FORWARD_ELEMENTS)["ROWS"])
+    return cdiv(rows, _tile(h, FORWARD_TILE, FORWARD_ELEMENTS)["ROWS"])
 
 
-def backward_programs(rows: int, h: int, group_size: int) -> int:
+def backward_programs(rows: int, h: int) -> int:
     """Number of programs of backward; each writes one maximum. Without rows, one program stores zeros."""
-    tiles = cdiv(rows, _tile(h, group_size, BACKWARD_TILE, BACKWARD_ELEMENTS)["ROWS"])
+    tiles = cdiv(rows, _tile(h, BACKWARD_TILE, BACKWARD_ELEMENTS)["ROWS"])
     return max(min(tiles, PROGRAMS), 1)
 
 
-def norm_forward_triton(
-    x, weight, bias, eps: float, layer_norm: bool, zero_centered: bool, group_size: int, keep: str
-):
+def norm_forward_triton(x, weight, bias, eps: float, layer_norm: bool, zero_centered: bool, keep: str):
     """`norm_forward_reference` in one pass over x, with one maximum per program."""
     y = torch.empty_like(x)
-    q, rstd = empty_kept(x, group_size, keep)
-    options = eps, layer_norm, zero_centered, group_size
+    q, rstd = empty_kept(x, keep)
+    options = eps, layer_norm, zero_centered
     return y, launch_forward(x, weight, bias, q, rstd, *options, y=y), q, rstd
 
 
-def empty_kept(x: torch.Tensor, group_size: int, fmt: str) -> tuple[Grouped, torch.Tensor]:
+def empty_kept(x: torch.Tensor, fmt: str) -> tuple[Grouped, torch.Tensor]:
     """Uninitialised storage for the saved input and rstd."""
     rstd = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
-    return empty_grouped(*x.shape, group_size, fmt, x.device), rstd
+    return empty_grouped(*x.shape, GROUP_SIZE, fmt, x.device), rstd
 
 
 def launch_forward(
@@ -226,7 +224,6 @@ def launch_forward(
     eps: float,
     layer_norm: bool,
     zero_centered: bool,
-    group_size: int,
     y: torch.Tensor | None = None,
     out: Quantized | None = None,
     scales: Scales = NO_SCALES,
@@ -235,7 +232,7 @@ def launch_forward(
     """Writes y or, with `scales`, its row-major codes. The first launch also writes q and rstd and returns
     maxima. If x is the sum of `addends`, x is written as well."""
     rows, h = x.shape
-    tile, tiles, groups, even = row_tiles(rows, h, group_size, FORWARD_TILE, FORWARD_ELEMENTS)
+    tile, tiles, groups, even = row_tiles(rows, h, FORWARD_TILE, FORWARD_ELEMENTS)
     first = scales.maxima is None
     maxima = torch.empty(tiles, dtype=torch.float32, device=x.device) if first else None
     norm_forward_kernel[(scales.programs(tiles),)](
@@ -279,7 +276,6 @@ def norm_backward_triton(
     weight,
     layer_norm: bool,
     zero_centered: bool,
-    group_size: int,
     needs_x: bool = True,
     needs_weight: bool = True,
     needs_bias: bool = True,
@@ -289,7 +285,7 @@ def norm_backward_triton(
     and sums their parameter gradients. A second kernel sums over programs, in an order that depends on the
     shape alone."""
     rows, h = grad_y.shape
-    tile, tiles, groups, even = row_tiles(rows, h, group_size, BACKWARD_TILE, BACKWARD_ELEMENTS)
+    tile, tiles, groups, even = row_tiles(rows, h, BACKWARD_TILE, BACKWARD_ELEMENTS)
     # without rows, one program that stores zeros
     programs = min(tiles, PROGRAMS) or 1
     # bytes of a tile's loads: codes, gradient and the gradient of the residual
@@ -347,14 +343,13 @@ def sum_parts(parts: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
 
 
 def norm_columns_triton(
-    q: Grouped, rstd, weight, bias, largest, zero_centered: bool, group_size: int, fmt: Fp8Format
+    q: Grouped, rstd, weight, bias, largest, zero_centered: bool, fmt: Fp8Format
 ) -> Quantized:
     """`norm_columns_reference` in one kernel."""
     rows, h = q.codes.shape
     columns = empty_columns(rows, h, fmt, rstd.device)
     scale = torch.empty(1, dtype=torch.float32, device=rstd.device)
-    width = max(COLUMNS_N, group_size)
-    down, across = tiling(columns.shape[1], h, COLUMNS_M, width)
+    down, across = tiling(columns.shape[1], h, COLUMNS_M, COLUMNS_N)
     norm_columns_kernel[across, down](
         q.codes,
         q.exponent,
@@ -366,15 +361,15 @@ def norm_columns_triton(
         scale,
         rows,
         h,
-        cdiv(h, group_size),
+        cdiv(h, GROUP_SIZE),
         columns.shape[1],
         ZERO_CENTERED=zero_centered,
         E5M2=fmt.is_e5m2,
         FROM_CODES=q.format.from_codes_tile,
-        EVEN=h % width == 0 and rows % COLUMNS_M == 0,
+        EVEN=h % COLUMNS_N == 0 and rows % COLUMNS_M == 0,
         M=COLUMNS_M,
-        N=width,
-        G=group_size,
+        N=COLUMNS_N,
+        G=GROUP_SIZE,
         num_warps=COLUMNS_WARPS,
     )
     return Quantized(None, columns, scale)

@@ -14,7 +14,7 @@ from coat_kernels.autograd.derivatives import once_differentiable, refuse_forwar
 from coat_kernels.autograd.origin import Origin, with_maxima, with_origin
 from coat_kernels.device import uses_kernels
 from coat_kernels.fp8 import Fp8Format, fp8_format
-from coat_kernels.groups.reference import DEFAULT_FORMAT, GROUP_FORMATS, Grouped, empty_grouped
+from coat_kernels.groups.reference import DEFAULT_FORMAT, GROUP_FORMATS, GROUP_SIZE, Grouped, empty_grouped
 from coat_kernels.norm.kernels import (
     backward_programs,
     empty_kept,
@@ -43,16 +43,13 @@ class NormOptions(NamedTuple):
     eps: float
     layer_norm: bool
     zero_centered: bool
-    group_size: int
     saved_format: str
 
 
-def _forward_fake(x, weight, bias, eps, layer_norm, zero_centered, group_size, keep):
+def _forward_fake(x, weight, bias, eps, layer_norm, zero_centered, keep):
     rows, h = x.shape
-    maxima = x.new_empty(
-        forward_programs(rows, int(h), group_size) if uses_kernels(x) else rows, dtype=torch.float32
-    )
-    q = empty_grouped(rows, h, group_size, keep, x.device)
+    maxima = x.new_empty(forward_programs(rows, int(h)) if uses_kernels(x) else rows, dtype=torch.float32)
+    q = empty_grouped(rows, h, GROUP_SIZE, keep, x.device)
     return torch.empty_like(x), maxima, *q.tensors, x.new_empty(rows, dtype=torch.float32)
 
 
@@ -64,7 +61,6 @@ def norm_forward(
     eps: float,
     layer_norm: bool,
     zero_centered: bool,
-    group_size: int,
     keep: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns (y, maxima, codes, exponent, rstd) for a contiguous x.
@@ -73,7 +69,7 @@ def norm_forward(
     stores bytes has more elements of a row per thread, so it sums them in another order.
     """
     forward = norm_forward_triton if uses_kernels(x) else norm_forward_reference
-    y, maxima, q, rstd = forward(x, weight, bias, eps, layer_norm, zero_centered, group_size, keep)
+    y, maxima, q, rstd = forward(x, weight, bias, eps, layer_norm, zero_centered, keep)
     return y, maxima, *q.tensors, rstd
 
 
@@ -86,14 +82,13 @@ def _backward_fake(
     weight,
     layer_norm,
     zero_centered,
-    group_size,
     keep,
     needs_x,
     needs_weight,
     needs_bias,
 ):
     rows, h = grad_y.shape
-    programs = backward_programs(rows, int(h), group_size) if uses_kernels(grad_y) else rows
+    programs = backward_programs(rows, int(h)) if uses_kernels(grad_y) else rows
     return (
         torch.empty_like(grad_y) if needs_x else nothing(grad_y),
         rstd.new_empty(programs) if needs_x else nothing(grad_y),
@@ -112,7 +107,6 @@ def norm_backward(
     weight: torch.Tensor,
     layer_norm: bool,
     zero_centered: bool,
-    group_size: int,
     keep: str,
     needs_x: bool,
     needs_weight: bool,
@@ -120,7 +114,7 @@ def norm_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns (grad_x, maxima, grad_weight, grad_bias), empty where not needed; gradients are contiguous."""
     kept = grad_y, grad_residual, Grouped(codes, exponent, GROUP_FORMATS[keep]), rstd, weight
-    options = layer_norm, zero_centered, group_size
+    options = layer_norm, zero_centered
     needs = needs_x, needs_x, needs_weight, needs_bias
     if uses_kernels(grad_y):
         found = norm_backward_triton(*kept, *options, *needs[1:])
@@ -139,7 +133,7 @@ def norm_gradients(grad_y, grad_residual, kept, weight, bias, options: NormOptio
     codes, exponent, rstd = kept
     q = Grouped(codes, exponent, GROUP_FORMATS[options.saved_format])
     inputs = grad_y, grad_residual.reshape(grad_y.shape).contiguous(), q, rstd, weight
-    how = options.layer_norm, options.zero_centered, options.group_size
+    how = options.layer_norm, options.zero_centered
     if uses_kernels(grad_y):
         same = bias is None or bias.dtype == weight.dtype
         found = norm_backward_triton(*inputs, *how, needs_x, True, bias is not None, same)
@@ -151,7 +145,7 @@ def norm_gradients(grad_y, grad_residual, kept, weight, bias, options: NormOptio
     return grad_x, grad_weight.to(weight.dtype), grad_bias
 
 
-def _columns_fake(codes, exponent, rstd, weight, bias, largest, zero_centered, group_size, keep, fmt):
+def _columns_fake(codes, exponent, rstd, weight, bias, largest, zero_centered, keep, fmt):
     return empty_columns(*codes.shape, fp8_format(fmt), codes.device), largest.new_empty(1)
 
 
@@ -164,14 +158,13 @@ def norm_columns(
     bias: torch.Tensor | None,
     largest: torch.Tensor,
     zero_centered: bool,
-    group_size: int,
     keep: str,
     fmt: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(column-major codes, scale) of y, recomputed."""
     make = norm_columns_triton if uses_kernels(codes) else norm_columns_reference
     q = Grouped(codes, exponent, GROUP_FORMATS[keep])
-    made = make(q, rstd, weight, bias, largest, zero_centered, group_size, fp8_format(fmt))
+    made = make(q, rstd, weight, bias, largest, zero_centered, fp8_format(fmt))
     return made.columns, made.scale
 
 
@@ -207,7 +200,6 @@ class _Norm(torch.autograd.Function):
             weight,
             options.layer_norm,
             options.zero_centered,
-            options.group_size,
             options.saved_format,
             needs_x,
             needs_weight,
@@ -238,7 +230,7 @@ def norm_operands(
     """
     if uses_kernels(x):
         *arithmetic, saved_format = options
-        q, rstd = empty_kept(x, options.group_size, saved_format)
+        q, rstd = empty_kept(x, saved_format)
 
         def write(out, scales):
             # the first launch writes the sum, the second reads it
@@ -283,7 +275,7 @@ def _norm(x, weight, bias, options: NormOptions, residual: bool):
                     "operation: a weight or bias of a norm, needed to recompute a linear layer's input, "
                     f"{t.dtype} {list(t.shape)}, is at version {t._version}; expected version {version}."
                 )
-        how = options.zero_centered, options.group_size, options.saved_format, fmt.name
+        how = options.zero_centered, options.saved_format, fmt.name
         return Quantized(None, *norm_columns(codes, exponent, rstd, *parameters, largest, *how))
 
     y = with_maxima(with_origin(y, Origin((codes, exponent, rstd), columns, watched)), maxima)
@@ -296,17 +288,15 @@ def rms_norm(
     eps: float,
     *,
     zero_centered: bool = False,
-    group_size: int = 16,
     saved_format: str = DEFAULT_FORMAT,
     residual: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """RMSNorm over the last dimension. Saves x in groups of `group_size`, and rstd in FP32.
+    """RMSNorm over the last dimension. Saves x in groups of 16, and rstd in FP32.
 
     Args:
         x: [..., h], BF16 or FP32.
         weight: [h], BF16 or FP32.
         zero_centered: the weight is w + 1.
-        group_size: 16, 32, 64 or 128.
         saved_format: one of `coat_kernels.groups.GROUP_FORMATS`.
         residual: also return x, passed through this node in the same memory. The gradient of an operation
             that reads this x is added inside the norm's backward, which saves a pass.
@@ -314,7 +304,7 @@ def rms_norm(
     Returns y, in x's shape and dtype, with its maxima and, if something is trained, its origin; with
     `residual` (y, x). Raises ValueError if the weight and x have different widths.
     """
-    options = NormOptions(eps, False, zero_centered, group_size, saved_format)
+    options = NormOptions(eps, False, zero_centered, saved_format)
     return _norm(x, weight, None, options, residual)
 
 
@@ -325,10 +315,9 @@ def layer_norm(
     eps: float,
     *,
     zero_centered: bool = False,
-    group_size: int = 16,
     saved_format: str = DEFAULT_FORMAT,
     residual: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """LayerNorm over the last dimension. Saves x - mean(x); otherwise like `rms_norm`. bias: [h] or None."""
-    options = NormOptions(eps, True, zero_centered, group_size, saved_format)
+    options = NormOptions(eps, True, zero_centered, saved_format)
     return _norm(x, weight, bias, options, residual)

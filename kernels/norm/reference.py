@@ -9,7 +9,12 @@ reduce the precision of the saved c.
 import torch
 
 from coat_kernels.fp8 import Fp8Format
-from coat_kernels.groups.reference import Grouped, dequantize_groups_reference, quantize_groups_reference
+from coat_kernels.groups.reference import (
+    GROUP_SIZE,
+    Grouped,
+    dequantize_groups_reference,
+    quantize_groups_reference,
+)
 from coat_kernels.tensorwise.quantize import Quantized, quantize_tensor_reference
 from coat_kernels.tensorwise.scale import row_maxima
 
@@ -23,9 +28,7 @@ def _affine(normed: torch.Tensor, weight, bias, zero_centered: bool) -> torch.Te
     return y if bias is None else y + bias.float()
 
 
-def norm_forward_reference(
-    x, weight, bias, eps: float, layer_norm: bool, zero_centered: bool, group_size: int, keep: str
-):
+def norm_forward_reference(x, weight, bias, eps: float, layer_norm: bool, zero_centered: bool, keep: str):
     """x [rows, h] -> (y in x's dtype, maxima of y, the input in the saved format `keep`, rstd FP32
     [rows])."""
     value = x.float()
@@ -33,7 +36,7 @@ def norm_forward_reference(
         value = value - value.mean(1, keepdim=True)
     rstd = torch.rsqrt(value.square().mean(1) + eps)
     y = _affine(value * rstd[:, None], weight, bias, zero_centered).to(x.dtype)
-    return y, row_maxima(y), quantize_groups_reference(value, group_size, keep), rstd
+    return y, row_maxima(y), quantize_groups_reference(value, GROUP_SIZE, keep), rstd
 
 
 def norm_backward_reference(
@@ -44,13 +47,12 @@ def norm_backward_reference(
     weight,
     layer_norm: bool,
     zero_centered: bool,
-    group_size: int,
 ):
     """(grad_x in grad_y's dtype, its maxima, grad_weight, grad_bias, both FP32 [h]).
 
     grad_residual, [rows, h] or None, is added to grad_x before grad_x is rounded.
     """
-    normed = dequantize_groups_reference(q, group_size) * rstd[:, None]
+    normed = dequantize_groups_reference(q, GROUP_SIZE) * rstd[:, None]
     grad = grad_y.float()
     scaled = grad * _gamma(weight, zero_centered)
     centered = scaled - normed * (scaled * normed).mean(1, keepdim=True)
@@ -64,9 +66,9 @@ def norm_backward_reference(
 
 
 def norm_columns_reference(
-    q: Grouped, rstd, weight, bias, largest, zero_centered: bool, group_size: int, fmt: Fp8Format
+    q: Grouped, rstd, weight, bias, largest, zero_centered: bool, fmt: Fp8Format
 ) -> Quantized:
     """y, recomputed from the saved input, as column-major FP8 codes with the scale of the amax `largest`."""
-    normed = dequantize_groups_reference(q, group_size) * rstd[:, None]
+    normed = dequantize_groups_reference(q, GROUP_SIZE) * rstd[:, None]
     y = _affine(normed, weight, bias, zero_centered)
     return quantize_tensor_reference(y, largest, fmt, rows=False, columns=True)

@@ -86,7 +86,7 @@ def norms() -> None:
     x, weight = torch.empty(256, 128, dtype=torch.bfloat16), torch.ones(128, requires_grad=True)
     scale = tensorwise.PredictedScale(E4M3)
     for layer_norm in (False, True):
-        options = norm.op.NormOptions(1e-5, layer_norm, False, 16, "sqrt8")
+        options = norm.op.NormOptions(1e-5, layer_norm, False, "sqrt8")
         norm.op.norm_operands(x, weight.detach(), None, options, scale)
         (norm.layer_norm if layer_norm else norm.rms_norm)(x, weight, *((None,) if layer_norm else ()), 1e-5)
     with torch.no_grad():
@@ -98,7 +98,7 @@ def norms() -> None:
         q = groups.kernels.quantize_groups_triton(wide, 16)
         rstd, gamma = torch.ones(64), torch.ones(h, dtype=dtype)
         for residual in (None, wide):
-            norm.kernels.norm_backward_triton(wide, residual, q, rstd, gamma, False, False, 16)
+            norm.kernels.norm_backward_triton(wide, residual, q, rstd, gamma, False, False)
 
 
 def others() -> None:

@@ -22,7 +22,7 @@ class Norm:
         self.weight, self.bias = torch.randn(2, h, device=device)
 
     def _options(self):
-        return norm.op.NormOptions(1e-5, True, False, 16, KEEP)
+        return norm.op.NormOptions(1e-5, True, False, KEEP)
 
     def plain(self) -> torch.Tensor:
         x = norm.residual.residual_add_reference(self.x, self.branch) if self.adds else self.x
@@ -44,7 +44,7 @@ class SumNorm(Norm):
 
 class Activation:
     fmt, sums = E4M3, False
-    options = "silu", True, 16
+    options = "silu", True
 
     def __init__(self, device, rows=21, f=48):
         self.x = torch.randn(rows, 2 * f, device=device, dtype=torch.bfloat16)

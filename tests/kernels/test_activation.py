@@ -89,24 +89,24 @@ def finite_max(x):
     return torch.where(x.isfinite(), x.float().abs(), 0).amax()
 
 
-def check_kernels(x, grad, kind, gated, group_size, keep):
-    expected = act.reference.activation_forward_reference(x, kind, gated, group_size, keep)
-    actual = act.kernels.activation_forward_triton(x, kind, gated, group_size, keep)
+def check_kernels(x, grad, kind, gated, keep):
+    expected = act.reference.activation_forward_reference(x, kind, gated, keep)
+    actual = act.kernels.activation_forward_triton(x, kind, gated, keep)
     close(actual[0], expected[0])
     assert actual[1].amax() == finite_max(actual[0])
     assert grouped(actual[2], expected[2]) == 0
-    bare = act.kernels.activation_forward_triton(x, kind, gated, group_size, None)
+    bare = act.kernels.activation_forward_triton(x, kind, gated, None)
     same(bare[0], actual[0])
     assert bare[1].equal(actual[1]) and bare[2] is None
     kept = expected[2]
-    reference = act.reference.activation_backward_reference(grad, kept, kind, gated, group_size)
-    found = act.kernels.activation_backward_triton(grad, kept, kind, gated, group_size)
+    reference = act.reference.activation_backward_reference(grad, kept, kind, gated)
+    found = act.kernels.activation_backward_triton(grad, kept, kind, gated)
     close(found[0], reference[0])
     assert found[1].amax() == finite_max(found[0])
     largest = expected[1].amax(0, keepdim=True)
     fmt = E5M2 if gated else E4M3
-    made = act.kernels.activation_columns_triton(kept, largest, kind, gated, group_size, fmt)
-    wanted = act.reference.activation_columns_reference(kept, largest, kind, gated, group_size, fmt)
+    made = act.kernels.activation_columns_triton(kept, largest, kind, gated, fmt)
+    wanted = act.reference.activation_columns_reference(kept, largest, kind, gated, fmt)
     assert made.rows is None and made.scale.equal(wanted.scale)
     # the last bit of FP32 decides on a tie between two codes
     close(made.columns.float(), wanted.columns.float())
@@ -127,7 +127,7 @@ def test_kernels_agree_with_the_references(shape, gated, device, monkeypatch):
     for i, kind in list(enumerate(act.KINDS))[first::2]:
         dtype = (torch.bfloat16, torch.float32)[i % 2]
         x, grad = wide(rows, f * (1 + gated)).to(device, dtype), torch.randn(rows, f).to(device, dtype)
-        check_kernels(x, grad, kind, gated, (16, 32, 64, 128)[i % 4], [*ROUNDING][i % len(ROUNDING)])
+        check_kernels(x, grad, kind, gated, [*ROUNDING][i % len(ROUNDING)])
 
 
 @pytest.mark.parametrize(
@@ -146,9 +146,7 @@ def test_kernels_agree_on_hard_inputs(case, kind, gated, device):
     x, grad = torch.randn(2, 4, 64, device=device)
     x[1] = hard(64)[case].to(device)
     grad[2] = hard(64)[case].to(device)
-    check_kernels(
-        x.bfloat16(), grad[:, : 64 // (1 + gated)].contiguous().bfloat16(), kind, gated, 16, "sqrt8"
-    )
+    check_kernels(x.bfloat16(), grad[:, : 64 // (1 + gated)].contiguous().bfloat16(), kind, gated, "sqrt8")
 
 
 @GATED
@@ -161,7 +159,7 @@ def test_full_tiles_and_the_last_of_them(gated, device, monkeypatch):
     monkeypatch.setattr(act.kernels, "COLUMNS_N", 32)
     for rows, f in ((16, 64), (17, 72)):
         x, grad = torch.randn(rows, (1 + gated) * f, device=device), torch.randn(rows, f, device=device)
-        check_kernels(x, grad, "silu", gated, 16, "sqrt8")
+        check_kernels(x, grad, "silu", gated, "sqrt8")
 
 
 @KIND
@@ -213,7 +211,7 @@ def test_what_is_kept(gated, device):
 def test_gate_and_up_never_share_a_group(device):
     x = torch.full((2, 40), 1e-3, device=device)
     x[:, :20] = 100.0
-    _, _, q = act.kernels.activation_forward_triton(x, "silu", True, 16, "sqrt8")
+    _, _, q = act.kernels.activation_forward_triton(x, "silu", True, "sqrt8")
     assert q.exponent.shape == (2, 4)
     halves = zip(q.codes.chunk(2, 1), q.exponent.chunk(2, 1), x.chunk(2, 1), strict=True)
     for codes, exponent, part in halves:
@@ -224,7 +222,7 @@ def test_gate_and_up_never_share_a_group(device):
 @GATED
 def test_operators_for_compile(gated, device):
     x = torch.randn(3, 80, device=device)
-    options = "gelu_tanh", gated, 16
+    options = "gelu_tanh", gated
     for keep in (None, "sqrt8"):
         torch.library.opcheck(act.op.activation_forward.op, (x, *options, keep))
     y, maxima, *kept = act.op.activation_forward(x, *options, "e4m3")

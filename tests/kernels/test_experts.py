@@ -412,11 +412,10 @@ def test_second_derivatives_are_refused(device):
     "change, message",
     [
         ({"gate": KernelGate("tanh")}, "expected one of silu.*found 'tanh'"),
-        ({"gate": OwnGate(own, group_size=128)}, "f in groups of 128"),
         ({"x": torch.zeros(T, HIDDEN)}, "expected x in BF16 .*found torch.float32"),
         ({"weights": torch.zeros(T, K + 1)}, r"weights \[t, k\] for x \(50, 48\).*found .*\(50, 4\)"),
     ],
-    ids=["kind", "groups", "dtype", "sizes"],
+    ids=["kind", "dtype", "sizes"],
 )
 def test_what_cannot_be_is_refused(change, message):
     chosen, tensors = inputs("cpu")

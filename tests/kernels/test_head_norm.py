@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from coat_kernels import head_norm as heads
 from coat_kernels import norm
-from coat_kernels.groups.reference import dequantize_groups_reference
+from coat_kernels.groups.reference import GROUP_SIZE, dequantize_groups_reference
 from coat_kernels.head_norm import head_norm
 from coat_kernels.rope import rotate
 from tests.kernels.agreement import ROUNDING
@@ -85,17 +85,15 @@ def close(actual, expected):
     assert rel_rms(actual.masked_fill(~finite, 0), expected.masked_fill(~finite, 0)) < KERNEL_RMS
 
 
-def check_kernels(x, grad, weight, cos, sin, zero_centered=False, group_size=16, keep="sqrt8"):
-    options = zero_centered, group_size
-    expected, q, rstd = heads.reference.head_norm_forward_reference(x, weight, cos, sin, EPS, *options, keep)
-    actual, found_q, found_rstd = heads.kernels.head_norm_forward_triton(
-        x, weight, cos, sin, EPS, *options, keep
-    )
+def check_kernels(x, grad, weight, cos, sin, zero_centered=False, keep="sqrt8"):
+    inputs = x, weight, cos, sin, EPS, zero_centered, keep
+    expected, q, rstd = heads.reference.head_norm_forward_reference(*inputs)
+    actual, found_q, found_rstd = heads.kernels.head_norm_forward_triton(*inputs)
     close(actual, expected)
     close(found_rstd, rstd)
-    kept = [dequantize_groups_reference(t, group_size) for t in (found_q, q)]
+    kept = [dequantize_groups_reference(t, GROUP_SIZE) for t in (found_q, q)]
     torch.testing.assert_close(*kept, rtol=0, atol=0, equal_nan=True)
-    arguments = grad, q, rstd, weight, cos, sin, *options
+    arguments = grad, q, rstd, weight, cos, sin, zero_centered
     for a, e in zip(
         heads.kernels.head_norm_backward_triton(*arguments),
         heads.reference.head_norm_backward_reference(*arguments),
@@ -111,11 +109,11 @@ def test_kernels_agree_with_the_references(shape, device):
     cos, sin = tables(shape[0], r, device)
     x, grad = wide(*shape).to(device), torch.randn(shape, device=device)
     weight = torch.randn(shape[-1], device=device)
-    check_kernels(x, grad, weight, cos, sin, True, 32, "e4m3")
+    check_kernels(x, grad, weight, cos, sin, True, "e4m3")
     check_kernels(x.bfloat16(), grad.bfloat16(), weight, cos, sin)
     # heads before tokens, and channels not adjacent, like the gradients from attention
     grad = torch.randn(shape[1], shape[2], shape[0], shape[3], device=device).bfloat16()
-    check_kernels(x.bfloat16(), grad.permute(2, 0, 1, 3), weight.bfloat16(), cos, sin, True, 128)
+    check_kernels(x.bfloat16(), grad.permute(2, 0, 1, 3), weight.bfloat16(), cos, sin, True)
     check_kernels(x.bfloat16(), grad.mT.contiguous().mT.permute(2, 0, 1, 3), weight, cos, sin)
 
 
@@ -135,7 +133,7 @@ def test_rows_of_many_tiles_and_programs(device, monkeypatch):
     monkeypatch.setattr(heads.kernels, "FORWARD_TILE", 256)
     for s in (29, 32):
         x, grad = torch.randn(2, s, 1, 3 if s == 29 else 4, 128, device=device)
-        check_kernels(x, grad, torch.randn(128, device=device), *tables(s, 128, device), False, 128)
+        check_kernels(x, grad, torch.randn(128, device=device), *tables(s, 128, device))
 
 
 def test_without_turning_it_is_the_norm_of_rows(device):

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from coat_kernels import norm
 from coat_kernels.autograd.origin import maxima_of, origin_of, with_maxima
 from coat_kernels.fp8 import E4M3, E5M2
-from coat_kernels.groups.reference import dequantize_groups_reference
+from coat_kernels.groups.reference import GROUP_SIZE, dequantize_groups_reference
 from coat_kernels.linear import fp8_linear
 from coat_kernels.tensorwise import PredictedScale
 from coat_kernels.tensorwise.operands import fp8_operands
@@ -37,11 +37,11 @@ def apply(x, weight, bias, layer_norm, **options):
     return norm.rms_norm(x, weight, EPS, **options)
 
 
-def exactly_kept(x, layer_norm, group_size=16):
+def exactly_kept(x, layer_norm):
     """x whose centered values are exact in groups of either format, and these values: squares. The largest of
     each group is not 1 or 4, whose roots are inexact in the scale of sqrt8."""
     roots = torch.randint(-3, 4, x.shape)
-    roots[:, ::group_size] = 3
+    roots[:, ::GROUP_SIZE] = 3
     codes = (roots * roots.abs()).float()
     if not layer_norm:
         return codes, codes
@@ -108,8 +108,8 @@ def close(actual, expected):
     assert rel_rms(actual.masked_fill(~finite, 0), expected.masked_fill(~finite, 0)) < KERNEL_RMS
 
 
-def check_kernels(x, grad, grad_residual, weight, bias, layer_norm, zero_centered, group_size, keep):
-    options = layer_norm, zero_centered, group_size
+def check_kernels(x, grad, grad_residual, weight, bias, layer_norm, zero_centered, keep):
+    options = layer_norm, zero_centered
     expected = norm.reference.norm_forward_reference(x, weight, bias, EPS, *options, keep)
     actual = norm.kernels.norm_forward_triton(x, weight, bias, EPS, *options, keep)
     close(actual[0], expected[0])
@@ -117,7 +117,7 @@ def check_kernels(x, grad, grad_residual, weight, bias, layer_norm, zero_centere
     close(actual[3], expected[3])
     # a mean summed in another order moves deviations by 2^-24 of the row's largest value, and few of them to
     # another code
-    values = [dequantize_groups_reference(q, group_size) for q in (actual[2], expected[2])]
+    values = [dequantize_groups_reference(q, GROUP_SIZE) for q in (actual[2], expected[2])]
     close(*values) if layer_norm else same(*values)
     kept = expected[2], expected[3], weight
     reference = norm.reference.norm_backward_reference(grad, grad_residual, *kept, *options)
@@ -126,9 +126,9 @@ def check_kernels(x, grad, grad_residual, weight, bias, layer_norm, zero_centere
         close(found[i], reference[i])
     assert found[1].amax() == torch.where(found[0].isfinite(), found[0].float().abs(), 0).amax()
     largest = expected[1].amax(0, keepdim=True)
-    fmt = E5M2 if group_size == 32 else E4M3
-    made = norm.kernels.norm_columns_triton(*kept, bias, largest, zero_centered, group_size, fmt)
-    wanted = norm.reference.norm_columns_reference(*kept, bias, largest, zero_centered, group_size, fmt)
+    fmt = E5M2 if keep == "e4m3" else E4M3
+    made = norm.kernels.norm_columns_triton(*kept, bias, largest, zero_centered, fmt)
+    wanted = norm.reference.norm_columns_reference(*kept, bias, largest, zero_centered, fmt)
     assert made.rows is None and made.scale.equal(wanted.scale)
     # the last bit of FP32 decides on a tie between two codes
     close(made.columns.float(), wanted.columns.float())
@@ -140,14 +140,10 @@ def test_kernels_agree_with_the_references(shape, layer_norm, device):
     x, grad, grad_residual = (t.to(device) for t in (wide(*shape), torch.randn(shape), wide(*shape)))
     weight, bias = torch.randn(2, shape[1], device=device)
     # with and without a residual, either dtype of weights and of the rest
-    check_kernels(
-        x, grad, None, weight, bias.bfloat16() if layer_norm else None, layer_norm, True, 32, "e4m3"
-    )
+    check_kernels(x, grad, None, weight, bias.bfloat16() if layer_norm else None, layer_norm, True, "e4m3")
     x, grad, grad_residual = (t.bfloat16() for t in (x, grad, grad_residual))
-    check_kernels(
-        x, grad, grad_residual, weight, bias if layer_norm else None, layer_norm, False, 16, "sqrt8"
-    )
-    check_kernels(x, grad, None, weight.bfloat16(), None, layer_norm, True, 64, "sqrt8")
+    check_kernels(x, grad, grad_residual, weight, bias if layer_norm else None, layer_norm, False, "sqrt8")
+    check_kernels(x, grad, None, weight.bfloat16(), None, layer_norm, True, "sqrt8")
 
 
 @LAYER_NORM
@@ -160,7 +156,7 @@ def test_kernels_agree_on_hard_inputs(case, layer_norm, device):
     weight, bias = torch.randn(2, 64, device=device)
     with torch.no_grad():
         bias = bias if layer_norm else None
-        check_kernels(x.bfloat16(), grad.bfloat16(), None, weight, bias, layer_norm, False, 16, "sqrt8")
+        check_kernels(x.bfloat16(), grad.bfloat16(), None, weight, bias, layer_norm, False, "sqrt8")
 
 
 @LAYER_NORM
@@ -170,7 +166,7 @@ def test_a_row_of_many_tiles_and_programs(layer_norm, device, monkeypatch):
     monkeypatch.setattr(norm.kernels, "BACKWARD_TILE", 256)
     x, grad, grad_residual = torch.randn(3, 29, 128, device=device)
     weight, bias = torch.randn(2, 128, device=device)
-    check_kernels(x, grad, grad_residual, weight, bias, layer_norm, False, 128, "sqrt8")
+    check_kernels(x, grad, grad_residual, weight, bias, layer_norm, False, "sqrt8")
 
 
 @LAYER_NORM
@@ -216,8 +212,8 @@ def test_gradients_that_are_not_wanted_are_not_made(layer_norm, device):
     if layer_norm:
         bias = torch.zeros(64, device=device)
     grad = torch.randn(8, 64, device=device)
-    _, _, q, rstd = norm.kernels.norm_forward_triton(x, weight, bias, EPS, layer_norm, False, 16, "sqrt8")
-    options = layer_norm, False, 16
+    _, _, q, rstd = norm.kernels.norm_forward_triton(x, weight, bias, EPS, layer_norm, False, "sqrt8")
+    options = layer_norm, False
     for needs in ((True, False, False), (False, True, False), (False, False, True), (False, True, True)):
         found = norm.kernels.norm_backward_triton(grad, None, q, rstd, weight, *options, *needs)
         assert [f is not None for f in found] == [needs[0], *needs]
@@ -295,14 +291,14 @@ def test_an_output_is_not_made_again_of_what_has_changed(layer_norm, changed, de
 @LAYER_NORM
 def test_operators_for_compile(layer_norm, device):
     x, weight, bias = torch.randn(3, 40, device=device), *torch.randn(2, 40, device=device)
-    options = layer_norm, False, 16
+    options = layer_norm, False
     for keep in ROUNDING:
         torch.library.opcheck(norm.op.norm_forward.op, (x, weight, bias, EPS, *options, keep))
     _, maxima, *kept = norm.op.norm_forward(x, weight, bias, EPS, *options, "e4m3")
     for needs in ((True, True, True), (False, True, False)):
         arguments = x, None, *kept, weight, *options, "e4m3", *needs
         torch.library.opcheck(norm.op.norm_backward.op, arguments)
-    arguments = *kept, weight, bias, maxima.amax(0, keepdim=True), False, 16, "e4m3", "e4m3"
+    arguments = *kept, weight, bias, maxima.amax(0, keepdim=True), False, "e4m3", "e4m3"
     torch.library.opcheck(norm.op.norm_columns.op, arguments)
 
 
@@ -332,6 +328,6 @@ def test_every_way_to_an_output_gives_the_same_bits(layer_norm, h, device):
     with torch.no_grad():
         assert apply(x, weight, bias, layer_norm).equal(y)
     parameters = weight.detach(), bias.detach() if layer_norm else None
-    options = norm.op.NormOptions(EPS, layer_norm, False, 16, "sqrt8")
+    options = norm.op.NormOptions(EPS, layer_norm, False, "sqrt8")
     codes = norm.op.norm_operands(x, *parameters, options, PredictedScale(E4M3))[0]
     assert codes.rows.float().equal(fp8_operands(y, E4M3)[0].rows.float())

@@ -5,7 +5,7 @@ import torch
 
 from coat_kernels import norm, tensorwise
 from coat_kernels.fp8 import E4M3
-from coat_kernels.groups.reference import dequantize_groups_reference
+from coat_kernels.groups.reference import GROUP_SIZE, dequantize_groups_reference
 from coat_kernels.norm import residual
 from coat_kernels.norm.op import NormOptions, norm_operands
 from coat_kernels.norm.residual import Addends, residual_add_reference
@@ -27,9 +27,9 @@ def kernels(takes_kernels, monkeypatch):
     return takes_kernels
 
 
-def check(tensors, layer_norm, *, zero_centered=False, group_size=16, keep="sqrt8"):
+def check(tensors, layer_norm, *, zero_centered=False, keep="sqrt8"):
     *addends, weight, bias = tensors
-    how = weight, bias, NormOptions(EPS, layer_norm, zero_centered, group_size, keep)
+    how = weight, bias, NormOptions(EPS, layer_norm, zero_centered, keep)
     total = residual_add_reference(*addends)
     scale = PredictedScale(E4M3)
     expected, largest, q, rstd = norm_operands(total, *how, scale)
@@ -42,7 +42,7 @@ def check(tensors, layer_norm, *, zero_centered=False, group_size=16, keep="sqrt
         assert found.scale.equal(expected.scale) and amax.equal(largest)
         close(found.rows.float(), expected.rows.float())
         close(found_rstd, rstd)
-        close(*(dequantize_groups_reference(g, group_size) for g in (kept, q)))
+        close(*(dequantize_groups_reference(g, GROUP_SIZE) for g in (kept, q)))
 
 
 def inputs(shape, biased, layer_norm, device, dtype=torch.bfloat16):
@@ -62,7 +62,7 @@ def test_is_the_plain_addition(shape, layer_norm, device, kernels):
 @LAYER_NORM
 def test_is_the_plain_addition_in_fp32(layer_norm, device, kernels):
     tensors = inputs((21, 48), True, layer_norm, device, torch.float32)
-    check(tensors, layer_norm, group_size=64, keep="e4m3")
+    check(tensors, layer_norm, keep="e4m3")
 
 
 @pytest.mark.parametrize("case", hard(64))
