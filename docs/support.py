@@ -178,8 +178,8 @@ SECTIONS: dict[str, list[Row]] = {
         Row("`--use-megatron-fsdp`", *STATES_REFUSED),
         Row("`--optimizer-cpu-offload`", *STATES_REFUSED),
         Row("`--optimizer muon`", cpu=2,
-            condition="Muon's own states are stock; megatron-core 0.19.2, Emerging-Optimizers 0.4.0; "
-                      "`dist_muon` over data parallelism: not run"),
+            condition="Muon's own states are stock; Adam trains grouped experts; megatron-core 0.19.2, "
+                      "Emerging-Optimizers 0.4.0; `dist_muon` over data parallelism: not run"),
         Row("Recompute, full and selective", cpu=2, h100=2, h200=1,
             condition="in FP8 by `fp8_activation_checkpointing`; of `layernorm`: refused",
             proof=(UNITS, "recompute.csv"),

@@ -32,6 +32,11 @@ class _Saved(NamedTuple):
     largest_y: torch.Tensor
     largest_w: torch.Tensor
 
+    def normed(self, norm: NormOptions, linear: LinearOptions) -> tuple[torch.Tensor, torch.Tensor]:
+        """`normed_again` of these tensors."""
+        kept = self.codes, self.exponent, self.rstd, self.norm_weight, self.norm_bias, self.largest_y
+        return normed_again(*kept, norm, linear)
+
 
 def normed_again(
     codes, exponent, rstd, weight, bias, largest, norm: NormOptions, linear: LinearOptions
@@ -108,16 +113,7 @@ class _QkvBlock(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dq, dk, dv, grad_residual):
         saved, (norm, linear, _) = _Saved(*ctx.saved_tensors), ctx.options
-        columns = normed_again(
-            saved.codes,
-            saved.exponent,
-            saved.rstd,
-            saved.norm_weight,
-            saved.norm_bias,
-            saved.largest_y,
-            norm,
-            linear,
-        )
+        columns = saved.normed(norm, linear)
         needs_x = ctx.needs_input_grad[0]
         found = _qkv_backward(dq, dk, dv, grad_residual, columns, saved, *ctx.options, needs_x)
         return *found, None, None, None
@@ -136,16 +132,7 @@ class _AttentionBlock(torch.autograd.Function):
     def backward(ctx, grad_o, grad_residual):
         tensors, (norm, linear, heads), count = ctx.saved_tensors, ctx.options, len(_Saved._fields)
         saved, beside = _Saved(*tensors[:count]), tensors[count:]
-        columns = normed_again(
-            saved.codes,
-            saved.exponent,
-            saved.rstd,
-            saved.norm_weight,
-            saved.norm_bias,
-            saved.largest_y,
-            norm,
-            linear,
-        )
+        columns = saved.normed(norm, linear)
         qkv = _qkv_again(*columns, saved, ctx.batch, grad_o.dtype, linear, heads)
         with torch.enable_grad():
             qkv = tuple(t.requires_grad_() for t in qkv)

@@ -5,8 +5,6 @@
 """
 
 import functools
-import itertools
-import logging
 from collections.abc import Callable, Iterable
 
 import torch
@@ -16,7 +14,6 @@ from coat_ds.config import CoatConfigError
 from coat_ds.layers.inventory import layers_of
 from coat_ds.log import listed, say
 from megatron_ext import options
-from megatron_ext.layers.grouped_experts import GroupedLinear
 from megatron_ext.optimizer.chunks import CHUNKS, chunks_of_chain, whole_model
 from megatron_ext.optimizer.watch import watch_optimizer
 
@@ -56,7 +53,6 @@ def watching(init: Callable) -> Callable:
     @functools.wraps(init)
     def coat_init(self, chained_optimizers):
         init(self, chained_optimizers)
-        _say_left_to_adam(self)
         # a subclass that distributes layers over ranks is a part of another chain
         if type(self) is ChainedOptimizer:
             given = [part.coat_config for part in chained_optimizers if hasattr(part, "coat_config")]
@@ -73,21 +69,3 @@ def _say_layers(chunks: list[torch.nn.Module]) -> None:
     if layers.made and not hasattr(chunks[0], SAID):
         setattr(chunks[0], SAID, True)
         say(listed("layers of rank 0", layers.lines()))
-
-
-def _say_left_to_adam(chain: ChainedOptimizer) -> None:
-    """Logs a line if Muon, or another optimizer of matrices, does not train the weights of grouped
-    experts."""
-    inner = [type(getattr(part, "optimizer", part)) for part in chain.chained_optimizers]
-    of_matrices = [
-        cls.__name__
-        for cls in inner
-        if any(base.__module__.startswith("emerging_optimizers.") for base in cls.__mro__)
-    ]
-    modules = itertools.chain.from_iterable(chunk.modules() for chunk in chunks_of_chain(chain))
-    if of_matrices and any(isinstance(module, GroupedLinear) for module in modules):
-        say(
-            f"--moe-grouped-gemm: {of_matrices[0]} updates 2-D weights only. Grouped experts are one 3-D "
-            f"parameter, so Adam updates them. Drop the argument to train experts with {of_matrices[0]}.",
-            logging.WARNING,
-        )

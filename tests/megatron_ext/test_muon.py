@@ -6,9 +6,7 @@ import pytest
 from megatron.core import parallel_state
 
 from megatron_ext import cpu
-from megatron_ext.optimizer import seam
 from tests.megatron_ext.ranks import join
-from tests.megatron_ext.test_moe import EACH_ONE, EXPERTS
 from tests.megatron_ext.trainer import MODES, Trainer, installed
 from tests.util import run_distributed
 
@@ -48,22 +46,3 @@ def test_layers_and_adam_beside_muon(tp, tmp_path):
         assert again == behind
         apart = max(abs(a - b) for a, b in zip(before, expected, strict=True))
         assert (apart == 0) == (layers == "sdpa") and apart < learnt / 10
-
-
-@pytest.mark.parametrize("grouped", [False, True], ids=["one after another", "grouped"])
-def test_experts_that_muon_does_not_train_are_named(megatron, caplog, grouped):
-    seam.watch()
-    sizes = EXPERTS | EACH_ONE | {"moe_grouped_gemm": grouped}
-    with cpu.no_cuda(), mock.patch.dict(MODES, muon={"optimizer": "muon"}):
-        trainer = Trainer("muon", "coat", **sizes)
-    names = {p: name for name, p in trainer.model.module.named_parameters()}
-    trained_by = {
-        type(part.optimizer).__name__
-        for part in trainer.optimizer.chained_optimizers
-        for group in part.float16_groups
-        for p in group
-        if ".experts." in names[p]
-    }
-    assert trained_by == {"AdamW" if grouped else "TensorParallelMuon"}
-    begins = "COAT: --moe-grouped-gemm: Megatron gives TensorParallelMuon matrices alone"
-    assert len([line for line in caplog.messages if line.startswith(begins)]) == grouped
