@@ -47,14 +47,8 @@ def parse_args(argv: list[str] | None = None, description: str | None = None) ->
     _add_output(parser.add_argument_group("output").add_argument)
     args = parser.parse_args(argv)
     args.eval_interval = args.eval_interval or max(1, args.steps // 5)
-    tensor_ranks = args.tensor_model_parallel_size
     if args.compare and (args.variant or args.resume):
         parser.error("--compare makes both runs: drop --variant, and the folder of --resume")
-    if args.sequence_parallel and (tensor_ranks == 1 or args.seq_length % tensor_ranks):
-        parser.error(
-            f"--sequence-parallel: --seq-length {args.seq_length} has to divide by "
-            f"--tensor-model-parallel-size, and that to be above 1, found {tensor_ranks}"
-        )
     return args
 
 
@@ -85,12 +79,6 @@ def _add_training(add: Callable) -> None:
         "--warmup-steps",
         type=number(int, 0),
         help="linear warmup, then cosine to 10%% (default a tenth of --steps)",
-    )
-    add("--tensor-model-parallel-size", type=positive, default=1, help="ranks that share each layer")
-    add(
-        "--sequence-parallel",
-        action="store_true",
-        help="split the sequence between the layers over the same ranks",
     )
     add(
         "--distributed-timeout",

@@ -42,7 +42,6 @@ class Layout:
     """How a run is distributed. ZeRO checkpoints can only be read with the layout that wrote them."""
 
     data_parallel_size: int
-    tensor_parallel_size: int
     zero_stage: int
 
 
@@ -135,7 +134,8 @@ def find(folder: Path) -> Checkpoint | None:
     if path is None:
         return None
     try:
-        return Checkpoint(path, Layout(**read_object(path / MANIFEST)["layout"]))
+        saved = read_object(path / MANIFEST)["layout"]
+        return Checkpoint(path, Layout(saved["data_parallel_size"], saved["zero_stage"]))
     except (ValueError, TypeError, KeyError) as error:
         raise LaunchError(
             f"{path}: its {MANIFEST} cannot be used ({error}). Remove this checkpoint: --resume then takes "

@@ -60,7 +60,7 @@ def load_corpus(
 
 
 def padded_vocab_size(vocab_size: int, multiple: int = 128) -> int:
-    """The smallest multiple that holds all ids: FP8 GEMMs and tensor parallelism need round sizes."""
+    """The smallest multiple that holds all ids: FP8 GEMMs need round sizes."""
     return -(-vocab_size // multiple) * multiple
 
 

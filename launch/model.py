@@ -28,7 +28,7 @@ def build_model(args: argparse.Namespace, shape, coat, vocab_size: int) -> torch
     shape, coat: a `megatron_ext.model.ModelShape` and a `coat_ds.CoatConfig`.
     Raises LaunchError for a shape that cannot be built.
     """
-    from megatron_ext import layer_specs, mpu
+    from megatron_ext import layer_specs
     from megatron_ext.model import build_gpt
 
     fp8_layers = coat.enabled and coat.activations.enabled
@@ -37,14 +37,12 @@ def build_model(args: argparse.Namespace, shape, coat, vocab_size: int) -> torch
             shape,
             layer_specs.coat_layer_spec if fp8_layers else layer_specs.sdpa_layer_spec,
             seq_length=args.seq_length,
-            vocab_size=padded_vocab_size(vocab_size, 128 * args.tensor_model_parallel_size),
+            vocab_size=padded_vocab_size(vocab_size),
             seed=args.seed,
             activations=coat.activations,
-            sequence_parallel=args.sequence_parallel,
         )
     except ValueError as error:
         raise LaunchError(str(error)) from error
-    mpu.sum_shared_gradients(model)
     leave_out_empty_states(model)
     return model
 

@@ -13,16 +13,7 @@ LIMITS = {"node_rank": (0, 10**9), "max_restarts": (0, 10**9), "master_port": (1
 # Slurm's names
 OF_SLURM = {"NODES": "SLURM_NNODES", "NODE_RANK": "SLURM_NODEID"}
 # former variables, which are options of the training script
-MOVED = {
-    **{
-        name: f"--{name.lower().replace('_', '-')}"
-        for name in (
-            *("MODEL_CONFIG", "DEEPSPEED_CONFIG", "DATA", "TOKENIZER"),
-            *("SEQ_LENGTH", "STEPS", "SAVE_INTERVAL"),
-        )
-    },
-    "TENSOR_SIZE": "--tensor-model-parallel-size",
-}
+MOVED = "MODEL_CONFIG", "DEEPSPEED_CONFIG", "DATA", "TOKENIZER", "SEQ_LENGTH", "STEPS", "SAVE_INTERVAL"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,8 +33,9 @@ class Settings:
     @classmethod
     def from_environment(cls, env: dict[str, str]) -> "Settings":
         """Raises LaunchError, naming the variable, for invalid values and for variables that are options."""
-        for name, option in MOVED.items():
+        for name in MOVED:
             if env.get(name):
+                option = "--" + name.lower().replace("_", "-")
                 raise LaunchError(f"{name}: not a variable any more. Unset it, and give the option {option}")
         values: dict = {"gpus_per_node": _gpu_count()}
         for field in dataclasses.fields(cls):

@@ -50,10 +50,6 @@ class Trainer:
     def __init__(self, args: argparse.Namespace):
         self.args = args
         self.config = read_deepspeed_config(args)
-        if args.tensor_model_parallel_size > 1:
-            # kernels run in the order of their launch: communication starts before the GEMM that hides it
-            os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-
         from coat_ds import CoatConfig
 
         coat = CoatConfig.from_dict(self.config.get("coat"))
@@ -91,20 +87,12 @@ class Trainer:
         self.device = start_process_group(timeout)
         if (why := checkpoints.from_main(self._take_output)) is not None:
             raise LaunchError(why)
-        world, tp_size = torch.distributed.get_world_size(), args.tensor_model_parallel_size
-        if world % tp_size:
-            raise LaunchError(
-                f"--tensor-model-parallel-size: {tp_size} does not divide the {world} processes"
-            )
         from megatron_ext import mpu
         from megatron_ext.model import initialize_model_parallel
         from megatron_ext.options import VARIABLE
 
-        initialize_model_parallel(
-            tp_size,
-            seed=args.seed,
-            distributed_timeout_minutes=timeout / datetime.timedelta(minutes=1),
-        )
+        minutes = timeout / datetime.timedelta(minutes=1)
+        initialize_model_parallel(seed=args.seed, distributed_timeout_minutes=minutes)
         self.group, self.rank = mpu.get_data_parallel_group(), mpu.get_data_parallel_rank()
         self.ranks, self.is_main = mpu.get_data_parallel_world_size(), torch.distributed.get_rank() == 0
         # Megatron's layers would read this variable
@@ -206,7 +194,7 @@ class Trainer:
 
     def _record_step(self, loss: float, speed: float) -> None:
         """Raises LaunchError if training has diverged."""
-        # collective under tensor parallelism; None if DeepSpeed is configured not to compute it
+        # None if DeepSpeed is configured not to compute it
         norm = self.engine.get_global_grad_norm()
         if not math.isfinite(loss) or not math.isfinite(norm or 0.0):
             raise LaunchError(
@@ -292,8 +280,7 @@ class Trainer:
     @property
     def layout(self) -> checkpoints.Layout:
         stage = self.config.get("zero_optimization", {}).get("stage", 0)
-        tensor_ranks = torch.distributed.get_world_size() // self.ranks
-        return checkpoints.Layout(self.ranks, tensor_ranks, stage)
+        return checkpoints.Layout(self.ranks, stage)
 
     def _save(self) -> None:
         state = {"step": self.step, "val_loss_start": self.val_loss_start, "data": self._data_identity()}

@@ -35,7 +35,7 @@ def small_engine(**sections):
     return deepspeed.initialize(model=torch.nn.Linear(64, 64), config=config)[0]
 
 
-LAYOUT = checkpoints.Layout(1, 1, 1)
+LAYOUT = checkpoints.Layout(1, 1)
 
 
 @contextlib.contextmanager

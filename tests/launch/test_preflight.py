@@ -30,9 +30,8 @@ def settings(tmp_path, **variables) -> Settings:
         {"NODES": "two"},
         {"MASTER_ADDR": "", "NODES": "2"},
         {"NODE_RANK": "1"},
-        # options of the training script
-        {"STEPS": "9"},
-        {"TENSOR_SIZE": "2"},
+        # an option of the training script
+        {"SEQ_LENGTH": "9"},
         {"MAX_RESTARTS": "9" * 5000},
         {"MASTER_PORT": "99999999"},
         {"MASTER_ADDR": "a;id"},
