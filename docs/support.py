@@ -112,7 +112,8 @@ SECTIONS: dict[str, list[Row]] = {
         Row("1-bit and other optimizers", *STATES_REFUSED,
             deepspeed=({"optimizer": {"type": "OneBitAdam"}}, {"optimizer": {"type": "Lamb"}})),
         Row("Activation checkpointing, `fp8_activation_checkpointing`", cpu=2, h100=2,
-            condition="partitioned, offloaded or contiguous inputs and DeepCompile are refused", proof=(UNITS,),
+            condition="partitioned, offloaded or contiguous inputs and DeepCompile are refused",
+            proof=(UNITS,),
             deepspeed=({"coat": {"enabled": True, "fp8_activation_checkpointing": True}},)),
         Row("Universal checkpoints", cpu=4, condition="[between sizes](checkpoints.md)"),
         Row("`elastic_checkpoint`", *STATES_REFUSED, deepspeed=(zero(1, elastic_checkpoint=True),)),
@@ -137,7 +138,8 @@ SECTIONS: dict[str, list[Row]] = {
         Row("Expert parallelism of transformers (`ep_size`)", cpu=2,
             condition="from 5.23 on, `ep_implementation` `auto` and `all_to_all`, with `fsdp_size`; "
                       "rows are sent in BF16, no cached weights. Other versions and ways: experts in BF16"),
-        Row("AutoEP (`expert_parallel`), also with ZeRO-3", cpu=2, h200=2, proof=("tests/coat_ds/test_autoep.py",),
+        Row("AutoEP (`expert_parallel`), also with ZeRO-3", cpu=2, h200=2,
+            proof=("tests/coat_ds/test_autoep.py",),
             condition="rows are sent in BF16; with transformers before 5.23, or a repaired DeepSpeed "
                       "([why](known_bugs.md#deepspeed))"),
         Row("MoE of Megatron, sequential experts", cpu=2, h200=1,

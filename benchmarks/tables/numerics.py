@@ -60,7 +60,11 @@ def log_probabilities(results: Results) -> str:
     rows = {(row["system"], row["form"]): row for row in results.rows("drift.csv")}
     forms = ("one by one", "padded", "packed")
     return table(
-        ["layers", *(f"documents {form}: from FP32" for form in forms), "packed: from the same layers, one by one"],
+        [
+            "layers",
+            *(f"documents {form}: from FP32" for form in forms),
+            "packed: from the same layers, one by one",
+        ],
         *(
             [
                 data("drift.csv", system),
@@ -80,7 +84,9 @@ def other_runs(results: Results) -> str:
     switched = "125M, 150M tokens, switched half-way"
     lines = [
         _compared(results, "125M, 240M tokens", "converge_long.csv", ("BF16", "COAT"), ("bf16", "coat")),
-        _compared(results, "125M, 150M tokens", "converge.csv", ("COAT", "gradients in E4M3"), ("coat", "coat-e4m3")),
+        _compared(
+            results, "125M, 150M tokens", "converge.csv", ("COAT", "gradients in E4M3"), ("coat", "coat-e4m3")
+        ),
         _compared(results, switched, "converge.csv", ("BF16", "BF16, then COAT"), ("bf16", "bf16-to-coat")),
         _compared(results, switched, "converge.csv", ("BF16", "COAT, then BF16"), ("bf16", "coat-to-bf16")),
         _compared(results, states, "converge_beta2_150m.csv", ("FP32 moments", "8-bit moments"), moments[:2]),

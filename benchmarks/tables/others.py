@@ -81,7 +81,16 @@ def first_step(results: Results) -> str:
     )
     measured = f"{rows[0]['date']}, commit {rows[0]['commit']}, {versions}"
     return (
-        table(["way; seconds to install and run (CPU seconds in parentheses)", "installed", "torch", "COAT", "first step"], *lines)
+        table(
+            [
+                "way; seconds to install and run (CPU seconds in parentheses)",
+                "installed",
+                "torch",
+                "COAT",
+                "first step",
+            ],
+            *lines,
+        )
         + f"\nTwo CPU cores, {measured}: `python -m benchmarks first_step`.\n"
     )
 

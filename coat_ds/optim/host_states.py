@@ -32,8 +32,8 @@ from coat_kernels.codecs import GROUP_SIZE, Storage
 CHUNK = 2**25
 SLOTS = 3
 ONE_QUEUE = (
-    "CoatAdamW: offload: found CUDA_DEVICE_MAX_CONNECTIONS=1: copies of states hold up the kernels of backward. "
-    "Unset the variable, unless tensor parallelism needs it."
+    "CoatAdamW: offload: found CUDA_DEVICE_MAX_CONNECTIONS=1: copies of states hold up the kernels of "
+    "backward. Unset the variable, unless tensor parallelism needs it."
 )
 # bytes; the kernel loads 16 bytes at once, and the copy engines are slower from other addresses
 ALIGNMENT = 256

@@ -141,6 +141,11 @@ def _recommendation(best: Choice, plan: Plan) -> str:
         f"{layout.micro_batch}, {best.bytes / 1e9:.1f} GB, at best {best.tokens_per_second:,.0f} tokens/s "
         "and GPU"
     )
+    if on_host := best.prediction.on_host:
+        line += (
+            f"\nhost memory: {on_host / 1e9:.1f} GB. Of a step, {best.time.optimizer / 1e3:.2f} s are the "
+            "optimizer's, copies included, which backward does not hide"
+        )
     if in_deepspeed and is_trainers(plan.base) and plan.base.get(MICRO_BATCH, "auto") == "auto":
         arguments = f"per_device_train_batch_size={layout.micro_batch}"
         arguments += f", gradient_accumulation_steps={layout.accumulation}"

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import coat_ds
 from coat_ds import CoatConfig, cli
 from coat_ds.doctor import PROBLEM, packages
 from coat_ds.plan import advice, gpu_called
@@ -17,6 +18,7 @@ from coat_ds.plan.layout import Layout
 from coat_ds.plan.read import from_values
 from coat_ds.plan.systems import rungs
 from coat_ds.watch.readings import FILE, Reading
+from tests.families import FAMILIES
 
 ROOT = Path(__file__).parents[2]
 SHAPE = ["configs/model_llama2_7b.json", "--vocabulary", "32000"]
@@ -196,6 +198,17 @@ def test_a_block_is_found_as_the_engine_finds_it(capsys, tmp_path):
 def test_sizes_of_memory_have_their_units():
     for text, size in (("2GiB", 2**31), ("2gb", 2e9), ("2", 2e9), ("79.5 GB", 79.5e9)):
         assert _bytes(text) == size
+
+
+def test_states_in_host_memory_are_proposed_with_their_bytes_and_seconds(capsys):
+    words = ["plan", *SHAPE, "--gpus", "1", "--fit", "40GB"]
+    text, best = said(capsys, *words), plain(capsys, *words)["recommended"]
+    seconds = best["milliseconds"]["optimizer"] / 1e3
+    assert f"host memory: {best['host_bytes'] / 1e9:.1f} GB. Of a step, {seconds:.2f} s" in text
+    pasted = [line for line in text.splitlines() if "coat_ds." in line]
+    scope = {"coat_ds": coat_ds, "model": FAMILIES["llama"].build()}
+    exec("\n".join(pasted), scope)
+    assert scope["optimizer"].defaults["lr"] == 2e-5 and coat_ds.conversion_of(scope["model"])
 
 
 def test_megatrons_arguments_and_block_can_be_pasted(capsys):

@@ -89,7 +89,8 @@ def test_sinks_are_megatrons(kind, window, device, monkeypatch):
         dtype = OURS if cls is SDPACoreAttention else torch.float32
         fused, q, k, v = qkv(device, 2, dtype)
         with cpu.no_cuda():
-            module = attention(cls, num_query_groups=2, use_cpu_initialization=True, **config).to(device, dtype)
+            module = attention(cls, num_query_groups=2, use_cpu_initialization=True, **config)
+            module.to(device, dtype)
             sinks = [p.data.copy_(torch.tensor([-2.0, 0.0, 1.0, 3.0])) for p in module.parameters()]
             y = module(q, k, v, mask)
         y.backward(output_grad(y))

@@ -98,7 +98,7 @@ def _heads(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
 
 
 def _sized_like_embeddings(model: nn.Module) -> Iterator[nn.Linear]:
-    """Output heads by their sizes. Layers inside a model repeat; several of one size are none of them a head."""
+    """Output heads by their sizes. Layers inside a model repeat, so several of one size are no heads."""
     sizes = {(m.num_embeddings, m.embedding_dim) for m in model.modules() if isinstance(m, nn.Embedding)}
     found: dict[tuple[int, int], list[nn.Linear]] = {}
     for module in model.modules():
