@@ -197,11 +197,10 @@ class Patch:
             found = getattr(found, "__wrapped__", _ABSENT)
         return None if found is _ABSENT else record
 
-    def original(self, on: Any = None) -> Any:
-        """The framework's own attribute, whether the patch is applied or not."""
-        if (record := self._find(on)) is not None:
-            return record.original
-        return getattr(self.owner() if on is None else on, self.attribute)
+    def original(self) -> Any:
+        """The framework's own attribute, whether the patch is applied to the process or not."""
+        record = self._find()
+        return getattr(self.owner(), self.attribute) if record is None else record.original
 
     def apply(self, make: Callable[[Any], Any], on: Any = None, checked: bool = True) -> bool:
         """Replaces the original by `make(original)`; returns False if the patch is already applied.
@@ -291,12 +290,6 @@ class _Requirement(Patch):
 def require(framework: str, target: str, parameters: tuple[str, ...], way_out: str = "") -> None:
     """Raises PatchError unless the framework has a function with these parameters. It is not replaced."""
     _Requirement("", framework, target, "", parameters=parameters, way_out=way_out).check()
-
-
-def remove(on: Any) -> None:
-    """Removes all patches of one object, the last one first."""
-    for patch in reversed(list(vars(on).get(RECORDS, {}))):
-        patch.remove(on)
 
 
 class Row(NamedTuple):

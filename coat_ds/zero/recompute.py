@@ -157,7 +157,7 @@ def _packing_function(deepspeed: ModuleType, base: type) -> type:
 
 
 def _is_kept(x: Any) -> bool:
-    """Whether `x` is kept in FP8; not if DeepSpeed is told to leave it alone."""
+    """Whether `x` is kept in FP8; not if its attribute `no_checkpointing` is set."""
     return is_activation(x) and not hasattr(x, "no_checkpointing")
 
 
