@@ -20,10 +20,8 @@ A graph may contain collectives. It must end before their process group ends; ca
 
 import torch
 
-from coat_kernels.graphs.calls import MOST_MOVES, MOST_SHAPES, Graphs, Place
-from coat_kernels.graphs.memory import Constant, end_graphs
-from coat_kernels.graphs.patience import PAID_OFF, WARM_UP
-from coat_kernels.graphs.recording import Recording
+from coat_kernels.graphs.calls import Graphs
+from coat_kernels.graphs.memory import end_graphs
 
 # a parameter's attribute with the value of `gradient_leaves`, set by the adapter of a framework
 LEAVES = "coat_gradient_leaves"
@@ -50,17 +48,4 @@ def graphed_work(tensor_parallel: int = 1, gradients_leave: bool = False) -> flo
     return 8e11 if tensor_parallel > 1 or gradients_leave else 4e11
 
 
-__all__ = [
-    "LEAVES",
-    "MOST_MOVES",
-    "MOST_SHAPES",
-    "PAID_OFF",
-    "WARM_UP",
-    "Constant",
-    "Graphs",
-    "Place",
-    "Recording",
-    "end_graphs",
-    "gradient_leaves",
-    "graphed_work",
-]
+__all__ = ["LEAVES", "Graphs", "end_graphs", "gradient_leaves", "graphed_work"]

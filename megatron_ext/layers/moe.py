@@ -62,7 +62,7 @@ class CoatMoELayer(MoELayer):
     """Megatron's MoELayer with experts in FP8, by `--moe-grouped-gemm` in grouped GEMMs.
 
     Fits a layer's `mlp` slot. Raises ValueError at construction for shared experts that overlap with the
-    dispatcher, and for a dispatcher whose package is missing.
+    dispatcher, and Megatron's ImportError for a dispatcher whose package is missing.
     """
 
     def __init__(self, config, submodules=None, *args, **kwargs):
@@ -71,13 +71,4 @@ class CoatMoELayer(MoELayer):
         repair_router()
         experts = CoatGroupedMLP if config.moe_grouped_gemm else CoatSequentialMLP
         submodules = submodules or MoESubmodules(experts=experts, shared_experts=CoatSharedExpertMLP)
-        try:
-            super().__init__(config, submodules, *args, **kwargs)
-        except ImportError as error:
-            if config.moe_token_dispatcher_type != "flex":
-                raise
-            # Megatron's message names a package, and not the argument
-            raise ValueError(
-                "coat_layer_spec: --moe-token-dispatcher-type: found 'flex', --moe-flex-dispatcher-backend "
-                f"{config.moe_flex_dispatcher_backend}, but {error} Or set it to 'alltoall'."
-            ) from error
+        super().__init__(config, submodules, *args, **kwargs)

@@ -8,8 +8,9 @@ import weakref
 import pytest
 import torch
 
-from coat_kernels.graphs import WARM_UP, Graphs, memory
+from coat_kernels.graphs import Graphs, memory
 from coat_kernels.graphs.memory import Memory, uncollected
+from coat_kernels.graphs.patience import WARM_UP
 from coat_kernels.graphs.proof import compare, saved_for_backward
 
 

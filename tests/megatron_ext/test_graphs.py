@@ -7,7 +7,9 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
 from coat_ds.config import ActivationsConfig
-from coat_kernels.graphs import MOST_MOVES, WARM_UP, end_graphs, graphed_work
+from coat_kernels.graphs import end_graphs, graphed_work
+from coat_kernels.graphs.calls import MOST_MOVES
+from coat_kernels.graphs.patience import WARM_UP
 from coat_kernels.weights import invalidate_weight_caches
 from megatron_ext.layer_specs import coat_layer_spec
 from megatron_ext.layers.decoder_layer import dense_parts, uses_graphs

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from coat_ds.layers.modules.replaced import replaced
-from coat_kernels.graphs import WARM_UP, Graphs
+from coat_kernels.graphs import Graphs
+from coat_kernels.graphs.patience import WARM_UP
 from tests.coat_ds.layers.graphed import (
     STEPS,
     VARIANTS,

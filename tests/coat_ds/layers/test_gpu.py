@@ -5,7 +5,7 @@ import torch
 
 import coat_ds
 from coat_ds.layers.modules import decoder_layer
-from coat_kernels.graphs import WARM_UP
+from coat_kernels.graphs.patience import WARM_UP
 from tests.coat_ds.layers.graphed import converted, trained_alike
 from tests.coat_ds.layers.measures import blocks_taken, fp8_bound, placed, relative, run, saved_bytes
 from tests.families import FAMILIES, LAYERS

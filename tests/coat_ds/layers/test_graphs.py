@@ -11,7 +11,10 @@ import coat_ds
 from coat_ds.layers.modules.replaced import replaced
 from coat_ds.watch import codes
 from coat_ds.watch.watch import Watch
-from coat_kernels.graphs import LEAVES, PAID_OFF, WARM_UP, Constant, Recording, graphed_work
+from coat_kernels.graphs import LEAVES, graphed_work
+from coat_kernels.graphs.memory import Constant
+from coat_kernels.graphs.patience import PAID_OFF, WARM_UP
+from coat_kernels.graphs.recording import Recording
 from tests.coat_ds.layers.graphed import (
     ROWS,
     STEPS,

@@ -20,7 +20,8 @@ from coat_ds.layers.modules.decoder_layer import Fp8DecoderLayer
 from coat_ds.layers.modules.packed import SLOTS, PackedMask, Slots, coat_mask
 from coat_ds.layers.modules.replaced import replaced
 from coat_kernels.attention import Packed
-from coat_kernels.graphs import WARM_UP, Graphs
+from coat_kernels.graphs import Graphs
+from coat_kernels.graphs.patience import WARM_UP
 from tests.coat_ds.layers.measures import (
     blocks_taken,
     fp8_bound,

@@ -3,7 +3,8 @@
 import torch
 
 import coat_ds
-from coat_kernels.graphs import Graphs, Place
+from coat_kernels.graphs import Graphs
+from coat_kernels.graphs.calls import Place
 
 VOCABULARY = 64
 
