@@ -57,18 +57,8 @@ def from_codes_tile(b_codes, b_scale, b_exponent, E5M2: tl.constexpr, SIGNED: tl
     return from_fp8(b_codes, E5M2) * b_scale
 
 
-def _codec(name: str, fmt: Fp8Format) -> Codec:
-    return Codec(
-        name,
-        torch.uint8,
-        True,
-        False,
-        fmt.is_e5m2,
-        *_reference(fmt),
-        statistics_tile,
-        to_codes_tile,
-        from_codes_tile,
-    )
-
-
-CODECS = (_codec("fp8", E4M3), _codec("fp8_e5m2", E5M2))
+TILES = statistics_tile, to_codes_tile, from_codes_tile
+CODECS = tuple(
+    Codec(name, torch.uint8, True, False, fmt.is_e5m2, *_reference(fmt), *TILES)
+    for name, fmt in (("fp8", E4M3), ("fp8_e5m2", E5M2))
+)

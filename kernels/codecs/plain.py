@@ -1,5 +1,7 @@
 """Moments in ordinary floating point: BF16, or FP32 for tensors too small to gain from 8 bits."""
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
@@ -10,6 +12,10 @@ from coat_kernels.fp8 import widen
 
 def _no_statistics(x):
     return x.new_zeros(len(x), 1), x.new_zeros(len(x), 1, dtype=torch.uint8)
+
+
+def _to_codes(dtype, x, scale, exponent, dither):
+    return x.to(dtype)
 
 
 def _from_codes(codes, scale, exponent):
@@ -33,20 +39,8 @@ def from_codes_tile(b_codes, b_scale, b_exponent, E5M2: tl.constexpr, SIGNED: tl
     return widen(b_codes)
 
 
-def _codec(name: str, dtype: torch.dtype) -> Codec:
-    return Codec(
-        name,
-        dtype,
-        False,
-        False,
-        False,
-        _no_statistics,
-        lambda x, scale, exponent, dither: x.to(dtype),
-        _from_codes,
-        statistics_tile,
-        to_codes_tile,
-        from_codes_tile,
-    )
-
-
-CODECS = (_codec("bf16", torch.bfloat16), _codec("fp32", torch.float32))
+TILES = statistics_tile, to_codes_tile, from_codes_tile
+CODECS = tuple(
+    Codec(name, dtype, False, False, False, _no_statistics, partial(_to_codes, dtype), _from_codes, *TILES)
+    for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32))
+)

@@ -6,13 +6,5 @@ the GEMMs, gates.py computes the activation and its gradient, and op.py is what 
 
 from coat_kernels.experts.gates import KernelGate, OwnGate
 from coat_kernels.experts.op import ExpertsState, grouped_experts, permuted_experts
-from coat_kernels.experts.reference import experts_reference
 
-__all__ = [
-    "ExpertsState",
-    "KernelGate",
-    "OwnGate",
-    "experts_reference",
-    "grouped_experts",
-    "permuted_experts",
-]
+__all__ = ["ExpertsState", "KernelGate", "OwnGate", "grouped_experts", "permuted_experts"]

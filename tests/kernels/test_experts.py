@@ -6,14 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from coat_kernels.experts import (
-    ExpertsState,
-    KernelGate,
-    OwnGate,
-    experts_reference,
-    grouped_experts,
-    permuted_experts,
-)
+from coat_kernels.experts import ExpertsState, KernelGate, OwnGate, grouped_experts, permuted_experts
+from coat_kernels.experts.reference import experts_reference
 from coat_kernels.weights import WeightCache
 from tests.kernels.agreement import BF16_RMS, EXPERTS_BACKWARD, EXPERTS_FORWARD, ROUNDING
 from tests.util import rel_rms
