@@ -1,5 +1,9 @@
 """What the scripts refuse to start, and the commands that they print before a start."""
 
+import contextlib
+import dataclasses
+import io
+import json
 import os
 import shlex
 import subprocess
@@ -15,7 +19,7 @@ from coat_launch.args import parse_args
 from coat_launch.commands import command, environment, script_words
 from coat_launch.errors import LaunchError
 from coat_launch.settings import Settings
-from tests.util import free_port
+from tests.util import free_port, run_distributed
 
 ROOT = Path(preflight.__file__).parents[1]
 
@@ -143,10 +147,27 @@ def test_what_was_set_reaches_the_training_script(tmp_path):
     assert os.path.isabs(settings(tmp_path, OUTPUT="runs/mine").output)
 
 
-@pytest.mark.parametrize(
-    "same",
-    [False, pytest.param(True, marks=pytest.mark.long("four more processes that import the frameworks"))],
-)
+def _compared(path):
+    """What one process of two prints, each on a node of its own."""
+    os.environ["NCCL_ALGO"] = "Tree" if os.environ["RANK"] == "1" else "Ring"
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        preflight.main(path)
+    return out.getvalue().splitlines()
+
+
+def test_every_node_prints_the_problems_of_all(tmp_path):
+    path = tmp_path / "settings.json"
+    given = {"fp8": True, "settings": dataclasses.asdict(settings(tmp_path))}
+    path.write_text(json.dumps(given))
+    for lines in run_distributed(_compared, 2, str(path)):
+        (line,) = lines
+        assert line.startswith(preflight.MARK) and "NCCL_ALGO is Tree" in line and "it is Ring" in line
+    for (line,) in run_distributed(_compared, 2, str(tmp_path / "nowhere.json")):
+        assert "no node sees" in line
+
+
+@pytest.mark.long("six processes that import the frameworks for each case")
+@pytest.mark.parametrize("same", [False, True])
 def test_two_nodes_compare_themselves(tmp_path, same):
     """Real processes of torchrun, on two nodes that are both this machine."""
     code = (

@@ -1,4 +1,5 @@
-"""Experts of transformers train as in BF16 under ZeRO 1 to 3, FSDP2, Trainer and LoRA."""
+"""Experts of transformers train as in BF16 under ZeRO 1 and 3, FSDP2, Trainer and LoRA. ZeRO 2 takes
+layers as ZeRO 1 does: tests/coat_ds/test_ways.py."""
 
 import warnings
 
@@ -93,7 +94,7 @@ def ranks() -> dict:
     import deepspeed
 
     deepspeed.init_distributed("gloo")
-    ways = {f"ZeRO-{stage}": lambda block, stage=stage: zero(stage, block) for stage in (1, 2, 3)}
+    ways = {f"ZeRO-{stage}": lambda block, stage=stage: zero(stage, block) for stage in (1, 3)}
     ways["FSDP2"] = fsdp2
     return {way: {name: train(block) for name, block in BLOCKS.items()} for way, train in ways.items()}
 
@@ -103,7 +104,7 @@ def two():
     return run_distributed(ranks, 2)
 
 
-@pytest.mark.parametrize("way", ["ZeRO-1", "ZeRO-2", "ZeRO-3", "FSDP2"])
+@pytest.mark.parametrize("way", ["ZeRO-1", "ZeRO-3", "FSDP2"])
 def test_trains_as_bf16_with_and_without_cached_weights(two, way):
     for rank in two:
         stock, *ours = rank[way].values()
