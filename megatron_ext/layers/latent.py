@@ -27,7 +27,7 @@ def check_latent_attention(config) -> None:
     """Raises ValueError, naming the argument, for options of Megatron's latent attention that COAT's layers
     and `sdpa_layer_spec` lack."""
     found = {
-        # each rank has gradients of its own heads, of which Megatron's local layer sums a part
+        # each rank has the gradients of its own heads, and Megatron's local layer sums only a part of them
         "--tensor-model-parallel-size above 1 with --multi-latent-attention": (
             config.tensor_model_parallel_size > 1
         ),
