@@ -27,7 +27,7 @@ def parser() -> argparse.ArgumentParser:
     commands = made.add_subparsers(dest="command", metavar="COMMAND")
     plan = commands.add_parser("plan", help="memory, time and what fits, before anything is allocated")
     doctor = commands.add_parser("doctor", help="whether this machine and these packages are fit for it")
-    watch = commands.add_parser("watch", help="what a run's readings say, as a table and pictures")
+    watch = commands.add_parser("watch", help="readings of a run, as a table and pictures")
     commands.add_parser("schema", help="print the JSON schema of the coat block")
     commands.add_parser("patches", help="what is patched of the installed frameworks, and why")
     # the training script parses its own options, --help included

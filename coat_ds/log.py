@@ -36,10 +36,10 @@ def is_first_rank() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def say(line: str, level: int = logging.INFO) -> None:
+def log_rank_0(line: str, level: int = logging.INFO) -> None:
     """Logs `line` on rank 0."""
     if is_first_rank():
-        say_here(line, level)
+        log_here(line, level)
 
 
 def listed(title: str, lines: Iterable[str]) -> str:
@@ -47,21 +47,21 @@ def listed(title: str, lines: Iterable[str]) -> str:
     return "\n    ".join([title, *lines])
 
 
-def say_here(line: str, level: int = logging.WARNING, error: BaseException | None = None) -> None:
+def log_here(line: str, level: int = logging.WARNING, error: BaseException | None = None) -> None:
     """Logs `line` on this rank, for what concerns one rank; with the traceback of `error`."""
     logger.log(level, "COAT: %s", line, exc_info=error)
 
 
 # under torch.compile the line is logged when the code is compiled, without a graph break
 @torch.compiler.assume_constant_result
-def say_once(line: str, level: int = logging.WARNING) -> None:
-    """Logs `line` on rank 0, unless it was logged since the last `say_anew`."""
-    _say_once(line, level)
+def log_once(line: str, level: int = logging.WARNING) -> None:
+    """Logs `line` on rank 0, unless it was logged since the last `forget_logged`."""
+    _log_once(line, level)
 
 
-def say_anew() -> None:
-    """Lets `say_once` log every line again, for a model that is converted now."""
-    _say_once.cache_clear()
+def forget_logged() -> None:
+    """Lets `log_once` log every line again, for a model that is converted now."""
+    _log_once.cache_clear()
 
 
-_say_once = functools.cache(say)
+_log_once = functools.cache(log_rank_0)

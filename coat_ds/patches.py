@@ -227,10 +227,10 @@ class Patch:
                 self._objects.add(on)
         if not self._said:
             # imported here: this file is imported along with torch, which that one needs
-            from coat_ds.log import say
+            from coat_ds.log import log_rank_0
 
             version = _version(self.framework)
-            say(f"patched {self.symbol} of {self.framework} {version}: {self.why}", logging.DEBUG)
+            log_rank_0(f"patched {self.symbol} of {self.framework} {version}: {self.why}", logging.DEBUG)
         self._said = True
         return True
 

@@ -52,10 +52,10 @@ def largest_of_all(largest: torch.Tensor, group: dist.ProcessGroup) -> torch.Ten
     return largest
 
 
-def agreed(say: bool, group: dist.ProcessGroup) -> bool:
+def agreed(vote: bool, group: dist.ProcessGroup) -> bool:
     """Whether all ranks of `group` call this with True. Synchronizes the CPU with the GPU."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    votes = torch.tensor([int(say)], dtype=torch.int32, device=device)
+    votes = torch.tensor([int(vote)], dtype=torch.int32, device=device)
     dist.all_reduce(votes, op=dist.ReduceOp.MIN, group=group)
     return bool(votes.item())
 

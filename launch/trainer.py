@@ -162,7 +162,7 @@ class Trainer:
             self._metrics = report.MetricsWriter(
                 Path(args.output) / "metrics.jsonl", self.run, self.step if self.resumed else None
             )
-            self._say(self._describe())
+            self._log(self._describe())
         try:
             val_loss, speeds = self._train_to_the_end(signals)
         finally:
@@ -211,9 +211,9 @@ class Trainer:
                 shown = f"step {self.step}/{self.args.steps}: loss {loss:.4f}"
                 if self.device.type == "cuda":
                     shown += f", {speed:,.0f} tokens/s, {torch.cuda.memory_allocated() / 2**30:.2f} GiB"
-                self._say(shown)
+                self._log(shown)
 
-    def _say(self, text: str) -> None:
+    def _log(self, text: str) -> None:
         print(f"{self.run}: {text}", flush=True)
 
     def _batches(self, split: Split, consumed: int):
@@ -265,7 +265,7 @@ class Trainer:
         val_loss = self._mean(losses)
         if self.is_main:
             self._metrics.write(self.step, val_loss=val_loss)
-            self._say(f"validation loss {val_loss:.4f} after {self.step} steps")
+            self._log(f"validation loss {val_loss:.4f} after {self.step} steps")
         return val_loss
 
     def _data_identity(self) -> dict:
@@ -322,7 +322,7 @@ class Trainer:
                     f"{value}: the data would not go on where they stopped. Give {given}"
                 )
         if self.is_main:
-            self._say(f"going on from {checkpoint.path}")
+            self._log(f"going on from {checkpoint.path}")
 
     def _describe(self) -> str:
         kind = torch.cuda.get_device_name() if self.device.type == "cuda" else "CPU"

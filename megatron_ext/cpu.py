@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from coat_ds.log import say
+from coat_ds.log import log_rank_0
 from coat_ds.patches import Patch
 
 _RANDOM = "megatron.core.tensor_parallel.random"
@@ -117,7 +117,7 @@ def enable() -> bool:
     if not _announced:
         _announced = True
         names = ", ".join(patch.symbol for patch in ON_CPU)
-        say(f"no GPU found: Megatron runs on the CPU. Replaced: {names}", logging.WARNING)
+        log_rank_0(f"no GPU found: Megatron runs on the CPU. Replaced: {names}", logging.WARNING)
     return True
 
 

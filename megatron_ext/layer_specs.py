@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import torch
 
-from coat_ds.log import say_once
+from coat_ds.log import log_once
 from coat_ds.versions import MEGATRON_CORE
 from coat_kernels import libraries
 from coat_kernels.graphs import Graphs
@@ -187,7 +187,7 @@ class CoatTransformerLayer(TransformerLayer):
         super().__init__(config, coat_parts(config, _has_experts(config, *args, **kwargs)), *args, **kwargs)
         self.graphs = Graphs()
         for line in libraries.conflicts():
-            say_once(line)
+            log_once(line)
         if config.tensor_model_parallel_size > 1:
             end_graphs_first()
 

@@ -10,7 +10,7 @@ block has its defaults.
 Importing this module installs the optimizer and the recompute: a pipeline stage may have no layer.
 """
 
-from coat_ds.log import say_once
+from coat_ds.log import log_once
 
 # first: they raise RuntimeError where megatron-core is missing or has another version
 from megatron_ext import hybrid_specs, layer_specs, options
@@ -28,4 +28,4 @@ if _config.optimizer.enabled:
     seam.install(_config)
 if _config.fp8_activation_checkpointing:
     recompute.install()
-say_once(options.what_is_on(_config))
+log_once(options.what_is_on(_config))

@@ -21,7 +21,7 @@ from coat_ds.layers.modules.linear import Fp8Linear
 from coat_ds.layers.modules.norm import Fp8Norm
 from coat_ds.layers.modules.replaced import DTYPES, Replaced, replaced, wraps_compiled
 from coat_ds.layers.parallel import autoep, autotp, transformers_ep, transformers_tp
-from coat_ds.log import listed, say_anew, say_once
+from coat_ds.log import forget_logged, listed, log_once
 from coat_kernels import libraries
 from coat_kernels.fp8 import ALIGNMENT
 
@@ -61,11 +61,11 @@ def convert(
     if done is not None:
         layers = layers_of(model, "")
         if any(done.converted.values()):
-            say_once(
+            log_once(
                 listed("layers converted; coat_ds.unconvert restores them", layers.lines()), logging.INFO
             )
         else:
-            say_once(f"nothing was converted: {layers.summary()}")
+            log_once(f"nothing was converted: {layers.summary()}")
     return model
 
 
@@ -99,14 +99,14 @@ def convert_silently(
                 conversion.take("layer", name)
     _add_hooks(model)
     model.__dict__[ATTRIBUTE] = conversion
-    say_anew()
+    forget_logged()
     if dispatched := sum(why == DISPATCHED for why in conversion.left.values()):
-        say_once(
+        log_once(
             f"{dispatched} modules are not converted, since accelerate has spread the model over devices, as "
             "device_map does. Load it without, convert it, and call accelerate.dispatch_model then."
         )
     for line in (*conversion.idle_keys(), *libraries.conflicts()):
-        say_once(line)
+        log_once(line)
     return model
 
 

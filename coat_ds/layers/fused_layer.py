@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from coat_ds.log import say_once
+from coat_ds.log import log_once
 from coat_kernels.attention import origin_in_groups
 from coat_kernels.autograd.origin import origin_of
 from coat_kernels.blocks import ActivationOptions, NormOptions, attention_block, mlp_block, qkv_block
@@ -165,10 +165,10 @@ def _normed(norm: NormOptions, x, weight, cos, sin) -> torch.Tensor:
     return head_norm(x, weight, cos, sin, norm.eps, zero_centered=norm.zero_centered, **how)
 
 
-def say_why_not_fused(why: str) -> None:
+def log_why_not_fused(why: str) -> None:
     """Logs the reason once. A reason with a second sentence names a fix for the user."""
     level = logging.WARNING if ". " in why else logging.INFO
-    say_once(f"decoder layers run unfused, module by module: {why}.", level)
+    log_once(f"decoder layers run unfused, module by module: {why}.", level)
 
 
 def uses_graphs(
@@ -189,7 +189,7 @@ def uses_graphs(
     if why_not is None:
         return wanted is True or (wanted is None and is_small(x, weights, ranks, shares))
     if wanted is True:
-        say_once(f"coat.activations.cuda_graphs: found True, of no effect {why_not}. Drop the key.")
+        log_once(f"coat.activations.cuda_graphs: found True, of no effect {why_not}. Drop the key.")
     return False
 
 

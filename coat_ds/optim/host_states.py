@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from coat_ds.log import say_once
+from coat_ds.log import log_once
 from coat_ds.optim.host_memory import Pages, allocate
 from coat_ds.optim.layouts import Layouts
 from coat_ds.optim.moment import Moment
@@ -66,7 +66,7 @@ class HostStates:
         step would meet the streams of FSDP2 and of NCCL."""
         if device not in self._streams:
             if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
-                say_once(ONE_QUEUE)
+                log_once(ONE_QUEUE)
             self._streams[device] = [torch.cuda.Stream(device) for _ in range(2)]
         return self._streams[device]
 

@@ -17,7 +17,7 @@ from coat_ds.config import (
     check_type,
     name_patterns,
 )
-from coat_ds.log import say
+from coat_ds.log import log_rank_0
 from coat_ds.optim.accounting import layout_table, planned_bytes
 from coat_ds.optim.changes import check_changes
 from coat_ds.optim.checks import (
@@ -176,9 +176,9 @@ class CoatAdamW(torch.optim.Optimizer):
         if not callable(keep_fp32):
             check_patterns(keep_fp32, self.param_groups)
         if line := stalling(self, "coat.optimizer." if in_framework else "CoatAdamW: "):
-            say(line, logging.WARNING)
+            log_rank_0(line, logging.WARNING)
         if not in_framework:
-            say(f"CoatAdamW: {states_line(self, planned_bytes(self))}")
+            log_rank_0(f"CoatAdamW: {states_line(self, planned_bytes(self))}")
 
     def __getstate__(self) -> dict[str, Any]:
         own = ("_seed", "_checkpoint_layout", "_offload", "_arrived", "layouts", "_in_framework")
@@ -239,7 +239,7 @@ class CoatAdamW(torch.optim.Optimizer):
             grad_scale = inverse if grad_scale is None else grad_scale * inverse
         work = [(group, [p for p in group["params"] if p.grad is not None]) for group in self.param_groups]
         if not (self._said_frozen or any(params for _, params in work)):
-            self._say_if_frozen()
+            self._log_if_frozen()
         passages = self._passages()
         self._update(work, Scaling(grad_scale, found_inf), passages)
         if passages is not None:
@@ -409,12 +409,12 @@ class CoatAdamW(torch.optim.Optimizer):
     # loads the state of one parameter; Megatron's optimizer overrides it
     _load_state = load_state
 
-    def _say_if_frozen(self) -> None:
+    def _log_if_frozen(self) -> None:
         """Logs a warning, once, that steps do nothing, if all parameters are frozen."""
         held = [p for group in self.param_groups for p in group["params"]]
         if held and not any(p.requires_grad for p in held):
             self._said_frozen = True
-            say(frozen_line(len(held)), logging.WARNING)
+            log_rank_0(frozen_line(len(held)), logging.WARNING)
 
     def take_arrivals(self) -> str:
         """How many moments were loaded or put into the state since the last call, by outcome."""

@@ -20,7 +20,7 @@ from coat_ds.config import (
     check_type,
     did_you_mean,
 )
-from coat_ds.log import say
+from coat_ds.log import log_rank_0
 from coat_kernels.codecs import GROUP_SIZE, Codec, first_codec, get_codec
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -98,14 +98,14 @@ def check_patterns(patterns: Sequence[str], groups: Iterable[dict[str, Any]]) ->
                 f"CoatAdamW: keep_fp32={own!r} is about names, and the parameters have none. {way_out}"
             )
         if patterns:
-            say(
+            log_rank_0(
                 f"CoatAdamW: keep_fp32={tuple(patterns)!r} is of no effect: the parameters have no names. "
                 f"{way_out}"
             )
         return
     names = [name for group in groups for name in group["param_names"]]
     for line in idle_patterns(own, names, "CoatAdamW: "):
-        say(line, logging.WARNING)
+        log_rank_0(line, logging.WARNING)
 
 
 def _nearest_name(pattern: str, names: Iterable[str]) -> str:

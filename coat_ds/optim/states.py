@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from coat_ds.log import say
+from coat_ds.log import log_rank_0
 from coat_ds.optim.host_states import host_bytes
 from coat_ds.optim.moment import Moment
 from coat_ds.optim.options import SECOND_FIRST, has_remainder
@@ -36,7 +36,7 @@ def is_streamed(optimizer, p: torch.Tensor, group: dict[str, Any]) -> bool:
     host.decide({x: host_bytes(x, held[x], layouts) for x in trained})
     if optimizer._offload != "cpu":
         stay, streamed = host.decided
-        say(
+        log_rank_0(
             f"CoatAdamW: offload: {stay:,} bytes of states stay on the GPU, {streamed:,} bytes stream from "
             "host memory",
             logging.INFO,

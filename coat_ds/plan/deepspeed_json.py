@@ -63,7 +63,7 @@ def deepspeed_json(system: System, layout: Layout, base: Mapping[str, Any]) -> d
         given = config.get("zero_optimization")
         config["zero_optimization"] = ({"stage": 1} if given is True else given or {}) | changed
     for name, value in ((MICRO_BATCH, layout.micro_batch), (ACCUMULATION, layout.accumulation)):
-        # Trainer's own arguments say it where the JSON does not
+        # from Trainer's own arguments where the JSON has no number
         if config.get(name) != "auto" and not (trainer and name not in config):
             config[name] = value
     total = layout.micro_batch * layout.accumulation * layout.data

@@ -6,7 +6,7 @@ from typing import Any
 from transformers import Trainer, TrainerCallback
 
 from coat_ds.config import WatchConfig
-from coat_ds.log import say_once
+from coat_ds.log import log_once
 from coat_ds.optim.optimizer import CoatAdamW
 from coat_ds.watch.readings import Reading
 from coat_ds.watch.watch import Watch
@@ -45,7 +45,7 @@ class Callback(TrainerCallback):
                 "config to true, or remove the callback."
             )
         if self.config is not None:
-            say_once(
+            log_once(
                 f"coat_ds.watch.Callback: config: found {self.config!r}, of no effect under DeepSpeed, where "
                 "coat.watch of the JSON is the config. Drop it."
             )

@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         written = draw(readings, Path(arguments.pictures or (path if path.is_dir() else path.parent)))
     except OSError as error:
-        # of another user's run, say
+        # for example of another user's run
         raise CoatConfigError(
             f"cannot write {error.filename} ({error.strerror}). Name another folder with --pictures."
         ) from error

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from coat_ds.log import say
+from coat_ds.log import log_rank_0
 
 FILE = "watch.jsonl"
 
@@ -63,7 +63,7 @@ def read(folder: str | Path) -> list[Reading]:
             # earlier versions wrote more fields
             reading = Reading(*(values[field] for field in Reading._fields))
         except json.JSONDecodeError:
-            say(f"{path}: line {number} was cut off: left out")
+            log_rank_0(f"{path}: line {number} was cut off: left out")
             continue
         except (KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"{path}: line {number} is no reading: {error!r}") from error

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from coat_ds.config import CoatConfigError, WatchConfig
-from coat_ds.log import is_first_rank, say_here
+from coat_ds.log import is_first_rank, log_here
 from coat_ds.optim.optimizer import CoatAdamW
 from coat_ds.watch import codes, states
 from coat_ds.watch.codes import CodeCounter, graphs_of, in_turn, layer_names
@@ -193,7 +193,7 @@ class Watch:
         # as of a service that cannot be reached; other ranks continue, and would wait for this one
         except Exception as error:
             name = getattr(out, "__qualname__", out)
-            say_here(
+            log_here(
                 f"{self.config.KEY}: {name} raised {error!r}, and has not got the reading of step "
                 f"{reading.step}.",
                 error=error,

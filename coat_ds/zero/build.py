@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from coat_ds.config import CoatConfig, OptimizerConfig
-from coat_ds.log import say
+from coat_ds.log import log_rank_0
 from coat_ds.optim.optimizer import CoatAdamW
 from coat_ds.optim.options import LAYOUT, idle_patterns, keeps_fp32
 from coat_ds.zero import convert_optimizer
@@ -28,7 +28,7 @@ def optimizer_for_engine(coat: CoatConfig, config: Mapping[str, Any], optimizer:
         # a pipeline stage does not have the parameters of other stages
         is_whole = getattr(model, "num_stages", 1) == 1
         for line in idle_patterns(coat.optimizer.keep_fp32, names.values()) if is_whole else ():
-            say(line, logging.WARNING)
+            log_rank_0(line, logging.WARNING)
 
     own = {
         "keep_fp32": rule,
@@ -39,7 +39,7 @@ def optimizer_for_engine(coat: CoatConfig, config: Mapping[str, Any], optimizer:
     }
 
     def reported(built: CoatAdamW) -> CoatAdamW:
-        say(f"AdamW states of the whole model\n{built.layout(names)}")
+        log_rank_0(f"AdamW states of the whole model\n{built.layout(names)}")
         return built
 
     def converted(given: torch.optim.Optimizer) -> CoatAdamW:
@@ -47,13 +47,13 @@ def optimizer_for_engine(coat: CoatConfig, config: Mapping[str, Any], optimizer:
         if isinstance(given, CoatAdamW):
             given.layouts.note_kept(given.param_groups)
             if offloads(config) and not given.offloads:
-                say(
+                log_rank_0(
                     "zero_optimization.offload_optimizer: found the script's own CoatAdamW with "
                     "offload='none', which steps on the CPU, slowly. Give it offload='cpu'.",
                     logging.WARNING,
                 )
             if coat.optimizer != OptimizerConfig():
-                say(
+                log_rank_0(
                     "coat.optimizer: its keys are of no effect: the script's own CoatAdamW is used as it is. "
                     "Give it these options, and drop the keys.",
                     logging.WARNING,
@@ -66,7 +66,7 @@ def optimizer_for_engine(coat: CoatConfig, config: Mapping[str, Any], optimizer:
         params = section(section(config, "optimizer"), "params")
         if idle := [name for name in IMPLEMENTATIONS if name in params]:
             listed = ", ".join(f"{name} {params[name]}" for name in idle)
-            say(f"optimizer.params: {listed}: of no effect, CoatAdamW has one implementation")
+            log_rank_0(f"optimizer.params: {listed}: of no effect, CoatAdamW has one implementation")
         take_names()
         groups = parameter_groups(_with_expert_groups(model_parameters), coat.optimizer)
         return reported(cls(groups, **own, **optimizer_options(config)))

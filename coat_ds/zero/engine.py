@@ -10,7 +10,7 @@ import torch
 
 from coat_ds.config import CoatConfig, CoatConfigError
 from coat_ds.layers.inventory import layers_of
-from coat_ds.log import say
+from coat_ds.log import log_rank_0
 from coat_ds.optim.optimizer import CoatAdamW
 from coat_ds.patches import Patch
 from coat_ds.zero import recompute
@@ -72,7 +72,7 @@ def prepare(arguments: dict[str, Any]) -> Prepared:
     if coat.enabled:
         check_adapters(arguments["model"], section(config, "tensor_parallel"))
     if coat.enabled and optimizer is None and not has_optimizer(config):
-        say(
+        log_rank_0(
             'found neither an "optimizer" section nor an optimizer argument, as of a reference model: '
             "FP8 layers alone. coat.optimizer and coat.watch are of no effect in this engine"
         )
@@ -133,12 +133,12 @@ def finish(engine, prepared: Prepared) -> None:
         recompute.report_compressed(engine.module)
     layers = layers_of(engine.module, why)
     if line := idle_layers(coat, layers):
-        say(line, logging.WARNING)
+        log_rank_0(line, logging.WARNING)
     watch = watch_engine(engine, coat.watch, coat.optimizer.enabled)
     optimizer = engine.basic_optimizer if coat.optimizer.enabled else None
     engine.coat = Status(coat, layers, units, optimizer, watch)
     _give_back_at_the_end(engine, prepared)
-    say(str(engine.coat))
+    log_rank_0(str(engine.coat))
 
 
 def _mark_gradients(model: torch.nn.Module, leave: bool) -> None:
@@ -161,7 +161,7 @@ def give_back(prepared: Prepared) -> None:
     try:
         undo(model)
     except RuntimeError as error:
-        say(f"layers stay converted: {error}", logging.WARNING)
+        log_rank_0(f"layers stay converted: {error}", logging.WARNING)
 
 
 def _give_back_at_the_end(engine, prepared: Prepared) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from coat_ds.log import say
+from coat_ds.log import log_rank_0
 from coat_ds.optim.loading import options_of_groups, restore_options
 from coat_ds.optim.moment import Moment
 from coat_ds.optim.optimizer import CoatAdamW
@@ -103,7 +103,7 @@ def _loading(engine, load: Callable) -> Callable:
             # instead of their masters (tests with 0.18.9 check this); 0.19.8 does not
             engine.optimizer._link_all_hp_params()
         link_states(engine)
-        say(f"moments of the checkpoint: {optimizer.take_arrivals() or 'none was loaded'}")
+        log_rank_0(f"moments of the checkpoint: {optimizer.take_arrivals() or 'none was loaded'}")
         return result
 
     return load_checkpoint

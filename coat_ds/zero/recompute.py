@@ -19,7 +19,7 @@ import torch
 
 from coat_ds.checkpointing import compressed_checkpoints
 from coat_ds.config import CoatConfigError
-from coat_ds.log import say
+from coat_ds.log import log_rank_0
 from coat_ds.patches import Patch
 from coat_ds.zero.block import section
 from coat_kernels.autograd.checkpointing import (
@@ -118,12 +118,12 @@ def report_compressed(module: torch.nn.Module) -> None:
         handle.remove()
         if made := alive_packed():
             codes, instead_of = (sum(getattr(p, name) for p in made) for name in ("nbytes", "plain_nbytes"))
-            say(
+            log_rank_0(
                 f"{len(made)} checkpointed inputs are kept in FP8, in {codes:,} bytes in place of "
                 f"{instead_of:,}"
             )
             return
-        say(
+        log_rank_0(
             "coat.fp8_activation_checkpointing: found True, but the first forward has checkpointed no "
             f"activation of {MIN_NUMEL:,} elements or more, so that nothing is compressed. Turn on the "
             "model's activation checkpointing (Hugging Face: gradient_checkpointing; Megatron: "

@@ -22,7 +22,7 @@ from coat_ds.config import ActivationsConfig
 from coat_ds.layers.conversion import attended, grouped
 from coat_ds.layers.inventory import Part
 from coat_ds.layers.modules.hooks import before_hooks
-from coat_ds.log import say_once
+from coat_ds.log import log_once
 from coat_kernels.attention import BACKENDS, Packed, causal_attention, packed_attention, takes_packed
 from coat_kernels.autograd.origin import ATTENDED, note, origin_of
 from megatron_ext import options
@@ -304,7 +304,7 @@ class CoatCoreAttention(TakesActivations, SDPACoreAttention):
 
     def forward(self, *args, **kwargs) -> torch.Tensor:
         if self.recomputes and torch.is_grad_enabled():
-            say_once(
+            log_once(
                 'coat.activations.attention_format: "recompute" needs dense layers of COAT modules alone, '
                 "without dropout, hooks, frozen parameters or LayerNorms of queries and keys. Other layers "
                 "keep q, k, v and attention's output in 8 bits instead."

@@ -187,7 +187,7 @@ def fused_forward(layer: torch.nn.Module, args: tuple, kwargs: dict) -> torch.Te
         tables = parts.attention.tables_of(angles, packed_seq_params=params, x=x)
     if tables is None:
         if layer.training and torch.is_grad_enabled():
-            fused_layer.say_why_not_fused(why or "their attention or its rotary positions are not plain")
+            fused_layer.log_why_not_fused(why or "their attention or its rotary positions are not plain")
         return None
     for module in (*parts[:-1], *parts.head_norms):
         if module._forward_pre_hooks:

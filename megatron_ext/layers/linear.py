@@ -17,7 +17,7 @@ from coat_ds.layers.modules.attention import attended_origin
 from coat_ds.layers.modules.formats import formats
 from coat_ds.layers.modules.hooks import after_pre_hooks
 from coat_ds.layers.modules.replaced import is_evaluated
-from coat_ds.log import say_once
+from coat_ds.log import log_once
 from coat_kernels.autograd.derivatives import once_differentiable
 from coat_kernels.autograd.origin import Origin, maxima_of, origin_of, with_maxima
 from coat_kernels.fp8 import ALIGNMENT
@@ -131,7 +131,7 @@ class _CoatLinear(TakesActivations):
         if not self._fits:
             ranks = self.tp_group.size()
             each = f" on each of {ranks} tensor-parallel ranks" if ranks > 1 else ""
-            say_once(
+            log_once(
                 f"{name}: FP8 GEMMs need sizes that are multiples of {ALIGNMENT}, found {sizes[0]} -> "
                 f"{sizes[1]}{each}. The layer stays Megatron's. Change "
                 f"{_SIZES.get(name, 'the sizes of the layer')}."

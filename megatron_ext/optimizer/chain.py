@@ -12,7 +12,7 @@ from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
 
 from coat_ds.config import CoatConfigError
 from coat_ds.layers.inventory import layers_of
-from coat_ds.log import listed, say
+from coat_ds.log import listed, log_rank_0
 from megatron_ext import options
 from megatron_ext.optimizer.chunks import CHUNKS, chunks_of_chain, whole_model
 from megatron_ext.optimizer.watch import watch_optimizer
@@ -57,15 +57,15 @@ def watching(init: Callable) -> Callable:
         if type(self) is ChainedOptimizer:
             given = [part.coat_config for part in chained_optimizers if hasattr(part, "coat_config")]
             self.coat_watch = watch_optimizer(self, (given or [options.coat_config()])[0].watch)
-            _say_layers(chunks_of_chain(self))
+            _log_layers(chunks_of_chain(self))
 
     return coat_init
 
 
-def _say_layers(chunks: list[torch.nn.Module]) -> None:
+def _log_layers(chunks: list[torch.nn.Module]) -> None:
     """Logs a list on the layers of this rank, as DeepSpeed's engines do, if any is COAT's; once per model,
     though Megatron may build several chains for it."""
     layers = layers_of(whole_model(chunks), "Megatron's own")
     if layers.made and not hasattr(chunks[0], SAID):
         setattr(chunks[0], SAID, True)
-        say(listed("layers of rank 0", layers.lines()))
+        log_rank_0(listed("layers of rank 0", layers.lines()))

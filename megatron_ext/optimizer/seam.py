@@ -26,7 +26,7 @@ from megatron.core.utils import get_te_version
 
 from coat_ds import state_bytes
 from coat_ds.config import CoatConfig, CoatConfigError
-from coat_ds.log import say
+from coat_ds.log import log_rank_0
 from coat_ds.optim.fragments import Fragment
 from coat_ds.optim.lines import states_line
 from coat_ds.optim.options import (
@@ -58,11 +58,11 @@ def _link(host: MegatronOptimizer, model_chunks: Iterable[torch.nn.Module], conf
         kept = kept or model_param.numel() < config.optimizer.min_numel
         placed.append((index, held, Fragment(0, held.numel(), offset, kept, model_param)))
     inner.link(placed, isinstance(host, DistributedOptimizer))
-    say(f"{states_line(inner, state_bytes(inner))}\n{inner.layout()}")
+    log_rank_0(f"{states_line(inner, state_bytes(inner))}\n{inner.layout()}")
     # a stage of a pipeline has the names of its own parameters only
     if parallel_state.get_pipeline_model_parallel_world_size() == 1:
         for line in idle_patterns(config.optimizer.keep_fp32, names.values()):
-            say(line, logging.WARNING)
+            log_rank_0(line, logging.WARNING)
 
 
 def _check_host(host: Any, model_chunks: Iterable[torch.nn.Module]) -> None:

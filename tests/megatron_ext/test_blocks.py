@@ -14,7 +14,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 
 from coat_ds.config import ActivationsConfig
 from coat_ds.layers import fused_layer
-from coat_ds.log import say_anew
+from coat_ds.log import forget_logged
 from coat_kernels.autograd import watching
 from coat_kernels.prepared import PreparedKernel
 from megatron_ext.layer_specs import coat_layer_spec, sdpa_layer_spec
@@ -150,7 +150,7 @@ def test_recomputed_attention(variant, device, caplog):
     """The output is that of attention in BF16, to the bit. Gradients are no further from FP32's than with
     8-bit attention. Only attention's output is saved."""
     # logged once
-    say_anew()
+    forget_logged()
     config, _ = VARIANTS[variant]
     exact = build(config | {"bf16": False}, spec=sdpa_layer_spec)
     expected, results, kept = loss_and_grads(exact, device), {}, {}

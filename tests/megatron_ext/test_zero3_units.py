@@ -226,7 +226,7 @@ def _train(case: Case, stage: int, wanted: str | bool) -> dict:
     from deepspeed.utils import safe_get_full_grad
 
     said = []
-    with mock.patch("coat_ds.zero.engine.say", lambda text, level=None: said.append(text)):
+    with mock.patch("coat_ds.zero.engine.log_rank_0", lambda text, level=None: said.append(text)):
         engine = _engine(case, stage, wanted)
     found = {"losses": [], "kept": [], "grads": None, "said": "\n".join(said)}
     for step in range(case.steps):

@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from coat_ds.config import ActivationsConfig
 from coat_ds.layers.modules.packed import PackedMask, coat_mask, packed_mask, traced_mask
 from coat_ds.layers.modules.replaced import DTYPES, autocast_dtype, is_evaluated
-from coat_ds.log import say_once
+from coat_ds.log import log_once
 from coat_kernels.attention import (
     Packed,
     additive_mask,
@@ -224,12 +224,12 @@ def coat_attention(
 def _warn(module: torch.nn.Module, kept: KeptAttention | None, compiling: bool) -> None:
     """Warns of attention that does not save what the block says, and of a model that was not converted."""
     if kept is not None and kept.saved_format is not None and compiling and torch.is_grad_enabled():
-        say_once(
+        log_once(
             "coat.activations.attention_format: of no effect under torch.compile: attention saves what it "
             "saved before it was converted. Write 'bf16'."
         )
     if kept is None and not compiling and LEFT not in module.__dict__:
-        say_once(
+        log_once(
             "a model that was not converted has the config of one that was, as the reference model that TRL "
             "loads for DPO. It runs in BF16, and its log-probabilities are not those of FP8 layers with the "
             "same weights. Call coat_ds.convert on it, too."

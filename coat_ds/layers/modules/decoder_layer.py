@@ -32,7 +32,7 @@ from coat_ds.layers.modules.replaced import (
     is_evaluated,
     replaced,
 )
-from coat_ds.log import say_once
+from coat_ds.log import log_once
 from coat_kernels.attention import (
     Packed,
     additive_mask,
@@ -89,7 +89,7 @@ class Fp8DecoderLayer(Replaced):
     def compute(self, hidden_states: torch.Tensor, *args, **kwargs):
         if (why := why_not_fused(self, hidden_states, args, kwargs)) is not None:
             if can_be_read(hidden_states):
-                self._say(why, hidden_states, kwargs)
+                self._log(why, hidden_states, kwargs)
             return self.stock(hidden_states, *args, **kwargs)
         # bound here and not passed as arguments: reentrant checkpoints copy tensor arguments, without notes
         flash = is_flash(self.parts.attention.__dict__[STATE].loaded)
@@ -101,12 +101,12 @@ class Fp8DecoderLayer(Replaced):
             return getattr(self.module, CHECKPOINT)(blocks, hidden_states)
         return blocks(hidden_states)
 
-    def _say(self, why: str, x: torch.Tensor, kwargs: dict) -> None:
+    def _log(self, why: str, x: torch.Tensor, kwargs: dict) -> None:
         generates = x.shape[1:2] == (1,) and any(kwargs.get(name) is not None for name in CACHES)
         if self.module.training and torch.is_grad_enabled():
-            fused_layer.say_why_not_fused(why)
+            fused_layer.log_why_not_fused(why)
         elif generates and not torch.is_grad_enabled():
-            say_once(
+            log_once(
                 "tokens are generated one by one in FP8, which quantizes the weights for each and is slower "
                 'than BF16. To generate in BF16, set coat.activations.evaluation to "stock" and call '
                 "model.eval().",

@@ -13,7 +13,7 @@ from coat_ds.layers.modules.formats import formats
 from coat_ds.layers.modules.hooks import after_pre_hooks, is_hooked
 from coat_ds.layers.modules.replaced import Replaced, can_be_read, is_plain, replaced
 from coat_ds.layers.parallel import dtensor as tensor_parallel
-from coat_ds.log import say_once
+from coat_ds.log import log_once
 from coat_ds.optim.shards import is_distributed
 from coat_kernels.autograd.origin import Origin, origin_of
 from coat_kernels.linear import LinearOptions, MergedCache, fp8_linear, merged
@@ -79,18 +79,18 @@ class Fp8Linear(Replaced):
         else:
             reason = tensor_parallel.no_product(input, self.module.weight)
         if reason is not None:
-            say_once(
+            log_once(
                 f"weights of linear layers are DTensors, as under torch's tensor parallelism, but {reason}. "
                 "These layers multiply as before they were converted, not in FP8."
             )
             return self.stock(input)
-        self.say_that_parts_are_not_cached()
+        self.log_that_parts_are_not_cached()
         return tensor_parallel.multiplied(self.module, input, self._product)
 
-    def say_that_parts_are_not_cached(self) -> None:
+    def log_that_parts_are_not_cached(self) -> None:
         """Warns if a cache is set: each forward takes a new local tensor from the DTensor."""
         if self.cache.keep != "none":
-            say_once(
+            log_once(
                 f"coat.activations.weight_cache: found {self.cache.keep!r}, of no effect on weights that are "
                 "DTensors, as under tensor parallelism. Drop the key."
             )

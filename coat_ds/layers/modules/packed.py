@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._pytree import tree_map_only
 
-from coat_ds.log import say_once
+from coat_ds.log import log_once
 from coat_kernels.attention import Packed
 from coat_kernels.autograd.origin import BORDERS, note, noted
 
@@ -197,7 +197,7 @@ class Slots:
             self.slots = next(n for n in SLOTS if n >= max(documents, self.slots))
             parts = (-(-tokens // part) for part in _PARTS)
             self.longest = next(n for n in parts if n >= max(packed.longest, self.longest))
-            say_once(
+            log_once(
                 f"packed batches of {tokens} tokens run as CUDA graphs, which have room for {self.slots} "
                 f"documents of up to {self.longest} tokens.",
                 logging.INFO,

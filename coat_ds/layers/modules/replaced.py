@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from coat_ds.config import ActivationsConfig
-from coat_ds.log import say_once
+from coat_ds.log import log_once
 from coat_ds.optim.shards import is_distributed
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -81,7 +81,7 @@ class Replaced:
             what, found, call = "in BF16 or FP32", x.dtype, "model.bfloat16() or model.float(), or "
             if not is_plain(x):
                 what, found, call = "with plain tensors", type(x).__name__, ""
-            say_once(
+            log_once(
                 f"converted layers compute {what}, found {found}: they compute as before they were "
                 f"converted, not in FP8. Call {call}coat_ds.unconvert(model)."
             )

@@ -65,7 +65,7 @@ class TransformersTPLinear(Fp8Linear):
         # without gradients transformers passes plain tensors, also for the weight
         with style.context_around_forward(module, mesh):
             if is_distributed(x):
-                self.say_that_parts_are_not_cached()
+                self.log_that_parts_are_not_cached()
                 y = tensor_parallel.multiplied(module, x, self._product)
             else:
                 y = self._product(x, module.weight, module.bias, origin_of(x))

@@ -14,7 +14,7 @@ LLAMA = FAMILIES["llama"]
 @pytest.fixture
 def said(caplog):
     """The lines that are logged from now on, each once, except the line of `convert`."""
-    log.say_anew()
+    log.forget_logged()
     return lambda: [
         r.getMessage()
         for r in caplog.records

@@ -67,7 +67,7 @@ def watched_run(stage, folder):
     from coat_ds.watch import callback as of_callback
 
     callback = Callback(types.SimpleNamespace(deepspeed=engine, log=logged.append), {"every": 3})
-    with mock.patch.object(of_callback, "say_once") as said:
+    with mock.patch.object(of_callback, "log_once") as said:
         callback.on_train_begin(None, None, None)
     losses = []
     for step in range(5):
