@@ -86,6 +86,7 @@ def compare(chosen, tensors, gate, reference, fmt="sqrt8", function=grouped_expe
 
 
 # the two kinds that experts of transformers have; each kind is tested by itself elsewhere
+@pytest.mark.pairwise
 @pytest.mark.parametrize("kind", PLAIN)
 @pytest.mark.parametrize("fmt", ROUNDING)
 def test_against_the_reference(kind, fmt, device, kernels):
@@ -97,6 +98,7 @@ def test_against_the_reference(kind, fmt, device, kernels):
 
 
 # with one expert per token, the few values that cross the clamp are not averaged: there it is out of reach
+@pytest.mark.pairwise
 @pytest.mark.parametrize(
     "function, chosen, limit",
     [(grouped_experts, None, 3.0), (permuted, IN_ORDER, 30.0)],
@@ -122,6 +124,7 @@ def test_one_expert_may_get_all_tokens(weights_in, device):
     compare(chosen, tensors, KernelGate("silu"), functools.partial(plain, "silu"))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("kind, gated", [("silu", True), ("gelu_tanh", True), ("squared_relu", False)])
 @pytest.mark.parametrize("fmt", ROUNDING)
 def test_rows_in_order_against_the_reference(kind, gated, fmt, device, kernels):

@@ -104,6 +104,7 @@ def hard_rows(n, m, seed=0):
     return x.bfloat16()
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("n, m", [(1, 16), (7, 48), (130, 144), (3, 5008)])
 @pytest.mark.parametrize("k", [None, 1, 3])
 @pytest.mark.parametrize("biased", [False, True])
@@ -151,6 +152,7 @@ def test_scales_are_repeated(device):
         assert of_b.storage_offset() % 32 == 0
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("gate", GATES.values(), ids=GATES)
 @pytest.mark.parametrize("f", [48, 512])
 @pytest.mark.parametrize("fmt", ROUNDING)

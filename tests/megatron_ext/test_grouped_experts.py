@@ -2,17 +2,14 @@
 bytes."""
 
 import copy
-import dataclasses
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.activations import quick_gelu, squared_relu
-from megatron.core.transformer import TransformerConfig
 
-from coat_ds.config import ActivationsConfig, CoatConfigError
+from coat_ds.config import ActivationsConfig
 from coat_ds.layers.inventory import layers_of
 from coat_ds.saved_bytes import SavedStorages
 from megatron_ext.layer_specs import coat_layer_spec, sdpa_layer_spec
@@ -403,64 +400,6 @@ def test_trains_under_megatrons_data_parallelism(ranks):
     for rank in ranks:
         losses = rank["losses", "all to all"]
         assert losses[-1] < losses[0] - 0.1 and losses == rank["losses", "expert parallel"]
-
-
-FIELDS = {field.name for field in dataclasses.fields(TransformerConfig)}
-
-
-@pytest.mark.parametrize(
-    ("overrides", "text"),
-    [
-        (
-            {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]},
-            "'moe_act' of --recompute-modules saves nothing",
-        ),
-        (
-            {
-                "fine_grained_activation_offloading": True,
-                "offload_modules": ["moe_act", "expert_fc1", "core_attn"],
-            },
-            "expert_fc1, moe_act of --offload-modules is not supported",
-        ),
-        ({"moe_apply_probs_on_input": True}, "--moe-router-topk above 1 is not supported"),
-        ({"moe_use_legacy_grouped_gemm": True}, "--moe-use-legacy-grouped-gemm is not supported"),
-        ({"moe_mlp_glu_interleave_size": 16}, "--moe-mlp-glu-interleave-size is not supported"),
-        (
-            {"use_te_activation_func": True, "bias_activation_fusion": False},
-            "--use-te-activation-func is not supported",
-        ),
-        ({"activation_func_fp8_input_store": True}, "--activation-func-fp8-input-store .* is not supported"),
-        ({"moe_ffn_hidden_size": 40}, "multiples of 16; found 64 and 40"),
-    ],
-    ids=str,
-)
-def test_unsupported_options_are_named(megatron, overrides, text):
-    if overrides.keys() - FIELDS - {"activations"}:
-        pytest.skip("megatron-core of this release has no such field")
-    only_experts = {"moe_layer_freq": [1, 1], "moe_shared_expert_intermediate_size": None}
-    with pytest.raises(ValueError, match=text):
-        _grouped(**only_experts, **overrides)
-
-
-def test_rows_that_are_no_whole_words_are_named(megatron):
-    experts = _grouped(moe_shared_expert_intermediate_size=None)[1]
-    experts._sizes = [H + 4, FFN]
-    with pytest.raises(ValueError, match=f"--hidden-size.*multiples of 16; found {H + 4} and {FFN}"):
-        experts.take_activations(experts.activations)
-
-
-def test_options_of_fp8_layers_are_refused(megatron):
-    _, experts = _grouped()
-    for block in (None, {}):
-        config = {} if block is None else {"coat": block}
-        experts.linear_fc1.finish_init(SimpleNamespace(config=config))
-    place = SimpleNamespace(module_path="decoder.layers.1.mlp.experts.linear_fc1")
-    for block in ({"backward_format": "e4m3"}, {"enabled": True}, {"enabled": False}):
-        wide = SimpleNamespace(config={"coat": block}, config_key="wide", match_input=place)
-        with pytest.raises(
-            CoatConfigError, match="configs.wide.coat, for decoder.*linear_fc1.*multiply in E4M3"
-        ):
-            experts.linear_fc1.finish_init(wide)
 
 
 def test_keep_the_format_that_is_asked_for(megatron, device):

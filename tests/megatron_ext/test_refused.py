@@ -1,17 +1,21 @@
 """Arguments of Megatron's that its layers of both specs refuse, by name. More are in tests/mistakes."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
 import torch.nn.functional as F
 from megatron import core
 from megatron.core.extensions.transformer_engine import HAVE_TE
-from megatron.core.transformer import MLATransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
+from coat_ds.config import CoatConfigError
 from megatron_ext import options
 from megatron_ext.hybrid_specs import coat_parts
 from megatron_ext.layer_specs import _TRANSFORMER_ENGINES, coat_layer_spec, sdpa_layer_spec
 from tests.megatron_ext.layers import config
+from tests.megatron_ext.test_grouped_experts import FFN, _grouped
+from tests.megatron_ext.test_moe import H
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
@@ -87,3 +91,61 @@ def test_a_variant_of_attention_is_another_letter():
     settings = config()
     settings.experimental_attention_variant = "gdn2"
     assert coat_parts(settings, experts=False).self_attention
+
+
+_FIELDS = {field.name for field in dataclasses.fields(TransformerConfig)}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        (
+            {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]},
+            "'moe_act' of --recompute-modules saves nothing",
+        ),
+        (
+            {
+                "fine_grained_activation_offloading": True,
+                "offload_modules": ["moe_act", "expert_fc1", "core_attn"],
+            },
+            "expert_fc1, moe_act of --offload-modules is not supported",
+        ),
+        ({"moe_apply_probs_on_input": True}, "--moe-router-topk above 1 is not supported"),
+        ({"moe_use_legacy_grouped_gemm": True}, "--moe-use-legacy-grouped-gemm is not supported"),
+        ({"moe_mlp_glu_interleave_size": 16}, "--moe-mlp-glu-interleave-size is not supported"),
+        (
+            {"use_te_activation_func": True, "bias_activation_fusion": False},
+            "--use-te-activation-func is not supported",
+        ),
+        ({"activation_func_fp8_input_store": True}, "--activation-func-fp8-input-store .* is not supported"),
+        ({"moe_ffn_hidden_size": 40}, "multiples of 16; found 64 and 40"),
+    ],
+    ids=str,
+)
+def test_unsupported_options_of_grouped_experts_are_named(megatron, overrides, text):
+    if overrides.keys() - _FIELDS - {"activations"}:
+        pytest.skip("megatron-core of this release has no such field")
+    only_experts = {"moe_layer_freq": [1, 1], "moe_shared_expert_intermediate_size": None}
+    with pytest.raises(ValueError, match=text):
+        _grouped(**only_experts, **overrides)
+
+
+def test_rows_that_are_no_whole_words_are_named(megatron):
+    experts = _grouped(moe_shared_expert_intermediate_size=None)[1]
+    experts._sizes = [H + 4, FFN]
+    with pytest.raises(ValueError, match=f"--hidden-size.*multiples of 16; found {H + 4} and {FFN}"):
+        experts.take_activations(experts.activations)
+
+
+def test_options_of_fp8_layers_are_refused(megatron):
+    _, experts = _grouped()
+    for block in (None, {}):
+        config = {} if block is None else {"coat": block}
+        experts.linear_fc1.finish_init(SimpleNamespace(config=config))
+    place = SimpleNamespace(module_path="decoder.layers.1.mlp.experts.linear_fc1")
+    for block in ({"backward_format": "e4m3"}, {"enabled": True}, {"enabled": False}):
+        wide = SimpleNamespace(config={"coat": block}, config_key="wide", match_input=place)
+        with pytest.raises(
+            CoatConfigError, match="configs.wide.coat, for decoder.*linear_fc1.*multiply in E4M3"
+        ):
+            experts.linear_fc1.finish_init(wide)

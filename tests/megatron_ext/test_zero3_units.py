@@ -181,8 +181,14 @@ CASES = {
     "Qwen3-MoE of 24 experts, converted": Case(FAMILIES["qwen3_moe_grouped"].build, _by_keyword),
 }  # fmt: skip
 FOUR_RANKS = ["small buckets"]
-# other cases have their kinds of layers and of recompute
-LEFT_OUT = ("reentrant", "experts", "secondary partitions")
+# other cases have their kinds of layers, of attention and of recompute, or their buckets on four ranks
+LEFT_OUT = (
+    "reentrant",
+    "experts",
+    "secondary partitions",
+    "8-bit attention, module by module",
+    *FOUR_RANKS,
+)
 TWO_RANKS = [name for name in CASES if TEST_ALL or name not in LEFT_OUT]
 
 
