@@ -9,6 +9,8 @@ import torch.nn.functional as F
 
 from coat_ds import CoatAdamW
 
+pytestmark = pytest.mark.long("thousands of steps")
+
 STEPS, TAIL = 2000, 100
 LR, BATCH, CHANNELS, HIDDEN, CHARACTERS = 4e-3, 128, 16, 64, 128
 
@@ -46,7 +48,6 @@ def final_loss(optimizer_class, context: int = 1, **options) -> float:
     # log8 is the next test's
     [(0.95, ("fp8_expanded",)), (0.999, ("fp8_expanded",))],
 )
-@pytest.mark.long("4,000 steps with another format of second moments")
 def test_final_loss_is_that_of_fp32_moments(beta2, formats):
     """Every tensor compressed, the first moment with expansion: within half a percent, on a problem that
     converges. One still learning at beta2 0.999 is the next test's, log8's; FP8 second moments would fail it.
