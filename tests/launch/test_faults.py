@@ -175,13 +175,12 @@ def test_sigterm_of_one_process(tmp_path, train, whole, monkeypatch):
     assert (after["val_loss"], after["steps"], after["tokens_per_s"]) == (before["val_loss"], 8, 0)
 
 
-@pytest.mark.parametrize(("restarts", "code"), [("0", pretrain_gpt.STOPPED), ("3", 0)])
-def test_signal_of_one_of_two_ranks_stops_both(tmp_path, train, monkeypatch, restarts, code):
+def test_signal_of_one_of_two_ranks_stops_both(tmp_path, train, monkeypatch):
     # a torchrun with restarts would treat another exit code as a failure
-    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     arguments = ["--save-interval", 100, "--distributed-timeout", 30]
     ended = train(*arguments, ranks=2, signal_at_step=[1, 5, signal.SIGUSR1])
-    assert ended.codes == [code] * 2, ended.text
+    assert ended.codes == [0, 0], ended.text
     assert saved(tmp_path) == {"step5"} and "stopped by a signal after step 5" in ended.text
 
 
