@@ -8,12 +8,13 @@ from coat_ds.patches import Patch
 from coat_ds.watch.readings import Reading
 from coat_ds.watch.watch import Watch
 
-STEP = Patch(
-    "watch",
-    "deepspeed",
-    "deepspeed.runtime.engine:DeepSpeedEngine.step",
-    "a reading ends with a step",
-    parameters=("lr_kwargs",),
+_ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
+STEP, SAVE = (
+    Patch("watch", "deepspeed", f"{_ENGINE}.{name}", why, parameters=parameters)
+    for name, why, parameters in (
+        ("step", "a reading ends with a step", ("lr_kwargs",)),
+        ("save_checkpoint", "the readings until then are written first", ("save_dir", "tag", "...")),
+    )
 )
 
 
@@ -39,6 +40,7 @@ def watch_engine(engine, config: WatchConfig, with_optimizer: bool) -> Watch | N
         [functools.partial(_to_monitors, engine)] if engine.monitor.enabled else (),
     )
     STEP.apply(functools.partial(_stepping, engine, watch), on=engine)
+    SAVE.apply(functools.partial(_saving, watch), on=engine)
     return watch
 
 
@@ -58,3 +60,12 @@ def _stepping(engine, watch: Watch, step: Callable) -> Callable:
         return result
 
     return stepping
+
+
+def _saving(watch: Watch, save: Callable) -> Callable:
+    @functools.wraps(save)
+    def save_checkpoint(*args, **kwargs):
+        watch.take_in()
+        return save(*args, **kwargs)
+
+    return save_checkpoint
