@@ -86,6 +86,16 @@ def idle_patterns(patterns: Iterable[str], names: Iterable[str], key: str = "coa
     ]
 
 
+def log_idle_bf16_params(wanted: str, held: Iterable[torch.Tensor], way_out: str) -> None:
+    """Warns if `wanted`, a value of `bf16_params`, is not the default and the optimizer holds no BF16."""
+    if wanted != "exact" and not any(p.dtype == torch.bfloat16 for p in held):
+        log_rank_0(
+            f"coat.optimizer.bf16_params: found {wanted!r}, of no effect: the optimizer holds FP32 masters "
+            f"and no BF16 parameters. {way_out}, or drop the key.",
+            logging.WARNING,
+        )
+
+
 def check_patterns(patterns: Sequence[str], groups: Iterable[dict[str, Any]]) -> None:
     """Logs which patterns of `keep_fp32` match no name in the parameter groups. Raises ValueError for
     patterns other than the default's if the groups have no names."""

@@ -12,6 +12,7 @@ from coat_ds.config import CoatConfig, CoatConfigError
 from coat_ds.layers.inventory import layers_of
 from coat_ds.log import log_rank_0
 from coat_ds.optim.optimizer import CoatAdamW
+from coat_ds.optim.options import log_idle_bf16_params
 from coat_ds.patches import Patch
 from coat_ds.zero import recompute
 from coat_ds.zero.block import enabled, section
@@ -118,6 +119,11 @@ def finish(engine, prepared: Prepared) -> None:
         return
     take_exchanged(engine.module)
     units.complete(engine.optimizer)
+    if coat.zero3_layer_units and engine.zero_optimization_stage() != 3:
+        log_rank_0(
+            "coat.zero3_layer_units: found True, of no effect: only ZeRO-3 gathers weights. Drop the key.",
+            logging.WARNING,
+        )
     lighten_module_hooks(engine.module)
     if coat.optimizer.enabled:
         link_partitions(engine.optimizer, engine.basic_optimizer)
@@ -126,6 +132,8 @@ def finish(engine, prepared: Prepared) -> None:
         link_states(engine)
         refuse_other_states(engine.optimizer)
         guard_checkpoints(engine)
+        way_out = "Set bf16.bf16_master_weights_and_grads and bf16.bf16_optimizer_states, from ZeRO 1 on"
+        log_idle_bf16_params(coat.optimizer.bf16_params, engine.basic_optimizer.state, way_out)
         guard_offloading(engine)
     _mark_gradients(engine.module, leave_early(engine.optimizer))
     if coat.fp8_activation_checkpointing:

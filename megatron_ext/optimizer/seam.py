@@ -33,6 +33,7 @@ from coat_ds.optim.options import (
     LAYOUT,
     idle_patterns,
     keeps_fp32,
+    log_idle_bf16_params,
 )
 from coat_ds.patches import Patch, require
 from megatron_ext.optimizer import chain, places
@@ -59,6 +60,9 @@ def _link(host: MegatronOptimizer, model_chunks: Iterable[torch.nn.Module], conf
         placed.append((index, held, Fragment(0, held.numel(), offset, kept, model_param)))
     inner.link(placed, isinstance(host, DistributedOptimizer))
     log_rank_0(f"{states_line(inner, state_bytes(inner))}\n{inner.layout()}")
+    log_idle_bf16_params(
+        config.optimizer.bf16_params, [p for _, p, _ in placed], "Add --use-precision-aware-optimizer"
+    )
     # a stage of a pipeline has the names of its own parameters only
     if parallel_state.get_pipeline_model_parallel_world_size() == 1:
         for line in idle_patterns(config.optimizer.keep_fp32, names.values()):

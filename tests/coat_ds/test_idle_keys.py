@@ -43,7 +43,13 @@ def work():
 
     deepspeed.init_distributed("gloo")
     coat_ds.install()
+    rounded = {"optimizer": {"bf16_params": "stochastic"}}
+    masters = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
     runs = {
+        "FP32 masters": lambda: engine_of(1, block=rounded),
+        "BF16 masters": lambda: engine_of(2, block=rounded, bf16=masters),
+        "units, ZeRO 2": lambda: engine_of(2, block={"zero3_layer_units": True}),
+        "units, ZeRO 3": lambda: engine_of(3, block={"zero3_layer_units": True}),
         "own": lambda: engine_of(1, own(), block={"optimizer": OTHER}),
         "own, without keys": lambda: engine_of(1, own(**OTHER)),
     }
@@ -67,6 +73,10 @@ def found():
 @pytest.mark.parametrize(
     "run, keys",
     [
+        ("FP32 masters", ["coat.optimizer.bf16_params"]),
+        ("BF16 masters", []),
+        ("units, ZeRO 2", ["coat.zero3_layer_units"]),
+        ("units, ZeRO 3", []),
         ("own", ["coat.optimizer"]),
         ("own, without keys", []),
         ("no linear layer, required", ["coat.activations.enabled"]),
