@@ -19,7 +19,7 @@ from coat_ds.zero.block import enabled, section
 from coat_ds.zero.build import optimizer_for_engine
 from coat_ds.zero.deepspeed_config import bf16_key, check, has_optimizer, no_conversion
 from coat_ds.zero.grad_norm import batch_gradient_norms
-from coat_ds.zero.gradients import keep_gradients_narrow, leave_early
+from coat_ds.zero.gradients import keep_gradients_narrow, move_during_backward
 from coat_ds.zero.guards import guard_checkpoints, guard_offloading, link_states
 from coat_ds.zero.layer_units import LayerUnits
 from coat_ds.zero.model_layers import check_adapters, prepare_layers, take_exchanged, undo
@@ -126,16 +126,9 @@ def finish(engine, prepared: Prepared) -> None:
         )
     lighten_module_hooks(engine.module)
     if coat.optimizer.enabled:
-        link_partitions(engine.optimizer, engine.basic_optimizer)
-        keep_gradients_narrow(engine.optimizer)
-        batch_gradient_norms(engine.optimizer)
-        link_states(engine)
-        refuse_other_states(engine.optimizer)
-        guard_checkpoints(engine)
-        way_out = "Set bf16.bf16_master_weights_and_grads and bf16.bf16_optimizer_states, from ZeRO 1 on"
-        log_idle_bf16_params(coat.optimizer.bf16_params, engine.basic_optimizer.state, way_out)
-        guard_offloading(engine)
-    _mark_gradients(engine.module, leave_early(engine.optimizer))
+        _connect_optimizer(engine, coat)
+    # `keep_gradients_narrow` has decided whether they move
+    _mark_gradients(engine.module, move_during_backward(engine.optimizer))
     if coat.fp8_activation_checkpointing:
         recompute.compress_inputs(engine.module)
         recompute.report_compressed(engine.module)
@@ -149,8 +142,23 @@ def finish(engine, prepared: Prepared) -> None:
     log_rank_0(str(engine.coat))
 
 
+def _connect_optimizer(engine, coat: CoatConfig) -> None:
+    """Connects the CoatAdamW in DeepSpeed's optimizer with ZeRO's partitions, gradients and checkpoints."""
+    # names and shapes of parameters in partitions, which states and checkpoints are made of
+    link_partitions(engine.optimizer, engine.basic_optimizer)
+    keep_gradients_narrow(engine.optimizer)
+    batch_gradient_norms(engine.optimizer)
+    link_states(engine)
+    refuse_other_states(engine.optimizer)
+    guard_checkpoints(engine)
+    guard_offloading(engine)
+    way_out = "Set bf16.bf16_master_weights_and_grads and bf16.bf16_optimizer_states, from ZeRO 1 on"
+    log_idle_bf16_params(coat.optimizer.bf16_params, engine.basic_optimizer.state, way_out)
+
+
 def _mark_gradients(model: torch.nn.Module, leave: bool) -> None:
-    """Marks parameters whose gradients `leave_early`; layers read the mark before they record CUDA graphs."""
+    """Marks parameters whose gradients `move_during_backward`; layers read the mark before they record CUDA
+    graphs."""
     for p in model.parameters():
         if leave:
             setattr(p, LEAVES, True)

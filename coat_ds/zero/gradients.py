@@ -1,4 +1,13 @@
-"""Gradients that ZeRO passes to the optimizer in 16 bits."""
+"""Gradients that ZeRO passes to the optimizer in 16 bits.
+
+The order of DeepSpeed's calls. Names in capitals are the patches below.
+
+- ZeRO 1 and 2, backward: BEGIN, then each gradient is reduced into a flat tensor for its parameter group if
+  FLAT returns true, else into a tensor of its own.
+- ZeRO 1 and 2, step: the norm of all gradients, then for each parameter group PARTITION and the optimizer.
+- ZeRO 3, step: the norms of all sub-groups, then for each sub-group PREPARE, which calls FLATTEN, and the
+  optimizer.
+"""
 
 import functools
 from collections.abc import Callable
@@ -59,22 +68,22 @@ def keep_gradients_narrow(wrapper) -> None:
         PREPARE.apply(lambda prepare: _narrow_sub_group(wrapper, prepare), on=wrapper)
         return
     if hasattr(wrapper, "_get_preflattened_grad_partition"):
-        PARTITION.apply(lambda ask: _narrow_partition(wrapper, ask), on=wrapper)
+        PARTITION.apply(lambda original: _narrow_partition(wrapper, original), on=wrapper)
     # with an offloaded optimizer gradients leave the GPU one by one
     on_gpu = hasattr(wrapper, "_use_compact_grad_partition_buffer") and not wrapper.cpu_offload
     # DeepSpeed does so in FP32 itself
     if on_gpu and wrapper.contiguous_gradients and wrapper.gradient_accumulation_dtype == wrapper.dtype:
-        FLAT.apply(lambda ask: functools.wraps(ask)(lambda group_idx: True), on=wrapper)
+        FLAT.apply(lambda original: functools.wraps(original)(lambda group_idx: True), on=wrapper)
         BEGIN.apply(lambda begin: _without_old_gradients(wrapper, begin), on=wrapper)
 
 
-def leave_early(wrapper) -> bool:
+def move_during_backward(wrapper) -> bool:
     """Whether gradients leave their parameters during backward, after `keep_gradients_narrow` was called for
     this wrapper. ZeRO-2's do, for the flat tensor that the step reads, or for the CPU."""
-    ask = getattr(wrapper, "_use_compact_grad_partition_buffer", None)
-    if ask is None or not wrapper.partition_gradients:
+    is_flat = getattr(wrapper, "_use_compact_grad_partition_buffer", None)
+    if is_flat is None or not wrapper.partition_gradients:
         return False
-    return wrapper.cpu_offload or all(ask(group) for group in range(len(wrapper.bit16_groups)))
+    return wrapper.cpu_offload or all(is_flat(group) for group in range(len(wrapper.bit16_groups)))
 
 
 def _without_old_gradients(wrapper, begin: Callable) -> Callable:
@@ -91,10 +100,10 @@ def _without_old_gradients(wrapper, begin: Callable) -> Callable:
     return prologue
 
 
-def _narrow_partition(wrapper, ask: Callable) -> Callable:
-    @functools.wraps(ask)
+def _narrow_partition(wrapper, original: Callable) -> Callable:
+    @functools.wraps(original)
     def partition(group: int) -> torch.Tensor | None:
-        flat = ask(group)
+        flat = original(group)
         if flat is None:
             # includes the padding of the last rank's partition
             flat = wrapper.flatten(wrapper.averaged_gradients[group])
