@@ -189,8 +189,7 @@ SECTIONS: dict[str, list[Row]] = {
         Row("Multi-latent attention (MLA, DeepSeek)", cpu=2, h200=1,
             condition="GPU: tests of single layers. Not run: rope fusion, context parallelism, DeepSpeed",
             proof=("tests/megatron_ext/test_latent.py",), megatron=({"multi_latent_attention": True},)),
-        Row("MLA + tensor parallelism, `--cache-mla-latents`, `--mla-down-proj-fusion`, `*` of hybrid "
-            "models", *REFUSED,
+        Row("MLA + `--cache-mla-latents`, `--mla-down-proj-fusion`, `*` of hybrid models", *REFUSED,
             condition="also `attention_format` `recompute`; from 0.19 on `--qk-layernorm` without "
                       "`--q-lora-rank`",
             megatron=({"multi_latent_attention": True, "cache_mla_latents": True},)),

@@ -205,8 +205,15 @@ def sdpa_parts(config, experts: bool) -> TransformerLayerSubmodules:
     """
     if experts:
         repair_router()
-    refused = {"--moe-grouped-gemm": experts and config.moe_grouped_gemm}
-    options.refuse('sdpa_layer_spec ("activations": false)', refused)
+    latent = config.multi_latent_attention and config.tensor_model_parallel_size > 1
+    options.refuse(
+        'sdpa_layer_spec ("activations": false)',
+        {
+            "--moe-grouped-gemm": experts and config.moe_grouped_gemm,
+            "--tensor-model-parallel-size above 1 (Megatron's own --multi-latent-attention then loses a part "
+            "of the gradients; FP8 layers do not)": latent,
+        },
+    )
     return _local_parts(config, experts)
 
 

@@ -4,8 +4,13 @@ Megatron's own layer with other parts. Queries, keys and values are projected up
 Norms save these tensors in 8 bits; a linear layer that follows a norm saves nothing.
 """
 
+import torch
 from megatron.core import __version__
 from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.tensor_parallel.mappings import (
+    gather_from_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
@@ -13,6 +18,8 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from coat_ds.config import ActivationsConfig
 from coat_ds.layers.modules.hooks import after_pre_hooks
 from coat_ds.patches import Patch
+from coat_kernels.autograd.derivatives import once_differentiable
+from coat_kernels.parallel import all_reduce
 from megatron_ext.layers.attention import check_context_parallel
 from megatron_ext.layers.linear import CoatColumnParallelLinear, CoatRowParallelLinear, keep_bias
 from megatron_ext.layers.norm import CoatNorm
@@ -27,10 +34,6 @@ def check_latent_attention(config) -> None:
     """Raises ValueError, naming the argument, for options of Megatron's latent attention that COAT's layers
     and `sdpa_layer_spec` lack."""
     found = {
-        # each rank has the gradients of its own heads, and Megatron's local layer sums only a part of them
-        "--tensor-model-parallel-size above 1 with --multi-latent-attention": (
-            config.tensor_model_parallel_size > 1
-        ),
         "--cache-mla-latents (decoding)": config.cache_mla_latents,
         "--mla-down-proj-fusion": getattr(config, "mla_down_proj_fusion", False),
     }
@@ -58,6 +61,45 @@ def repair_latent_attention() -> None:
         HAS_TE.apply(lambda _: HAVE_TE)
 
 
+class _SummedGradient(torch.autograd.Function):
+    """Identity. The gradient of the last `count` channels is summed over the ranks of `group`: each rank has
+    the gradient of its own heads."""
+
+    @staticmethod
+    def forward(ctx, y, count, group):
+        ctx.count, ctx.group = count, group
+        return y.view_as(y)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        whole, parts = grad.split([grad.shape[-1] - ctx.count, ctx.count], -1)
+        return torch.cat([whole, all_reduce(parts.contiguous(), ctx.group)()], -1), None, None
+
+
+class CoatDownProjection(CoatColumnParallelLinear):
+    """The projection to compressed queries, or to compressed keys and values and the keys' positions. Each
+    tensor-parallel rank holds some rows of the weight, but returns all channels, under sequence parallelism
+    for its own tokens, as Megatron expects of a layer whose weight is whole on every rank.
+
+    Megatron's own gather omits what the heads of other ranks add to the gradient of the positions.
+    """
+
+    # the number of last channels, which the heads of all ranks read unchanged
+    shared = 0
+
+    def forward(self, input_: torch.Tensor, *args, **kwargs):
+        y, bias = super().forward(input_, *args, **kwargs)
+        group = self.tp_group
+        if group.size() == 1:
+            return y, bias
+        y = gather_from_tensor_model_parallel_region(y, group)
+        if self.sequence_parallel:
+            # Megatron gathers the positions of all tokens, and sums their gradient
+            return scatter_to_sequence_parallel_region(y, group), bias
+        return (_SummedGradient.apply(y, self.shared, group) if self.shared else y), bias
+
+
 class CoatMLASelfAttention(TakesActivations, MLASelfAttention):
     """Megatron's MLASelfAttention with FP8 linear layers; names and checkpoints stay Megatron's.
 
@@ -70,8 +112,14 @@ class CoatMLASelfAttention(TakesActivations, MLASelfAttention):
         keep_bias(self.linear_proj)
         # Megatron accepts only its own classes for them
         if config.q_lora_rank is not None:
-            CoatColumnParallelLinear.take_over(self.linear_q_down_proj, "q_down_proj")
-        CoatColumnParallelLinear.take_over(self.linear_kv_down_proj, "kv_down_proj")
+            CoatDownProjection.take_over(self.linear_q_down_proj, "q_down_proj")
+        CoatDownProjection.take_over(self.linear_kv_down_proj, "kv_down_proj")
+        self.linear_kv_down_proj.shared = config.qk_pos_emb_head_dim
+        if config.q_lora_rank is not None and not config.sequence_parallel:
+            # Megatron takes it, by its name, for a norm of each rank's own heads and sums its gradients over
+            # the ranks. The gradients are whole on each rank: their mean is each rank's gradient.
+            for parameter in self.q_layernorm.parameters():
+                parameter.average_gradients_across_tp_domain = True
         self.begin()
 
     def take_activations(self, activations: ActivationsConfig) -> None:

@@ -9,7 +9,7 @@ from coat_ds.config import ActivationsConfig
 from coat_ds.layers.modules.formats import formats
 from megatron_ext.hybrid_specs import AttentionLayer
 from megatron_ext.layer_specs import coat_layer_spec, coat_parts, sdpa_layer_spec
-from megatron_ext.layers.latent import NORMS_ALL_QUERIES, CoatMLASelfAttention
+from megatron_ext.layers.latent import NORMS_ALL_QUERIES, CoatDownProjection, CoatMLASelfAttention
 from megatron_ext.layers.linear import CoatColumnParallelLinear
 from megatron_ext.ledger import saved_bytes
 from tests.megatron_ext.conftest import one_megatron_process
@@ -207,7 +207,9 @@ def test_parts_and_checkpoints_are_megatrons(device):
     assert type(attention) is CoatMLASelfAttention
     linears = {name: type(m) for name, m in attention.named_children() if isinstance(m, LINEARS)}
     assert len(linears) == 5
-    for name in ("linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj"):
+    for name in ("linear_q_down_proj", "linear_kv_down_proj"):
+        assert linears[name] is CoatDownProjection
+    for name in ("linear_q_up_proj", "linear_kv_up_proj"):
         assert linears[name] is CoatColumnParallelLinear
     assert coat.state_dict().keys() == stock.state_dict().keys()
     group = torch.distributed.group.WORLD
