@@ -28,7 +28,7 @@ def build():
 
 
 def packed(batch: dict) -> dict:
-    """The batch, each row of which holds two documents."""
+    """The batch, with two documents in each row."""
     position_ids = torch.cat([torch.arange(20), torch.arange(12)]).expand_as(batch["input_ids"])
     return batch | {"position_ids": position_ids}
 
