@@ -37,8 +37,10 @@ QUICK = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, 
 
 
 class _Tokens(torch.utils.data.Dataset):
-    def __init__(self, length: int, vocabulary: int):
-        self.length, self.vocabulary = length, vocabulary
+    """Rows of random tokens; of several documents, if `documents` is not 1."""
+
+    def __init__(self, length: int, vocabulary: int, documents: int):
+        self.length, self.vocabulary, self.documents = length, vocabulary, documents
 
     def __len__(self):
         return 1024
@@ -46,7 +48,15 @@ class _Tokens(torch.utils.data.Dataset):
     def __getitem__(self, i):
         generator = torch.Generator().manual_seed(i)
         ids = torch.randint(self.vocabulary, (self.length,), generator=generator)
-        return {"input_ids": ids, "labels": ids}
+        if self.documents == 1:
+            return {"input_ids": ids, "labels": ids}
+        # documents of random lengths: positions begin again at each
+        borders = (
+            (torch.randperm(self.length - 1, generator=generator)[: self.documents - 1] + 1).sort().values
+        )
+        lengths = torch.tensor([0, *borders, self.length]).diff()
+        positions = torch.cat([torch.arange(length) for length in lengths])
+        return {"input_ids": ids, "labels": ids, "position_ids": positions}
 
 
 def _training_arguments(settings: dict):
@@ -114,7 +124,7 @@ def run_rank(settings: dict) -> None:
     trainer = transformers.Trainer(
         model=model,
         args=arguments,
-        train_dataset=_Tokens(settings["sequence"], model.config.vocab_size),
+        train_dataset=_Tokens(settings["sequence"], model.config.vocab_size, settings["documents"]),
         callbacks=[Clock()],
     )
     trainer.train()
@@ -136,6 +146,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=int, default=LAYERS)
     parser.add_argument("--micro-batch", type=int, default=2)
     parser.add_argument("--sequence", type=int, default=2048)
+    parser.add_argument("--documents", type=int, default=1, help="in a row; more than one: a packed batch")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
 
@@ -149,7 +160,7 @@ def trainer(arguments, table: Table) -> None:
     call's processes it was; COAT's was up to a tenth slower where it came first.
     """
     quick = {"layers": 2, "sequence": 64, "steps": 2} if arguments.quick else {}
-    names = ("shape", "stage", "layers", "micro_batch", "sequence", "steps")
+    names = ("shape", "stage", "layers", "micro_batch", "sequence", "documents", "steps")
     common = {name: getattr(arguments, name) for name in names} | quick
     for order, system in enumerate(arguments.systems, 1):
         row = {"system": system, "order": order, "gpus": arguments.gpus, **common}
