@@ -27,10 +27,10 @@ EXP_AVG_FORMATS = (None, *SIGNED_CODECS)
 EXP_AVG_SQ_FORMATS = tuple(name for name, codec in CODECS.items() if not codec.relative)
 KEEP_FP32 = ("*norm*", "*bias*")
 OTHER_NAMES = {
-    "fp8": ("e4m3",),
+    "fp8": ("e4m3", "fp8_expanded"),
     "float8": ("e4m3",),
-    "float8_e4m3fn": ("e4m3", "fp8"),
-    "float8_e5m2": ("e5m2", "fp8_e5m2"),
+    "float8_e4m3fn": ("e4m3", "fp8_expanded"),
+    "float8_e5m2": ("e5m2",),
     "int8": ("sqrt8", "log8"),
     "bfloat16": ("bf16",),
     "float32": ("fp32",),

@@ -116,32 +116,6 @@ def from_fp8(b_codes, E5M2: tl.constexpr):
     return b_codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
 
 
-def dither_fp8(
-    y: torch.Tensor, u: torch.Tensor, fmt: Fp8Format, bend: torch.Tensor | float = 0.0
-) -> torch.Tensor:
-    """`y` (FP32) moved by `u` of its steps in `fmt`, |u| < 1/2, so that its rounded value is right on
-    average.
-
-    If the power y^(1/k), not y, must be right on average, `bend` is 1 - 1/k. Roundings of variance step^2 / 6
-    then bias the power like a change of y by -bend * step^2 / (12 y), so the opposite change is added here
-    (second term of the power's Taylor series).
-    """
-    mantissa_bits = 2 if fmt.is_e5m2 else 3
-    _, power = torch.frexp(y)
-    step = torch.ldexp(torch.ones_like(y), power - 1 - mantissa_bits).clamp_min(fmt.tiny)
-    return torch.where(y == 0, y, y + step * (u + bend / 12 * step / y))
-
-
-@triton.jit
-def dither_tile(b_y, b_u, b_bend, E5M2: tl.constexpr):
-    """`dither_fp8` for nonzero values; the step comes from the exponent's bits."""
-    SMALLEST: tl.constexpr = (127 - 14) << 23 if E5M2 else (127 - 6) << 23
-    STEP: tl.constexpr = 0.25 if E5M2 else 0.125
-    b_power = tl.maximum(b_y.to(tl.int32, bitcast=True) & 0x7F800000, SMALLEST).to(tl.float32, bitcast=True)
-    b_step = b_power * STEP
-    return b_y + b_step * (b_u + b_bend * 0.08333333 * b_step / b_y)
-
-
 @triton.jit
 def cast(b_x, DTYPE: tl.constexpr):
     """FP32 values in the stored floating-point type; the interpreter would truncate to BF16."""

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from coat_kernels.adamw import dither_reference
-from coat_kernels.codecs import Codec, Stored, get_codec
+from coat_kernels.codecs import GROUP_SIZE, Codec, Stored, get_codec
 from coat_kernels.codecs.codec import encode_reference
 
 # several codes of a step take the same one
@@ -32,26 +32,26 @@ class Case(NamedTuple):
     """Whether the code takes moments over the largest of their tensor, which has one scale."""
 
 
-def ours(m_codec: Codec, v_codec: Codec, group_size: int, dither: bool) -> Code:
+def ours(m_codec: Codec, v_codec: Codec, dither: bool) -> Code:
     """Two codecs, as `adamw_reference` uses them."""
 
     def code(m, v, step):
-        shift = dither_of(step, v.numel(), group_size, v.device) if dither else None
-        second = Stored(v_codec, encode_reference(v_codec, v, group_size, dither=shift))
+        shift = dither_of(step, v.numel(), v.device) if dither else None
+        second = Stored(v_codec, encode_reference(v_codec, v, dither=shift))
         turn = None
         if m_codec.relative:
-            m, turn = m / second.roots(group_size), dither_of(step, 1, 1, m.device).expand_as(m)
-        first = encode_reference(m_codec, m, group_size, dither=turn)
-        return m_codec.decode(first, group_size, second), v_codec.decode(second.storage, group_size)
+            m, turn = m / second.roots(), dither_of(step, 1, m.device).expand_as(m)
+        first = encode_reference(m_codec, m, dither=turn)
+        return m_codec.decode(first, second), v_codec.decode(second.storage)
 
     return code
 
 
-def power_of(exponent: float, levels: int, group_size: int) -> Callable[[torch.Tensor], torch.Tensor]:
+def power_of(exponent: float, levels: int) -> Callable[[torch.Tensor], torch.Tensor]:
     """Integers that are powers of magnitudes."""
 
     def code(x):
-        rows = x.view(-1, group_size)
+        rows = x.view(-1, GROUP_SIZE)
         largest = rows.abs().amax(1, keepdim=True).clamp_min(1e-30)
         y = ((rows.abs() / largest) ** exponent * levels).round() / levels
         return (y ** (1 / exponent) * largest).copysign(rows).view(-1)
@@ -133,8 +133,8 @@ def apart(m_code: Callable, v_code: Callable) -> Code:
 
 def cases(beta2: float) -> dict[str, Case]:
     dither = 1 - beta2 < 1 / 64
-    log8, root = get_codec("log8"), power_of(0.5, 127, 128)
-    of_log8 = ours(get_codec("fp32"), log8, 128, dither)
+    log8, root = get_codec("log8"), power_of(0.5, 127)
+    of_log8 = ours(get_codec("fp32"), log8, dither)
     found = {
         "int8 roots, log8": Case(2 + 9 / 128, lambda m, v, step: (root(m), of_log8(m, v, step)[1])),
         # of blocks of 256, two FP32 scales
@@ -147,13 +147,11 @@ def cases(beta2: float) -> dict[str, Case]:
             apart(lambda m: flashoptim(m, softsign), lambda v: flashoptim(v.sqrt(), linear).square()),
         ),
     }
-    pairs = [("ratio8", "log8", size) for size in (64, 128, 256)]
-    pairs += [("fp8_expanded", "fp8_expanded", 128), ("fp8_expanded", "log8", 128), ("bf16", "bf16", 128)]
-    for m_name, v_name, size in pairs:
-        m, v = get_codec(m_name), get_codec(v_name)
-        nbytes = sum(codec.zeros(2**20, size, "meta").nbytes for codec in (m, v)) / 2**20
-        name = f"{m_name}, {v_name}" + (f", groups of {size}" if size != 128 else "")
-        found[name] = Case(nbytes, ours(m, v, size, dither and v.fine))
-        if name == "ratio8, log8" and dither:
-            found["ratio8, log8 to nearest"] = Case(nbytes, ours(m, v, size, False))
+    pairs = ("ratio8", "log8"), ("fp8_expanded", "fp8_expanded"), ("fp8_expanded", "log8"), ("bf16", "bf16")
+    for names in pairs:
+        m, v = map(get_codec, names)
+        nbytes = sum(codec.zeros(2**20, "meta").nbytes for codec in (m, v)) / 2**20
+        found[", ".join(names)] = Case(nbytes, ours(m, v, dither and v.fine))
+        if names == ("ratio8", "log8") and dither:
+            found["ratio8, log8 to nearest"] = Case(nbytes, ours(m, v, False))
     return found

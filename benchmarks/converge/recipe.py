@@ -11,8 +11,6 @@ from benchmarks.common.training import CONFIGS
 from benchmarks.common.whole_models import SYSTEMS, System
 
 BF16 = "bf16"
-# plain FP8 in place of dynamic range expansion
-_PLAIN = {"exp_avg_format": "fp8", "exp_avg_sq_format": "fp8"}
 # the paper's format of both moments
 _PAPER = {"exp_avg_format": "fp8_expanded", "exp_avg_sq_format": "fp8_expanded"}
 VARIANTS = {
@@ -21,10 +19,11 @@ VARIANTS = {
     "coat-paper": System({"optimizer": _PAPER}),
     "coat-optimizer": System({"activations": {"enabled": False}}),
     "coat-activations": System({"optimizer": {"enabled": False}}),
-    "coat-no-expansion": System({"optimizer": _PLAIN}),
     "coat-fastest": SYSTEMS["COAT, fastest"],
     "coat-smallest": SYSTEMS["COAT, smallest"],
 }
+# stored runs of plain FP8 in place of dynamic range expansion, which was removed
+REMOVED = ("coat-no-expansion",)
 # from one to the other after half of the steps
 CHANGES = {"bf16-to-coat": (BF16, "coat"), "coat-to-bf16": ("coat", BF16)}
 # the most telling first, should there be time for some only
@@ -132,7 +131,7 @@ class Run(NamedTuple):
     def parse(cls, name: str) -> "Run":
         """Raises ValueError, naming the known ones, for a name that is none."""
         stem, seed = re.fullmatch(r"(.+?)(?:-seed(\d+))?", name).groups()
-        if stem not in VARIANTS and stem not in CHANGES:
+        if stem not in (*VARIANTS, *CHANGES, *REMOVED):
             known = ", ".join([*VARIANTS, *CHANGES])
             raise ValueError(f"--runs {name}: expected one of {known}, optionally followed by -seedN")
         return cls(stem, CHANGES.get(stem, (stem,)), int(seed or 1))

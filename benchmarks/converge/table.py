@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 
 from benchmarks.common.harness import Table
 from benchmarks.common.plot import save
-from benchmarks.converge.recipe import BF16, CHANGES, RUNS, VARIANTS, Recipe, Run
+from benchmarks.converge.recipe import BF16, CHANGES, REMOVED, RUNS, VARIANTS, Recipe, Run
 from coat_launch.report import read_metrics
 
 # nats that COAT's mean loss may be above BF16's
@@ -151,7 +151,7 @@ def plot(runs: dict[str, Path], path: Path) -> None:
     """Validation losses over tokens, and their distance to those of BF16 of the same seed, or of FP32 moments
     where there is no BF16: single seeds, and bold their mean."""
     curves = curves_of(runs)
-    order = [*VARIANTS, *CHANGES]
+    order = [*VARIANTS, *CHANGES, *REMOVED]
     kinds = sorted({Run.parse(name).kind for name in curves}, key=order.index)
     base = next((kind for kind in kinds if kind == BF16 or "-fp32" in kind), None)
     figure, panels = plt.subplots(

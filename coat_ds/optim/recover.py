@@ -21,7 +21,7 @@ from coat_kernels.codecs.codec import encode_reference
 SAME_VALUE = 1e-4
 # how far a rounded smallest magnitude moves an exponent e: E4M3 holds it with an error of at most a third
 # (stochastically rounded from 2.29 to 3 of its smallest steps), 0.4 of the 16.6 octaves that groups are
-# stretched to; E5M2 and log8 have smaller errors. The rounding of each exponent adds to this.
+# stretched to; log8 has smaller errors. The rounding of each exponent adds to this.
 RELATIVE, ABSOLUTE = 0.03, 2
 
 
@@ -62,7 +62,7 @@ def _recovered(codec: Codec, rows: torch.Tensor) -> tuple[Storage, bool]:
     """The codes of whole groups, FP32 [groups, GROUP_SIZE], and whether they decode to all groups, except for
     FP32 rounding."""
     best = codec.encode(rows)
-    first, reach = Storage(*(t.clone() for t in best)), _reach(codec, best, len(rows))
+    first, reach = Storage(*(t.clone() for t in best)), _reach(best, len(rows))
     errors = _errors(codec, best, rows)
     # the nearest exponents first, up and down
     steps = (sign * distance for distance in itertools.count(1) for sign in (1, -1))
@@ -71,8 +71,8 @@ def _recovered(codec: Codec, rows: torch.Tensor) -> tuple[Storage, bool]:
         left = ((errors > 0) & (reach >= abs(step))).nonzero().squeeze(1)
         if not left.numel():
             return best, bool((errors <= SAME_VALUE).all())
-        moved = _moved(codec, first, left, step)
-        tried = encode_reference(codec, rows[left].view(-1), GROUP_SIZE, moved)
+        moved = _moved(first, left, step)
+        tried = encode_reference(codec, rows[left].view(-1), moved)
         found = _errors(codec, tried, rows[left])
         better = (found < errors[left]) & (found <= SAME_VALUE)
         where = left[better]
@@ -83,21 +83,17 @@ def _recovered(codec: Codec, rows: torch.Tensor) -> tuple[Storage, bool]:
                 old[where] = new[better]
 
 
-def _reach(codec: Codec, stored: Storage, groups: int) -> torch.Tensor:
-    """By how many steps the original of each group may differ from `stored`, int32 [groups]."""
-    if codec.has_exponent:
-        return (RELATIVE * stored.exponent.int()).ceil().int() + ABSOLUTE
-    # a scale is the largest magnitude times a constant, rounded twice on its way
-    return stored.codes.new_full((groups,), int(codec.has_scale), dtype=torch.int32)
+def _reach(stored: Storage, groups: int) -> torch.Tensor:
+    """By how many steps the exponent of each group may differ from that of `stored`, int32 [groups]."""
+    if not stored.exponent.numel():
+        return stored.codes.new_zeros(groups, dtype=torch.int32)
+    return (RELATIVE * stored.exponent.int()).ceil().int() + ABSOLUTE
 
 
-def _moved(codec: Codec, stored: Storage, groups: torch.Tensor, step: int) -> Storage:
-    """Scales and exponents of `groups`, `step` steps from those of `stored`."""
-    if codec.has_exponent:
-        moved = (stored.exponent[groups].int() + step).clamp(1, 255).to(torch.uint8)
-        return stored._replace(scale=stored.scale[groups], exponent=moved)
-    scale = stored.scale[groups]
-    return stored._replace(scale=scale.nextafter(torch.full_like(scale, torch.inf if step > 0 else 0)))
+def _moved(stored: Storage, groups: torch.Tensor, step: int) -> Storage:
+    """The scales of `groups`, and their exponents, `step` steps from those of `stored`."""
+    moved = (stored.exponent[groups].int() + step).clamp(1, 255).to(torch.uint8)
+    return stored._replace(scale=stored.scale[groups], exponent=moved)
 
 
 def _errors(codec: Codec, storage: Storage, rows: torch.Tensor) -> torch.Tensor:

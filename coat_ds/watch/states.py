@@ -7,8 +7,7 @@ groups are. `coat_kernels.adamw.storing` says what is summed over them. Of a ten
 - stalled: 1 - sum ln(v0 / v') / sum ln(v0 / v), within 0 and 1, over the elements that were to shrink. It is
   1 where rounding undoes every decay, and about 0 where rounding is right on average, even if most codes stay
   where they are in a single step;
-- underflowed: the share of elements with v > 0 that are stored as zero, or as the lowest code at more than
-  twice their value.
+- underflowed: the share of elements with v > 0 that are stored as zero, or at more than twice their value.
 """
 
 from collections.abc import Mapping, Sequence

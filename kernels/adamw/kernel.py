@@ -71,10 +71,10 @@ def adamw_kernel(
     PARAM: tl.constexpr, GRAD: tl.constexpr, M_CODES: tl.constexpr, V_CODES: tl.constexpr,
     # codec of exp_avg: its tile functions, and whether it stores a scale and an exponent per group
     M_FROM: tl.constexpr, M_STATISTICS: tl.constexpr, M_TO: tl.constexpr,
-    M_SCALE: tl.constexpr, M_EXPONENT: tl.constexpr, M_E5M2: tl.constexpr,
+    M_SCALE: tl.constexpr, M_EXPONENT: tl.constexpr,
     # the same for exp_avg_sq
     V_FROM: tl.constexpr, V_STATISTICS: tl.constexpr, V_TO: tl.constexpr,
-    V_SCALE: tl.constexpr, V_EXPONENT: tl.constexpr, V_E5M2: tl.constexpr,
+    V_SCALE: tl.constexpr, V_EXPONENT: tl.constexpr,
     # for an exp_avg that is stored relative to the root of exp_avg_sq
     V_ROOTS: tl.constexpr, V_LOG_ROOTS: tl.constexpr, M_RATIO: tl.constexpr, RELATIVE: tl.constexpr,
     # EXACT: the table's last pointer is of remainders
@@ -144,10 +144,10 @@ def adamw_kernel(
         b_g = tl.fma(b_g, tl.load(p_grad_scale), 0.0)
     if MAXIMIZE:
         b_g = -b_g
-    b_m = M_FROM(b_m_codes, b_m_scale, b_m_exponent, M_E5M2, True)
+    b_m = M_FROM(b_m_codes, b_m_scale, b_m_exponent, True)
     if RELATIVE:
         b_m *= V_ROOTS(b_v_codes, b_v_scale, b_v_exponent)
-    b_v = V_FROM(b_v_codes, b_v_scale, b_v_exponent, V_E5M2, False)
+    b_v = V_FROM(b_v_codes, b_v_scale, b_v_exponent, False)
     b_m += rate1 * (b_g - b_m)
     b_v += rate2 * (b_g * b_g - b_v)
     b_update = b_m * fast_reciprocal(fast_sqrt(b_v) * inverse_root + eps)
@@ -173,7 +173,7 @@ def adamw_kernel(
         b_v = tl.where(m_x, b_v, 0.0)
     b_v_codes, b_v_scale, b_v_exponent = store_moment(
         b_v, b_dither, p_v, p_v_scale, p_v_exponent, o_x, m_x, o_row, m_row,
-        V_STATISTICS, V_TO, V_SCALE, V_EXPONENT, V_E5M2, False, DITHER, MASKED)  # fmt: skip
+        V_STATISTICS, V_TO, V_SCALE, V_EXPONENT, False, DITHER, MASKED)  # fmt: skip
     if RELATIVE:
         b_log_root = V_LOG_ROOTS(b_v_codes, b_v_scale, b_v_exponent)
         b_m_codes, b_m_scale = M_RATIO(b_m, b_log_root, turn)
@@ -181,4 +181,4 @@ def adamw_kernel(
         store_scale(p_m_scale + o_row, b_m_scale, m_row, MASKED)
     else:
         store_moment(b_m, 0.0, p_m, p_m_scale, p_m_exponent, o_x, m_x, o_row, m_row,
-                     M_STATISTICS, M_TO, M_SCALE, M_EXPONENT, M_E5M2, True, False, MASKED)  # fmt: skip
+                     M_STATISTICS, M_TO, M_SCALE, M_EXPONENT, True, False, MASKED)  # fmt: skip

@@ -74,9 +74,7 @@ def noise_reference(x: torch.Tensor, grad: torch.Tensor, seed: int, step: int) -
     return ((x ^ (x >> 16)) >> 16).int()
 
 
-def dither_reference(
-    step: int, numel: int, group_size: int = GROUP_SIZE, device: torch.device | str = "cpu"
-) -> torch.Tensor:
+def dither_reference(step: int, numel: int, device: torch.device | str = "cpu") -> torch.Tensor:
     """The offset that is added to each element before rounding, in steps of codes: FP32 [numel], between
     -1/2 and 1/2.
 
@@ -84,7 +82,7 @@ def dither_reference(
     are cut. In each step it advances by the golden ratio, which fills the interval more evenly than random
     numbers: the average of an element is right after a few steps.
     """
-    lane = torch.arange(numel, dtype=torch.int64, device=device) % group_size
+    lane = torch.arange(numel, dtype=torch.int64, device=device) % GROUP_SIZE
     return (step * STEP_KEY.value + lane * LANE_KEY.value).int().float() * DITHER_UNIT.value
 
 
@@ -130,13 +128,13 @@ def adamw_reference(
         param.copy_(round_stochastically(p, g, options.seed, int(step)).view_as(param))
     else:
         param.copy_(p.view_as(param))
-    shift = dither_reference(int(step), p.numel(), device=p.device) if options.dither else None
+    shift = dither_reference(int(step), p.numel(), p.device) if options.dither else None
     _overwrite(exp_avg_sq, encode_reference(v_codec, v, dither=shift))
     turn = None
     if m_codec.relative:
         m = m / Stored(v_codec, exp_avg_sq).roots()
         # one number for the whole step, which costs the kernel nothing
-        turn = dither_reference(int(step), 1, 1, m.device).expand_as(m)
+        turn = dither_reference(int(step), 1, m.device).expand_as(m)
     _overwrite(exp_avg, encode_reference(m_codec, m, dither=turn))
 
 

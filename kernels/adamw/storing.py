@@ -9,7 +9,7 @@ and u' the same expression in m' and v', the sums of a group are
 - the sums of ln(v0 / v) and of ln(v0 / v'), over elements that should shrink (v < v0) and are above zero
   before and after. With dither, ln v' is the mean over `DITHERS` thresholds, because a step has only one
   threshold per element, which is too small a sample;
-- the number of elements with v > 0 that are stored as zero, or as the lowest code at more than 2 v;
+- the number of elements with v > 0 that are stored as zero, or as more than 2 v;
 - the number of elements with v > 0.
 """
 
@@ -105,8 +105,7 @@ def storing_sums_reference(
         kept = _mean_log(options.exp_avg_sq_codec, fresh_v)
         shrinks &= kept.isfinite()
     positive = fresh_v > 0
-    bits = _bits(after.exp_avg_sq.codes).view_as(stored_v)
-    lost = positive & ((stored_v == 0) | ((bits == 1) & (stored_v > 2 * fresh_v)))
+    lost = positive & ((stored_v == 0) | (stored_v > 2 * fresh_v))
     sums = (
         torch.where(known, (stored - exact).square(), 0),
         torch.where(known, exact.square(), 0),
@@ -121,10 +120,6 @@ def storing_sums_reference(
 def _roots(step: torch.Tensor, beta2: float) -> torch.Tensor:
     """The bias-correction divisors of the roots of second moments, FP32."""
     return (1 - beta2**step).sqrt().float()
-
-
-def _bits(codes: torch.Tensor) -> torch.Tensor:
-    return codes.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[codes.element_size()])
 
 
 @functools.cache
@@ -145,17 +140,17 @@ def _mean_log(codec: Codec, x: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def decode_tile(p_m, p_m_scale, p_m_exponent, p_v, p_v_scale, p_v_exponent, o_x, m_x, o_row, m_row,
-                M_FROM: tl.constexpr, M_SCALE: tl.constexpr, M_EXPONENT: tl.constexpr, M_E5M2: tl.constexpr,
-                V_FROM: tl.constexpr, V_SCALE: tl.constexpr, V_EXPONENT: tl.constexpr, V_E5M2: tl.constexpr,
+                M_FROM: tl.constexpr, M_SCALE: tl.constexpr, M_EXPONENT: tl.constexpr,
+                V_FROM: tl.constexpr, V_SCALE: tl.constexpr, V_EXPONENT: tl.constexpr,
                 V_ROOTS: tl.constexpr, RELATIVE: tl.constexpr):  # fmt: skip
     """Both moments of a tile, FP32."""
     b_m_codes, b_v_codes = load_tile(p_m, o_x, m_x, True), load_tile(p_v, o_x, m_x, True)
     b_scale, b_exponent = load_metadata(p_m_scale, p_m_exponent, o_row, m_row, M_SCALE, M_EXPONENT, True)
-    b_m = M_FROM(b_m_codes, b_scale, b_exponent, M_E5M2, True)
+    b_m = M_FROM(b_m_codes, b_scale, b_exponent, True)
     b_scale, b_exponent = load_metadata(p_v_scale, p_v_exponent, o_row, m_row, V_SCALE, V_EXPONENT, True)
     if RELATIVE:
         b_m *= V_ROOTS(b_v_codes, b_scale, b_exponent)
-    return b_m, V_FROM(b_v_codes, b_scale, b_exponent, V_E5M2, False)
+    return b_m, V_FROM(b_v_codes, b_scale, b_exponent, False)
 
 
 @triton.jit
@@ -168,10 +163,10 @@ def storing_kernel(
     p_grad, p_root, p_thresholds, p_sums,
     # the stored moments before and after the step
     p_old_m, p_old_m_scale, p_old_m_exponent, p_old_v, p_old_v_scale, p_old_v_exponent,
-    p_m, p_m_scale, p_m_exponent, p_v, p_v_scale, p_v_exponent, p_v_bits,
+    p_m, p_m_scale, p_m_exponent, p_v, p_v_scale, p_v_exponent,
     groups, rate1, beta2, rate2, eps,
-    M_FROM: tl.constexpr, M_SCALE: tl.constexpr, M_EXPONENT: tl.constexpr, M_E5M2: tl.constexpr,
-    V_FROM: tl.constexpr, V_SCALE: tl.constexpr, V_EXPONENT: tl.constexpr, V_E5M2: tl.constexpr,
+    M_FROM: tl.constexpr, M_SCALE: tl.constexpr, M_EXPONENT: tl.constexpr,
+    V_FROM: tl.constexpr, V_SCALE: tl.constexpr, V_EXPONENT: tl.constexpr,
     V_ROOTS: tl.constexpr, RELATIVE: tl.constexpr,
     V_STATISTICS: tl.constexpr, V_TO: tl.constexpr, DITHERS: tl.constexpr,
     MAXIMIZE: tl.constexpr, SUMS: tl.constexpr, ROWS: tl.constexpr, G: tl.constexpr,
@@ -183,12 +178,12 @@ def storing_kernel(
     m_x = o_x < groups * G
     b_old_m, b_old = decode_tile(
         p_old_m, p_old_m_scale, p_old_m_exponent, p_old_v, p_old_v_scale, p_old_v_exponent,
-        o_x, m_x, o_row, m_row, M_FROM, M_SCALE, M_EXPONENT, M_E5M2,
-        V_FROM, V_SCALE, V_EXPONENT, V_E5M2, V_ROOTS, RELATIVE)  # fmt: skip
+        o_x, m_x, o_row, m_row, M_FROM, M_SCALE, M_EXPONENT,
+        V_FROM, V_SCALE, V_EXPONENT, V_ROOTS, RELATIVE)  # fmt: skip
     b_m, b_v = decode_tile(
         p_m, p_m_scale, p_m_exponent, p_v, p_v_scale, p_v_exponent,
-        o_x, m_x, o_row, m_row, M_FROM, M_SCALE, M_EXPONENT, M_E5M2,
-        V_FROM, V_SCALE, V_EXPONENT, V_E5M2, V_ROOTS, RELATIVE)  # fmt: skip
+        o_x, m_x, o_row, m_row, M_FROM, M_SCALE, M_EXPONENT,
+        V_FROM, V_SCALE, V_EXPONENT, V_ROOTS, RELATIVE)  # fmt: skip
     b_g = load_tile(p_grad, o_x, m_x, True)
     if MAXIMIZE:
         b_g = -b_g
@@ -200,20 +195,19 @@ def storing_kernel(
     b_known = tl.abs(b_exact) < float("inf")
     b_shrinks = (b_fresh < b_old) & (b_fresh > 0.0) & (b_v > 0.0)
     if DITHERS > 0:
-        b_scale, b_exponent = V_STATISTICS(b_fresh, V_E5M2, False)
+        b_scale, b_exponent = V_STATISTICS(b_fresh, False)
         b_kept = tl.zeros([ROWS, G], tl.float32)
         for i in range(DITHERS):
             b_dither = tl.load(p_thresholds + i * G + o_lane)
-            b_codes = V_TO(b_fresh, b_scale[:, None], b_exponent[:, None], b_dither, V_E5M2, False, True)
+            b_codes = V_TO(b_fresh, b_scale[:, None], b_exponent[:, None], b_dither, False, True)
             b_codes = cast(b_codes, p_v.dtype.element_ty)
-            b_kept += tl.log(V_FROM(b_codes, b_scale[:, None], b_exponent[:, None], V_E5M2, False))
+            b_kept += tl.log(V_FROM(b_codes, b_scale[:, None], b_exponent[:, None], False))
         b_kept /= DITHERS
         b_shrinks &= tl.abs(b_kept) < float("inf")
     else:
         b_kept = tl.log(b_v)
     b_positive = b_fresh > 0.0
-    b_lowest = (load_tile(p_v_bits, o_x, m_x, True) == 1) & (b_v > 2.0 * b_fresh)
-    b_lost = b_positive & ((b_v == 0.0) | b_lowest)
+    b_lost = b_positive & ((b_v == 0.0) | (b_v > 2.0 * b_fresh))
     store_sum(p_sums, o_row, m_row, tl.where(b_known, b_error * b_error, 0.0), 0, SUMS)
     store_sum(p_sums, o_row, m_row, tl.where(b_known, b_exact * b_exact, 0.0), 1, SUMS)
     store_sum(p_sums, o_row, m_row, tl.where(b_shrinks, tl.log(b_old / b_fresh), 0.0), 2, SUMS)
@@ -239,7 +233,6 @@ def storing_sums_triton(
                 *before.exp_avg_sq,
                 *after.exp_avg,
                 *after.exp_avg_sq,
-                _bits(after.exp_avg_sq.codes),
                 len(grad),
                 1 - options.beta1,
                 options.beta2,

@@ -1,10 +1,10 @@
 """Storage formats of optimizer moments, by name. A new format is one file here and its entry below."""
 
-from coat_kernels.codecs import absmax, expanded, log, plain, ratio
+from coat_kernels.codecs import expanded, log, plain, ratio
 from coat_kernels.codecs.codec import AT_ONCE, GROUP_SIZE, Codec, Storage, Stored, parts_of
 
 CODECS: dict[str, Codec] = {
-    c.name: c for c in (*expanded.CODECS, *log.CODECS, *ratio.CODECS, *absmax.CODECS, *plain.CODECS)
+    codec.name: codec for codec in (expanded.CODEC, log.CODEC, ratio.CODEC, plain.BF16, plain.FP32)
 }
 # the formats that can hold a first moment
 SIGNED_CODECS: dict[str, Codec] = {name: codec for name, codec in CODECS.items() if codec.signed}

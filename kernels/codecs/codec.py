@@ -19,7 +19,7 @@ from coat_kernels.tiles import load_tile, store_tile
 
 # consecutive elements that share one scale and one exponent in optimizer states
 GROUP_SIZE = 128
-# elements per part; a PyTorch step makes several copies of a part. A multiple of every group size
+# elements per part, whole groups; a PyTorch step makes several copies of a part
 AT_ONCE = 2**22
 # groups per program; a wider tile only lengthens the tail
 ROWS = 4
@@ -47,65 +47,77 @@ class Storage(NamedTuple):
         """The storage on `device`; itself if it is there."""
         return Storage(*(t.to(device) for t in self))
 
-    def parts(self, group_size: int = GROUP_SIZE) -> Iterator[tuple[slice, "Storage"]]:
+    def parts(self) -> Iterator[tuple[slice, "Storage"]]:
         """Slices of elements, and views of their storage, `AT_ONCE` elements each."""
         for part in parts_of(self.codes.numel()):
-            yield part, self.groups(part.start // group_size, -(-part.stop // group_size), group_size)
+            yield part, self.groups(part.start // GROUP_SIZE, -(-part.stop // GROUP_SIZE))
 
-    def groups(self, first: int, last: int, group_size: int = GROUP_SIZE) -> "Storage":
+    def groups(self, first: int, last: int) -> "Storage":
         """A view of the groups from `first` to `last`, exclusive."""
-        codes = self.codes[first * group_size : last * group_size]
+        codes = self.codes[first * GROUP_SIZE : last * GROUP_SIZE]
         return Storage(codes, self.scale[first:last], self.exponent[first:last])
 
 
-@dataclass(frozen=True, slots=True)
-class Codec:
-    """A storage format: its layout, its reference functions and its Triton tile functions.
+class Functions(NamedTuple):
+    """What a format computes, in plain PyTorch or as Triton tile functions.
 
-    Reference functions take FP32 groups [rows, group_size], scale [rows, 1] and exponent [rows, 1] (uint8);
-    the last group is padded with zeros. Tile functions do the same on a tile inside a kernel, with one value
-    of the statistics per row, [rows]. Their last arguments are the flags E5M2; SIGNED, set for a first
-    moment, which has signs; and, for `to_codes_tile`, DITHER. `to_codes_tile` may assume that the statistics
-    are those of the same values; `to_codes` takes any.
+    References take FP32 groups [rows, GROUP_SIZE], scale [rows, 1] and exponent [rows, 1] (uint8); the last
+    group is padded with zeros. Tile functions do the same on a tile inside a kernel, with one value of the
+    statistics per row, [rows]. Their last arguments are the flags SIGNED, set for a first moment, which has
+    signs, and, for `to_codes`, DITHER. The tile function `to_codes` may assume that the statistics are those
+    of the same values; the reference takes any.
     """
+
+    statistics: Callable
+    """x -> (scale, exponent)."""
+    to_codes: Callable
+    """(x, scale, exponent, dither or None) -> codes. Dither, in (-1/2, 1/2), is added in steps of codes."""
+    from_codes: Callable
+    """(codes, scale, exponent) -> x."""
+
+
+class Roots(NamedTuple):
+    """The roots of a stored second moment, by which a relative code divides the first moment."""
+
+    log2: Callable
+    """(codes, scale, exponent) -> log2 of the roots in plain PyTorch, finite for every code."""
+    log2_tile: Callable
+    tile: Callable
+    """(codes, scale, exponent) -> the roots."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Codec:
+    """A storage format: its layout and its functions."""
 
     name: str
     dtype: torch.dtype
     """The dtype of the codes; uint8 holds FP8 bit patterns."""
-    has_scale: bool
-    has_exponent: bool
-    is_e5m2: bool
-    statistics: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-    """x -> (scale, exponent)."""
-    to_codes: Callable[..., torch.Tensor]
-    """(x, scale, exponent, dither or None) -> codes. Dither, in (-1/2, 1/2), is added in steps of codes."""
-    from_codes: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-    """(codes, scale, exponent) -> x."""
-    statistics_tile: Callable
-    to_codes_tile: Callable
-    from_codes_tile: Callable
+    has_scale: bool = True
+    has_exponent: bool = True
+    reference: Functions
+    tiles: Functions
     fine: bool = False
     """Whether neighbouring codes are so close everywhere that stochastic rounding adds little noise."""
     signed: bool = True
     """Whether it stores negative values, which a first moment needs; otherwise they become NaN."""
-    relative: bool = False
-    """Whether its values are exp_avg over the root of the stored exp_avg_sq (`Stored.roots`)."""
-    log_roots: Callable | None = None
-    """For codecs of second moments whose first moment may have a relative code: (codes, scale, exponent) ->
-    log2 of the roots by which the first moment is divided; finite for every code."""
-    log_roots_tile: Callable | None = None
-    roots_tile: Callable | None = None
-    """(codes, scale, exponent) -> the roots."""
+    roots: Roots | None = None
+    """Of a codec of second moments, if the first moment may have a relative code."""
     ratio_tile: Callable | None = None
-    """For relative codes: (x, log2 of the roots, dither) -> (codes, scale) in one step."""
+    """Of a relative code: (x, log2 of the roots, dither) -> (codes, scale) in one step."""
+
+    @property
+    def relative(self) -> bool:
+        """Whether its values are exp_avg over the root of the stored exp_avg_sq (`Stored.roots`)."""
+        return self.ratio_tile is not None
 
     def stands_beside(self, exp_avg_sq: "Codec") -> bool:
         """Whether it can store the first moment when `exp_avg_sq` stores the second."""
-        return not self.relative or exp_avg_sq.log_roots is not None
+        return not self.relative or exp_avg_sq.roots is not None
 
-    def zeros(self, numel: int, group_size: int = GROUP_SIZE, device: torch.device | str = "cpu") -> Storage:
+    def zeros(self, numel: int, device: torch.device | str = "cpu") -> Storage:
         """A moment of zeros."""
-        groups = triton.cdiv(numel, group_size)
+        groups = triton.cdiv(numel, GROUP_SIZE)
         return Storage(
             torch.zeros(numel, dtype=self.dtype, device=device),
             torch.zeros(groups if self.has_scale else 0, dtype=torch.float32, device=device),
@@ -113,9 +125,7 @@ class Codec:
             torch.full((groups if self.has_exponent else 0,), 255, dtype=torch.uint8, device=device),
         )
 
-    def encode(
-        self, x: torch.Tensor, group_size: int = GROUP_SIZE, beside: "Stored | None" = None
-    ) -> Storage:
+    def encode(self, x: torch.Tensor, beside: "Stored | None" = None) -> Storage:
         """Stores `x` (any shape; converted to FP32, flat), rounded to nearest.
 
         beside: the second moment on which a relative code depends; None stands for roots of 1. Other codes
@@ -124,19 +134,17 @@ class Codec:
         x = x.detach().reshape(-1).float()
         if self.relative and beside is not None:
             x = x.clone()
-            for part, roots in beside.roots_in_parts(group_size):
+            for part, roots in beside.roots_in_parts():
                 x[part] /= roots
         encode = encode_kernel_launch if uses_kernels(x, fp8=False) else encode_reference
-        return encode(self, x, group_size)
+        return encode(self, x)
 
-    def decode(
-        self, storage: Storage, group_size: int = GROUP_SIZE, beside: "Stored | None" = None
-    ) -> torch.Tensor:
+    def decode(self, storage: Storage, beside: "Stored | None" = None) -> torch.Tensor:
         """The stored moment as FP32 [n]; `beside` as in `encode`."""
         decode = decode_kernel_launch if uses_kernels(storage.codes, fp8=False) else decode_reference
-        x = decode(self, storage, group_size)
+        x = decode(self, storage)
         if self.relative and beside is not None:
-            for part, roots in beside.roots_in_parts(group_size):
+            for part, roots in beside.roots_in_parts():
                 x[part] *= roots
         return x
 
@@ -150,29 +158,28 @@ class Stored(NamedTuple):
     def to(self, device: torch.device) -> "Stored":
         return Stored(self.codec, self.storage.to(device))
 
-    def roots(self, group_size: int = GROUP_SIZE) -> torch.Tensor:
+    def roots(self) -> torch.Tensor:
         """Square roots of the stored values, FP32 [n]. They are positive and finite even where a value is
         zero or NaN, because the first moment is divided by them."""
-        codes = _rows(self.storage.codes, group_size)
+        codes = _rows(self.storage.codes)
         scale, exponent = (_column(t, len(codes)) for t in self.storage[1:])
-        roots = torch.exp2(self.codec.log_roots(codes, scale, exponent))
+        roots = torch.exp2(self.codec.roots.log2(codes, scale, exponent))
         return roots.view(-1)[: self.storage.codes.numel()]
 
-    def parts(self, group_size: int = GROUP_SIZE) -> Iterator["Stored"]:
+    def parts(self) -> Iterator["Stored"]:
         """Views of the storage, `AT_ONCE` elements each, as `Storage.parts`."""
-        for _, storage in self.storage.parts(group_size):
+        for _, storage in self.storage.parts():
             yield Stored(self.codec, storage)
 
-    def roots_in_parts(self, group_size: int = GROUP_SIZE) -> Iterator[tuple[slice, torch.Tensor]]:
+    def roots_in_parts(self) -> Iterator[tuple[slice, torch.Tensor]]:
         """Slices of elements and their `roots`, part by part, because a moment may be as large as the
         memory."""
-        for part, storage in self.storage.parts(group_size):
-            yield part, Stored(self.codec, storage).roots(group_size)
+        for part, storage in self.storage.parts():
+            yield part, Stored(self.codec, storage).roots()
 
 
-def _rows(x: torch.Tensor, group_size: int) -> torch.Tensor:
-    padding = -x.numel() % group_size
-    return torch.nn.functional.pad(x, (0, padding)).view(-1, group_size)
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.pad(x, (0, -x.numel() % GROUP_SIZE)).view(-1, GROUP_SIZE)
 
 
 def _column(t: torch.Tensor, rows: int) -> torch.Tensor:
@@ -180,21 +187,17 @@ def _column(t: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def encode_reference(
-    codec: Codec,
-    x: torch.Tensor,
-    group_size: int = GROUP_SIZE,
-    like: Storage | None = None,
-    dither: torch.Tensor | None = None,
+    codec: Codec, x: torch.Tensor, like: Storage | None = None, dither: torch.Tensor | None = None
 ) -> Storage:
     """`Codec.encode` in plain PyTorch; x FP32 [n]. `like` supplies scale and exponent. `dither` FP32 [n] in
     (-1/2, 1/2) rounds stochastically."""
-    rows = _rows(x, group_size)
+    rows = _rows(x)
     if like is None:
-        scale, exponent = codec.statistics(rows)
+        scale, exponent = codec.reference.statistics(rows)
     else:
         scale, exponent = _column(like.scale, len(rows)), _column(like.exponent, len(rows))
-    dither = None if dither is None else _rows(dither, group_size)
-    codes = codec.to_codes(rows, scale, exponent, dither).view(-1)[: x.numel()].clone()
+    dither = None if dither is None else _rows(dither)
+    codes = codec.reference.to_codes(rows, scale, exponent, dither).view(-1)[: x.numel()].clone()
     return Storage(
         codes,
         scale.reshape(-1).clone() if codec.has_scale else x.new_empty(0),
@@ -202,11 +205,11 @@ def encode_reference(
     )
 
 
-def decode_reference(codec: Codec, storage: Storage, group_size: int = GROUP_SIZE) -> torch.Tensor:
+def decode_reference(codec: Codec, storage: Storage) -> torch.Tensor:
     """`Codec.decode` in plain PyTorch."""
-    codes = _rows(storage.codes, group_size)
+    codes = _rows(storage.codes)
     scale, exponent = _column(storage.scale, len(codes)), _column(storage.exponent, len(codes))
-    return codec.from_codes(codes, scale, exponent).view(-1)[: storage.codes.numel()].clone()
+    return codec.reference.from_codes(codes, scale, exponent).view(-1)[: storage.codes.numel()].clone()
 
 
 @triton.jit
@@ -281,14 +284,14 @@ def load_metadata(p_scale, p_exponent, o_row, m_row,
 @triton.jit
 def store_moment(b_x, b_dither, p_codes, p_scale, p_exponent, o_x, m_x, o_row, m_row,
                  STATISTICS: tl.constexpr, TO_CODES: tl.constexpr, HAS_SCALE: tl.constexpr,
-                 HAS_EXPONENT: tl.constexpr, E5M2: tl.constexpr, SIGNED: tl.constexpr,
-                 DITHER: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+                 HAS_EXPONENT: tl.constexpr, SIGNED: tl.constexpr, DITHER: tl.constexpr,
+                 MASKED: tl.constexpr):  # fmt: skip
     """Stores an FP32 tile [rows, group]; elements past the end must be zero. b_dither is used only if DITHER.
 
     Returns what is stored: codes, and scales and exponents [rows, 1].
     """
-    b_scale, b_exponent = STATISTICS(b_x, E5M2, SIGNED)
-    b_codes = TO_CODES(b_x, b_scale[:, None], b_exponent[:, None], b_dither, E5M2, SIGNED, DITHER)
+    b_scale, b_exponent = STATISTICS(b_x, SIGNED)
+    b_codes = TO_CODES(b_x, b_scale[:, None], b_exponent[:, None], b_dither, SIGNED, DITHER)
     store_tile(p_codes, o_x, cast(b_codes, p_codes.dtype.element_ty), m_x, MASKED)
     if HAS_SCALE:
         store_scale(p_scale + o_row, b_scale, m_row, MASKED)
@@ -300,66 +303,63 @@ def store_moment(b_x, b_dither, p_codes, p_scale, p_exponent, o_x, m_x, o_row, m
 @triton.jit
 def encode_kernel(p_x, p_codes, p_scale, p_exponent, n,
                   STATISTICS: tl.constexpr, TO_CODES: tl.constexpr, HAS_SCALE: tl.constexpr,
-                  HAS_EXPONENT: tl.constexpr, E5M2: tl.constexpr,
-                  ROWS: tl.constexpr, G: tl.constexpr):  # fmt: skip
+                  HAS_EXPONENT: tl.constexpr, ROWS: tl.constexpr, G: tl.constexpr):  # fmt: skip
     o_row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     o_x = o_row[:, None] * G + tl.arange(0, G)[None, :]
     m_x, m_row = o_x < n, o_row * G < n
     b_x = tl.load(p_x + o_x, mask=m_x, other=0.0)
     store_moment(b_x, 0.0, p_codes, p_scale, p_exponent, o_x, m_x, o_row, m_row,
-                 STATISTICS, TO_CODES, HAS_SCALE, HAS_EXPONENT, E5M2, True, False, True)  # fmt: skip
+                 STATISTICS, TO_CODES, HAS_SCALE, HAS_EXPONENT, True, False, True)  # fmt: skip
 
 
 @triton.jit
 def decode_kernel(p_codes, p_scale, p_exponent, p_x, n,
                   FROM_CODES: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_EXPONENT: tl.constexpr,
-                  E5M2: tl.constexpr, ROWS: tl.constexpr, G: tl.constexpr):  # fmt: skip
+                  ROWS: tl.constexpr, G: tl.constexpr):  # fmt: skip
     o_row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     o_x = o_row[:, None] * G + tl.arange(0, G)[None, :]
     m_x, m_row = o_x < n, o_row * G < n
     b_codes = load_tile(p_codes, o_x, m_x, True)
     b_scale, b_exponent = load_metadata(p_scale, p_exponent, o_row, m_row, HAS_SCALE, HAS_EXPONENT, True)
-    b_x = FROM_CODES(b_codes, b_scale, b_exponent, E5M2, True)
+    b_x = FROM_CODES(b_codes, b_scale, b_exponent, True)
     tl.store(p_x + o_x, b_x, mask=m_x)
 
 
-def encode_kernel_launch(codec: Codec, x: torch.Tensor, group_size: int) -> Storage:
+def encode_kernel_launch(codec: Codec, x: torch.Tensor) -> Storage:
     """`Codec.encode` by the Triton kernel; x FP32 [n]."""
-    out = codec.zeros(x.numel(), group_size, x.device)
+    out = codec.zeros(x.numel(), x.device)
     if x.numel():
         with torch.cuda.device_of(x):
-            encode_kernel[(triton.cdiv(x.numel(), ROWS * group_size),)](
+            encode_kernel[(triton.cdiv(x.numel(), ROWS * GROUP_SIZE),)](
                 x,
                 *out,
                 x.numel(),
-                STATISTICS=codec.statistics_tile,
-                TO_CODES=codec.to_codes_tile,
+                STATISTICS=codec.tiles.statistics,
+                TO_CODES=codec.tiles.to_codes,
                 HAS_SCALE=codec.has_scale,
                 HAS_EXPONENT=codec.has_exponent,
-                E5M2=codec.is_e5m2,
                 ROWS=ROWS,
-                G=group_size,
+                G=GROUP_SIZE,
                 **FUSED,
             )
     return out
 
 
-def decode_kernel_launch(codec: Codec, storage: Storage, group_size: int) -> torch.Tensor:
+def decode_kernel_launch(codec: Codec, storage: Storage) -> torch.Tensor:
     """`Codec.decode` by the Triton kernel."""
     n = storage.codes.numel()
     x = torch.empty(n, dtype=torch.float32, device=storage.codes.device)
     if n:
         with torch.cuda.device_of(x):
-            decode_kernel[(triton.cdiv(n, ROWS * group_size),)](
+            decode_kernel[(triton.cdiv(n, ROWS * GROUP_SIZE),)](
                 *storage,
                 x,
                 n,
-                FROM_CODES=codec.from_codes_tile,
+                FROM_CODES=codec.tiles.from_codes,
                 HAS_SCALE=codec.has_scale,
                 HAS_EXPONENT=codec.has_exponent,
-                E5M2=codec.is_e5m2,
                 ROWS=ROWS,
-                G=group_size,
+                G=GROUP_SIZE,
                 **FUSED,
             )
     return x

@@ -21,52 +21,67 @@ import torch
 import triton
 import triton.language as tl
 
-from coat_kernels.codecs.codec import Codec, extremes_tile
+from coat_kernels.codecs.codec import Codec, Functions, extremes_tile
 from coat_kernels.fast_math import fast_exp2, fast_log2, fast_reciprocal, with_sign_of
-from coat_kernels.fp8 import E4M3, E5M2, Fp8Format, dither_fp8, dither_tile, from_fp8, round_to_fp8, to_fp8
+from coat_kernels.fp8 import E4M3, from_fp8, round_to_fp8, to_fp8
+
+# log2(max^2 / 2) in sixteenths: the binades that every group is stretched to
+SPAN = tl.constexpr(16 * math.log2(E4M3.max**2 / 2))
+MAX, LOG2_MAX = tl.constexpr(E4M3.max), tl.constexpr(math.log2(E4M3.max))
 
 
-def _span(fmt: Fp8Format) -> float:
-    """log2(max^2 / 2) in sixteenths: the binades that every group is stretched to."""
-    return 16 * math.log2(fmt.max**2 / 2)
-
-
-SPAN_E4M3, SPAN_E5M2 = tl.constexpr(_span(E4M3)), tl.constexpr(_span(E5M2))
-LOG2_MAX_E4M3, LOG2_MAX_E5M2 = tl.constexpr(math.log2(E4M3.max)), tl.constexpr(math.log2(E5M2.max))
-
-
-def _log2(x: torch.Tensor) -> torch.Tensor:
+def log2(x: torch.Tensor) -> torch.Tensor:
+    """The logarithm, in which magnitudes below 2^-120 count as 2^-120."""
     return x.log2().clamp_min(-120)
 
 
-def _reference(fmt: Fp8Format):
-    span = _span(fmt)
+def statistics(x):
+    magnitude = x.abs()
+    finite = magnitude.isfinite()
+    largest = torch.where(finite, magnitude, 0).amax(1, keepdim=True)
+    smallest = torch.where(finite & (magnitude > 0), magnitude, torch.inf).amin(1, keepdim=True)
+    k = (SPAN.value / (log2(largest) - log2(smallest))).floor()
+    k = torch.where(largest > 0, k, 255).clamp(1, 255)
+    return largest, k.to(torch.uint8)
 
-    def statistics(x):
-        magnitude = x.abs()
-        finite = magnitude.isfinite()
-        largest = torch.where(finite, magnitude, 0).amax(1, keepdim=True)
-        smallest = torch.where(finite & (magnitude > 0), magnitude, torch.inf).amin(1, keepdim=True)
-        k = (span / (_log2(largest) - _log2(smallest))).floor()
-        k = torch.where(largest > 0, k, 255).clamp(1, 255)
-        return largest, k.to(torch.uint8)
 
-    def to_codes(x, scale, exponent, dither):
-        k = exponent.float() / 16
-        stretched = torch.exp2(k * (_log2(x.abs()) - _log2(scale)) + math.log2(fmt.max))
-        if dither is not None:
-            stretched = dither_fp8(stretched, dither, fmt, bend=1 - 1 / k)
-        stretched = torch.where(x == 0, 0, stretched.clamp(fmt.tiny, fmt.max))
-        stretched = torch.where(x.isfinite(), stretched, torch.nan)
-        return round_to_fp8(stretched.copysign(x), fmt).view(torch.uint8)
+def to_codes(x, scale, exponent, dither):
+    k = exponent.float() / 16
+    stretched = torch.exp2(k * (log2(x.abs()) - log2(scale)) + LOG2_MAX.value)
+    if dither is not None:
+        stretched = dithered(stretched, dither, bend=1 - 1 / k)
+    stretched = torch.where(x == 0, 0, stretched.clamp(E4M3.tiny, E4M3.max))
+    stretched = torch.where(x.isfinite(), stretched, torch.nan)
+    return round_to_fp8(stretched.copysign(x), E4M3).view(torch.uint8)
 
-    def from_codes(codes, scale, exponent):
-        y = codes.view(fmt.dtype).float()
-        # the square root of the factor; the factor itself may be as small as 2^-250
-        root = torch.exp2((y.abs() / fmt.max).log2() * (8 / exponent.float()))
-        return (scale * root * root).copysign(y)
 
-    return statistics, to_codes, from_codes
+def from_codes(codes, scale, exponent):
+    y = codes.view(E4M3.dtype).float()
+    # the square root of the factor; the factor itself may be as small as 2^-250
+    root = torch.exp2((y.abs() / E4M3.max).log2() * (8 / exponent.float()))
+    return (scale * root * root).copysign(y)
+
+
+def dithered(y: torch.Tensor, u: torch.Tensor, bend: torch.Tensor | float = 0.0) -> torch.Tensor:
+    """`y` (FP32) moved by `u` of its steps in E4M3, |u| < 1/2, so that its rounded value is right on average.
+
+    If the power y^(1/k), not y, must be right on average, `bend` is 1 - 1/k. Roundings of variance step^2 / 6
+    then bias the power like a change of y by -bend * step^2 / (12 y), so the opposite change is added here
+    (second term of the power's Taylor series).
+    """
+    _, power = torch.frexp(y)
+    # y has 3 bits after its first
+    step = torch.ldexp(torch.ones_like(y), power - 4).clamp_min(E4M3.tiny)
+    return torch.where(y == 0, y, y + step * (u + bend / 12 * step / y))
+
+
+@triton.jit
+def dithered_tile(b_y, b_u, b_bend):
+    """`dithered` for nonzero values; the step comes from the exponent's bits."""
+    SMALLEST: tl.constexpr = (127 - 6) << 23
+    b_power = tl.maximum(b_y.to(tl.int32, bitcast=True) & 0x7F800000, SMALLEST).to(tl.float32, bitcast=True)
+    b_step = b_power * 0.125
+    return b_y + b_step * (b_u + b_bend * 0.08333333 * b_step / b_y)
 
 
 @triton.jit
@@ -75,8 +90,7 @@ def log2_tile(b_abs):
 
 
 @triton.jit
-def statistics_tile(b_x, E5M2: tl.constexpr, SIGNED: tl.constexpr):
-    SPAN: tl.constexpr = SPAN_E5M2 if E5M2 else SPAN_E4M3
+def statistics_tile(b_x, SIGNED: tl.constexpr):
     b_max, b_min = extremes_tile(b_x, SIGNED)
     b_k = SPAN * fast_reciprocal(log2_tile(b_max) - log2_tile(b_min))
     b_k = tl.where(b_max > 0.0, tl.minimum(tl.maximum(b_k, 1.0), 255.0), 255.0)
@@ -84,37 +98,35 @@ def statistics_tile(b_x, E5M2: tl.constexpr, SIGNED: tl.constexpr):
 
 
 @triton.jit
-def to_codes_tile(b_x, b_scale, b_exponent, b_dither,
-                  E5M2: tl.constexpr, SIGNED: tl.constexpr, DITHER: tl.constexpr):  # fmt: skip
-    LOG2_MAX: tl.constexpr = LOG2_MAX_E5M2 if E5M2 else LOG2_MAX_E4M3
+def to_codes_tile(b_x, b_scale, b_exponent, b_dither, SIGNED: tl.constexpr, DITHER: tl.constexpr):
     b_k = b_exponent.to(tl.float32) * 0.0625
     b_offset = LOG2_MAX - b_k * log2_tile(b_scale)
     b_y = fast_exp2(b_k * log2_tile(tl.abs(b_x)) + b_offset)
     if DITHER:
-        b_y = dither_tile(b_y, b_dither, 1.0 - fast_reciprocal(b_k), E5M2)
+        b_y = dithered_tile(b_y, b_dither, 1.0 - fast_reciprocal(b_k))
     # adds NaN to non-finite values (infinity times zero is NaN), and nothing to the others
     b_y = tl.where(b_x == 0.0, 0.0, b_y) + b_x * 0.0
     if SIGNED:
         b_y = with_sign_of(b_y, b_x)
-    return to_fp8(b_y, E5M2)
+    return to_fp8(b_y, False)
 
 
 @triton.jit
-def from_codes_tile(b_codes, b_scale, b_exponent, E5M2: tl.constexpr, SIGNED: tl.constexpr):
-    INVERSE_MAX: tl.constexpr = 1.0 / 57344.0 if E5M2 else 1.0 / 448.0
-    b_y = from_fp8(b_codes, E5M2)
+def from_codes_tile(b_codes, b_scale, b_exponent, SIGNED: tl.constexpr):
+    b_y = from_fp8(b_codes, False)
     # The square root of the factor; the factor itself may be as small as 2^-250. The logarithm of zero is
     # -infinity, and the power is zero again; the logarithm of the largest code is exactly zero.
     b_power = 8.0 * fast_reciprocal(b_exponent.to(tl.float32))
-    b_root = fast_exp2(fast_log2(tl.abs(b_y) * INVERSE_MAX) * b_power)
+    b_root = fast_exp2(fast_log2(tl.abs(b_y) * (1.0 / MAX)) * b_power)
     b_abs = b_scale * b_root * b_root
     if SIGNED:
         return with_sign_of(b_abs, b_y)
     return b_abs
 
 
-TILES = statistics_tile, to_codes_tile, from_codes_tile
-CODECS = tuple(
-    Codec(name, torch.uint8, True, True, fmt.is_e5m2, *_reference(fmt), *TILES)
-    for name, fmt in (("fp8_expanded", E4M3), ("fp8_expanded_e5m2", E5M2))
+CODEC = Codec(
+    name="fp8_expanded",
+    dtype=torch.uint8,
+    reference=Functions(statistics, to_codes, from_codes),
+    tiles=Functions(statistics_tile, to_codes_tile, from_codes_tile),
 )

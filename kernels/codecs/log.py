@@ -16,27 +16,23 @@ import torch
 import triton
 import triton.language as tl
 
-from coat_kernels.codecs.codec import Codec, extremes_tile
-from coat_kernels.codecs.expanded import log2_tile
+from coat_kernels.codecs.codec import Codec, Functions, Roots, extremes_tile
+from coat_kernels.codecs.expanded import log2, log2_tile
 from coat_kernels.fast_math import fast_exp2, fast_reciprocal
 
 # the byte of a group whose logarithms span one octave
 STEPS_PER_OCTAVE = tl.constexpr(256 / 253)
 
 
-def _log2(x: torch.Tensor) -> torch.Tensor:
-    return x.log2().clamp_min(-120)
-
-
 def statistics(x):
     largest = torch.where(x.isfinite(), x, 0).amax(1, keepdim=True).clamp_min(0)
     smallest = torch.where(x > 0, x, torch.inf).amin(1, keepdim=True)
-    octaves = torch.where(largest > 0, _log2(largest) - _log2(smallest), torch.inf)
+    octaves = torch.where(largest > 0, log2(largest) - log2(smallest), torch.inf)
     return largest, (octaves * (256 / 253)).floor().add(1).clamp_max(255).to(torch.uint8)
 
 
 def to_codes(x, scale, exponent, dither):
-    code = (_log2(x) - _log2(scale)) * (256 / exponent.float()) + 254
+    code = (log2(x) - log2(scale)) * (256 / exponent.float()) + 254
     if dither is not None:
         code = code + dither
     code = torch.where(x == 0, 0, code.add(0.5).floor().clamp(1, 254))
@@ -55,11 +51,11 @@ def log_roots(codes, scale, exponent):
     """Zero counts as the level below the lowest, NaN as the level above the highest. A group of zeros has
     logarithm 0."""
     half_step = torch.where(scale > 0, exponent.float() / 512, 0)
-    return (codes.float() - 254) * half_step + torch.where(scale > 0, _log2(scale) / 2, 0)
+    return (codes.float() - 254) * half_step + torch.where(scale > 0, log2(scale) / 2, 0)
 
 
 @triton.jit
-def statistics_tile(b_x, E5M2: tl.constexpr, SIGNED: tl.constexpr):
+def statistics_tile(b_x, SIGNED: tl.constexpr):
     b_max, b_min = extremes_tile(b_x, SIGNED)
     b_octaves = log2_tile(b_max) - log2_tile(b_min)
     b_exponent = (b_octaves * STEPS_PER_OCTAVE).to(tl.int32) + 1
@@ -67,8 +63,7 @@ def statistics_tile(b_x, E5M2: tl.constexpr, SIGNED: tl.constexpr):
 
 
 @triton.jit
-def to_codes_tile(b_x, b_scale, b_exponent, b_dither,
-                  E5M2: tl.constexpr, SIGNED: tl.constexpr, DITHER: tl.constexpr):  # fmt: skip
+def to_codes_tile(b_x, b_scale, b_exponent, b_dither, SIGNED: tl.constexpr, DITHER: tl.constexpr):
     b_codes_per_octave = 256.0 * fast_reciprocal(b_exponent.to(tl.float32))
     # the added half rounds, because the conversion below truncates
     b_offset = 254.5 - log2_tile(b_scale) * b_codes_per_octave
@@ -96,7 +91,7 @@ def levels_tile(b_codes, b_scale, b_exponent):
 
 
 @triton.jit
-def from_codes_tile(b_codes, b_scale, b_exponent, E5M2: tl.constexpr, SIGNED: tl.constexpr):
+def from_codes_tile(b_codes, b_scale, b_exponent, SIGNED: tl.constexpr):
     b_root = levels_tile(b_codes, b_scale, b_exponent)
     b_x = tl.where(b_codes == 0, 0.0, b_scale * b_root * b_root)
     return tl.where(b_codes == 255, float("nan"), b_x)
@@ -119,23 +114,12 @@ def roots_tile(b_codes, b_scale, b_exponent):
     return levels_tile(b_codes, b_scale, b_exponent) * fast_exp2(log_top_tile(b_scale))
 
 
-CODECS = (
-    Codec(
-        "log8",
-        torch.uint8,
-        True,
-        True,
-        False,
-        statistics,
-        to_codes,
-        from_codes,
-        statistics_tile,
-        to_codes_tile,
-        from_codes_tile,
-        fine=True,
-        signed=False,
-        log_roots=log_roots,
-        log_roots_tile=log_roots_tile,
-        roots_tile=roots_tile,
-    ),
+CODEC = Codec(
+    name="log8",
+    dtype=torch.uint8,
+    reference=Functions(statistics, to_codes, from_codes),
+    tiles=Functions(statistics_tile, to_codes_tile, from_codes_tile),
+    fine=True,
+    signed=False,
+    roots=Roots(log_roots, log_roots_tile, roots_tile),
 )

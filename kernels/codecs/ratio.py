@@ -25,7 +25,7 @@ import torch
 import triton
 import triton.language as tl
 
-from coat_kernels.codecs.codec import Codec
+from coat_kernels.codecs.codec import Codec, Functions
 from coat_kernels.fast_math import fast_exp2, fast_log2, fast_sqrt, saturate, with_sign_of
 
 POWER, LOG2_LEVELS = tl.constexpr(2 / 3), tl.constexpr(math.log2(127))
@@ -94,38 +94,28 @@ def ratio_tile(b_x, b_log2_root, b_dither):
 
 
 @triton.jit
-def statistics_tile(b_x, E5M2: tl.constexpr, SIGNED: tl.constexpr):
+def statistics_tile(b_x, SIGNED: tl.constexpr):
     b_scale = scale_tile(finite_log2_tile(b_x, 0.0))
     return b_scale, b_scale
 
 
 @triton.jit
-def to_codes_tile(b_x, b_scale, b_exponent, b_dither,
-                  E5M2: tl.constexpr, SIGNED: tl.constexpr, DITHER: tl.constexpr):  # fmt: skip
+def to_codes_tile(b_x, b_scale, b_exponent, b_dither, SIGNED: tl.constexpr, DITHER: tl.constexpr):
     return codes_tile(finite_log2_tile(b_x, 0.0), b_x, b_scale, b_dither, DITHER)
 
 
 @triton.jit
-def from_codes_tile(b_codes, b_scale, b_exponent, E5M2: tl.constexpr, SIGNED: tl.constexpr):
+def from_codes_tile(b_codes, b_scale, b_exponent, SIGNED: tl.constexpr):
     b_y = b_codes.to(tl.float32)
     b_x = b_y * fast_sqrt(tl.abs(b_y)) * (b_scale * UNIT)
     return tl.where(b_codes == -128, float("nan"), b_x)
 
 
-CODECS = (
-    Codec(
-        "ratio8",
-        torch.int8,
-        True,
-        False,
-        False,
-        statistics,
-        to_codes,
-        from_codes,
-        statistics_tile,
-        to_codes_tile,
-        from_codes_tile,
-        relative=True,
-        ratio_tile=ratio_tile,
-    ),
+CODEC = Codec(
+    name="ratio8",
+    dtype=torch.int8,
+    has_exponent=False,
+    reference=Functions(statistics, to_codes, from_codes),
+    tiles=Functions(statistics_tile, to_codes_tile, from_codes_tile),
+    ratio_tile=ratio_tile,
 )

@@ -83,12 +83,12 @@ def test_formats_come_from_the_block_and_groups_win():
     net = model()
     optimizer = torch.optim.AdamW([{**groups(net)[0], "min_numel": 64}, groups(net)[1]])
     net[2].weight.requires_grad_(False)
-    convert_(optimizer, OptimizerConfig(exp_avg_format="fp8"), keep_fp32=KEEP)
+    convert_(optimizer, OptimizerConfig(exp_avg_format="fp8_expanded"), keep_fp32=KEEP)
     optimizer.init_states()
     assert [g["min_numel"] for g in optimizer.param_groups] == [64, 4096]
     assert optimizer.param_groups[0]["params"] == [net[0].weight]
     moment = optimizer.state[net[0].weight]["exp_avg"]
-    assert {piece.codec.name for piece in moment.pieces} == {"fp8"}
+    assert {piece.codec.name for piece in moment.pieces} == {"fp8_expanded"}
     again = optimizer.state[net[0].weight]
     assert convert_(optimizer, OptimizerConfig(), keep_fp32=KEEP).state[net[0].weight] is again
 

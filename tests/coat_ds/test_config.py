@@ -29,7 +29,7 @@ def test_every_key():
         "enabled": True,
         "optimizer": {
             "enabled": False,
-            "exp_avg_format": "fp8",
+            "exp_avg_format": "fp8_expanded",
             "exp_avg_sq_format": "bf16",
             "min_numel": 0,
         },

@@ -144,7 +144,7 @@ def client_optimizers():
     config = {key: value for key, value in ds_config(1, True).items() if key != "optimizer"}
     net = model()
     # ZeRO's flat partition in the weight's place has no name
-    mine = CoatAdamW(net.named_parameters(), lr=5e-4, exp_avg_format="fp8", keep_fp32=("0.weight",))
+    mine = CoatAdamW(net.named_parameters(), lr=5e-4, exp_avg_format="fp8_expanded", keep_fp32=("0.weight",))
     engine, *_ = deepspeed.initialize(model=net, optimizer=mine, config=config)
     train_step(engine, 0)
     left_alone = {
@@ -247,7 +247,7 @@ def test_every_way_to_give_the_config(one):
 
 def test_client_optimizers(one):
     used, held, left_alone = one["client"]
-    assert used and set(held["by_codec"]) == {"fp8", "log8", "fp32"}
+    assert used and set(held["by_codec"]) == {"fp8_expanded", "log8", "fp32"}
     assert held["by_codec"]["fp32"] > 2 * 4 * 32 * 128
     assert left_alone == ("AdamW", None, "nothing enabled")
 

@@ -111,7 +111,7 @@ def test_what_is_no_mistake():
         ("CoatConfig", True),
         ("coat ", BLOCK),
         ("caot", BLOCK),
-        ("caot", {"optimizer": {"exp_avg_format": "fp8"}}),
+        ("caot", {"optimizer": {"exp_avg_format": "fp8_expanded"}}),
         ("caot", {}),
         ("caot", True),
         ("coatt", BLOCK),
@@ -265,7 +265,7 @@ def test_second_moments_that_cannot_decay(log):
     ):
         assert not lines
     # the script's own has logged it, under its own name, and does once
-    lines = built(log, lambda params: CoatAdamW(params, exp_avg_sq_format="fp8"))
+    lines = built(log, lambda params: CoatAdamW(params, exp_avg_sq_format="fp8_expanded"))
     (line,) = (line for level, line in lines if level == "WARNING")
     assert "CoatAdamW: exp_avg_sq_format: " in line
 

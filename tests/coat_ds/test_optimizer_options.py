@@ -138,7 +138,7 @@ def test_groups_may_come_go_and_change_places_with_other_options():
     groups = optimizer.param_groups
     groups.reverse()
     step_all(optimizer)
-    groups[0] = {**groups[0], "params": parameters(), "exp_avg_format": "fp8"}
+    groups[0] = {**groups[0], "params": parameters(), "exp_avg_format": "fp8_expanded"}
     step_all(optimizer)
     del groups[0]
     optimizer.add_param_group({"params": parameters(), "exp_avg_format": "bf16"})

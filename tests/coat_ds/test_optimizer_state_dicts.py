@@ -23,7 +23,7 @@ from tests.coat_ds.optimizers import (
 from tests.util import rel_rms
 
 
-@pytest.mark.parametrize("exp_avg_format", ["fp8_expanded", "fp8_expanded_e5m2", "fp8", "bf16", "fp32"])
+@pytest.mark.parametrize("exp_avg_format", ["fp8_expanded", "bf16", "fp32"])
 def test_resume_is_bit_exact(exp_avg_format):
     params, optimizer = trained(exp_avg_format=exp_avg_format)
     saved = through_file(optimizer.state_dict())
@@ -191,7 +191,7 @@ def step_again(params, optimizer):
     optimizer.step()
 
 
-@pytest.mark.parametrize("options", [{}, {"exp_avg_format": "fp8_expanded_e5m2"}])
+@pytest.mark.parametrize("options", [{}, {"exp_avg_format": "fp8_expanded"}])
 def test_values_alone_restore_codes_of_the_same_format_and_groups(options):
     params, optimizer = trained()
     saved = optimizer.state_dict()
@@ -201,8 +201,8 @@ def test_values_alone_restore_codes_of_the_same_format_and_groups(options):
         assert_equal(codes(resumed), codes(optimizer))
     for p, q in zip(params, resumed.param_groups[0]["params"], strict=True):
         for a, b in zip(optimizer.moments(p), resumed.moments(q), strict=True):
-            # one more encoding; E5M2, the coarsest here, rounds by 2^-3 at most, over k >= 1
-            assert p.numel() == 0 or rel_rms(b, a) < 2**-3
+            # one more encoding; E4M3, the coarsest here, rounds by 2^-4 at most, over k >= 1
+            assert p.numel() == 0 or rel_rms(b, a) < 2**-4
 
 
 @pytest.mark.parametrize("make", [float, torch.tensor])

@@ -115,7 +115,7 @@ def test_writes_encode_the_groups_that_they_change(write, name):
     assert torch.equal(moment.piece.storage.codes, torch.where(groups, whole, codes))
 
 
-@pytest.mark.parametrize("name", ["fp8", "fp8_expanded", "log8"])
+@pytest.mark.parametrize("name", ["fp8_expanded", "log8"])
 def test_writing_what_is_there_changes_nothing(name):
     moment = Moment.encoded(values(*SHAPE).abs(), get_codec(name))
     before = [t.clone() for t in moment.stored()]
@@ -136,7 +136,7 @@ def test_in_place_ops_encode_their_result():
 @given(
     numel=st.integers(1, 700),
     data=st.data(),
-    codec=st.sampled_from(["fp32", "bf16", "fp8", "fp8_expanded", "fp8_expanded_e5m2"]),
+    codec=st.sampled_from(["fp32", "bf16", "fp8_expanded"]),
 )
 @settings(max_examples=60, deadline=None)
 def test_windows_touch_only_their_groups(numel, data, codec):

@@ -25,7 +25,7 @@ FORMATS = [
     (name, v)
     for name, codec in SIGNED_CODECS.items()
     if not codec.relative
-    for v in ("fp32", "bf16", "fp8", "fp8_expanded", "log8")
+    for v in ("fp32", "bf16", "fp8_expanded", "log8")
 ]
 VIEWS = {
     "itself": lambda x: x,

@@ -22,7 +22,7 @@ CPU = cpuinfo.get_cpu_info()
 PEERS = ("AdamW", "Adam", "FusedAdam", "DeepSpeedCPUAdam", "CoatAdamW")
 
 
-SECOND = ("fp32", "fp8", "fp8_expanded", "fp8_expanded_e5m2", "log8")
+SECOND = ("fp32", "fp8_expanded", "log8")
 PAIRS = [(m, v) for m in SIGNED_CODECS for v in SECOND if get_codec(m).stands_beside(get_codec(v))]
 # the relative pair as often as all others together
 PAIRS += [("ratio8", "log8")] * len(PAIRS)

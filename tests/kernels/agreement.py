@@ -4,7 +4,7 @@ bound: 1 is the bound. Infinity means that rounding cannot explain the error."""
 import torch
 
 from coat_kernels.codecs import Codec
-from coat_kernels.fp8 import E4M3, E5M2
+from coat_kernels.fp8 import E4M3
 from coat_kernels.groups import Grouped
 
 # FP32 arithmetic of a kernel and of its reference: ten operations in another order or fused, approximate
@@ -141,4 +141,4 @@ def comparable(codec: Codec, codes: torch.Tensor) -> torch.Tensor:
     one each."""
     if codec.dtype != torch.uint8 or not codec.signed:
         return codes
-    return codes.view(E5M2.dtype if codec.is_e5m2 else E4M3.dtype)
+    return codes.view(E4M3.dtype)

@@ -23,20 +23,20 @@ def adamw_triton(param, grad, exp_avg, exp_avg_sq, step, **options):
 
 def states(m_name, v_name, n, device):
     codecs = {"exp_avg_codec": get_codec(m_name), "exp_avg_sq_codec": get_codec(v_name)}
-    return codecs, [codec.zeros(n, 128, device) for codec in codecs.values()]
+    return codecs, [codec.zeros(n, device) for codec in codecs.values()]
 
 
 def values_of(codecs, stored):
     """Both moments as FP32."""
     beside = Stored(codecs["exp_avg_sq_codec"], stored[1])
-    return [codec.decode(s, 128, beside) for codec, s in zip(codecs.values(), stored, strict=True)]
+    return [codec.decode(s, beside) for codec, s in zip(codecs.values(), stored, strict=True)]
 
 
 def run_list(run, params, grads, device, steps=3, **more):
     """Three steps of `adamw_` (the reference on the CPU) or of the kernel; returns the storages of the
     moments."""
     codecs, _ = states("fp8_expanded", "fp8_expanded", 1, device)
-    ms, vs = ([codec.zeros(p.numel(), 128, device) for p in params] for codec in codecs.values())
+    ms, vs = ([codec.zeros(p.numel(), device) for p in params] for codec in codecs.values())
     for step in range(1, steps + 1):
         extra = {k: v(step) if callable(v) else v for k, v in more.items()}
         run(params, grads[step - 1], ms, vs, [step] * len(params), **codecs, **(OPTIONS | extra))

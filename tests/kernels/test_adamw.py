@@ -117,7 +117,7 @@ def test_list_is_what_its_tensors_are_one_by_one(device, monkeypatch):
         torch.manual_seed(1)
         params, grads = ([wide(n).to(device) for n in sizes] for _ in range(2))
         codecs, _ = states("fp8_expanded", "fp8_expanded", 1, device)
-        ms, vs = ([codec.encode(wide(n).to(device).abs(), 128) for n in sizes] for codec in codecs.values())
+        ms, vs = ([codec.encode(wide(n).to(device).abs()) for n in sizes] for codec in codecs.values())
         lists = (params, grads, ms, vs, steps)
         for part in (
             [lists]
@@ -168,7 +168,7 @@ def test_steps_and_rate_on_the_device_are_those_of_the_host(device):
     host, on_device = ([p.clone() for p in start] for _ in range(2))
     run_list(adamw_list, host, grads, device)
     codecs, _ = states("fp8_expanded", "fp8_expanded", 1, device)
-    ms, vs = ([codec.zeros(n, 128, device) for n in sizes] for codec in codecs.values())
+    ms, vs = ([codec.zeros(n, device) for n in sizes] for codec in codecs.values())
     for step in range(1, 4):
         steps = torch.full((2,), float(step), device=device)
         rate = {"lr": torch.tensor(OPTIONS["lr"], device=device)}

@@ -141,7 +141,7 @@ def test_weights_edited_between_steps_keep_their_fp32_run(run, device):
     master, grads = 0.02 * torch.randn(300, device=device), gradients((300,), device)
     weight, remainder = split_master(master)
     codecs, _ = states("fp32", "fp32", 1, device)
-    runs = [[codec.zeros(300, 128, device) for codec in codecs.values()] for _ in range(2)]
+    runs = [[codec.zeros(300, device) for codec in codecs.values()] for _ in range(2)]
     for step, (grad,) in enumerate(grads, 1):
         for p, (m, v), more in ((master, runs[0], {}), (weight, runs[1], {"remainders": [remainder]})):
             run([p], [grad], [m], [v], [step], **codecs, **OPTIONS, **more)

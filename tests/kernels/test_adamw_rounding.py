@@ -9,7 +9,7 @@ from coat_kernels.adamw import dither_reference, join_master
 from coat_kernels.adamw.reference import round_stochastically
 from coat_kernels.codecs import get_codec
 from coat_kernels.codecs.codec import encode_reference
-from coat_kernels.fp8 import E4M3, E5M2
+from coat_kernels.fp8 import E4M3
 from tests.kernels.inputs import wide
 from tests.kernels.steps import (
     DEFAULTS,
@@ -56,24 +56,22 @@ def test_stochastic_rounding_is_unbiased_and_keyed_by_its_seed(device):
     assert not runs[0][1].equal(runs[2][1])
 
 
-@pytest.mark.parametrize("name", ["fp8_expanded", "fp8_expanded_e5m2", "fp8", "log8"])
+@pytest.mark.parametrize("name", ["fp8_expanded", "log8"])
 def test_dithered_codes_are_right_on_average(name):
     """The mean of n roundings deviates from the value by at most 1/2 / sqrt(n) steps: five of that. Just over
     a power of two, where steps double, the lower half reaches into finer ones: an eighth of a step."""
     codec, n = get_codec(name), 400
     x = torch.logspace(-3, 0, 128)
-    storage = encode_reference(codec, x, 128)
-    shifts = torch.stack([*(dither_reference(step, 128, 128, "cpu") for step in range(n)), torch.zeros(128)])
-    codes = torch.stack([encode_reference(codec, x, 128, dither=u).codes for u in shifts])
+    storage = encode_reference(codec, x)
+    shifts = torch.stack([*(dither_reference(step, 128) for step in range(n)), torch.zeros(128)])
+    codes = torch.stack([encode_reference(codec, x, dither=u).codes for u in shifts])
     if name == "log8":
         values, step = codes.float(), torch.ones(128)
         exact = 254 + x.log2() * 256 / storage.exponent.float()
     else:
-        fmt = E5M2 if codec.is_e5m2 else E4M3
-        values = codes.view(fmt.dtype).float()
-        power = storage.exponent.float() / 16 if codec.has_exponent else 1
-        exact = fmt.max * (x / x.max()) ** power
-        step = torch.exp2(exact.log2().floor() - (2 if codec.is_e5m2 else 3)).clamp_min(fmt.tiny)
+        values = codes.view(E4M3.dtype).float()
+        exact = E4M3.max * (x / x.max()) ** (storage.exponent.float() / 16)
+        step = torch.exp2(exact.log2().floor() - 3).clamp_min(E4M3.tiny)
     # the largest is exact with rounding to nearest, and cannot be rounded up
     error = ((values[:n].mean(0) - exact) / step).abs()[:-1]
     assert error.max() < 5 * 0.5 / n**0.5 + 1 / 8 and error.mean() < 0.5 / n**0.5 + 1 / 64
@@ -84,13 +82,13 @@ def test_dithered_codes_are_right_on_average(name):
 def test_dither_fills_the_interval_evenly_in_steps_and_in_groups():
     """Each of n dither values lies within log2(n) / n of its place in an even spread, where random numbers
     would be within 1 / sqrt(n). Where a tensor is cut into shards, each group keeps its values."""
-    over_steps = torch.stack([dither_reference(step, 300, 128, "cpu") for step in range(1000, 1100)])
+    over_steps = torch.stack([dither_reference(step, 300) for step in range(1000, 1100)])
     for x in (*over_steps.T[:128], *over_steps[:, :128]):
         n = len(x)
         places = (torch.arange(n) + 0.5) / n - 0.5
         assert x.abs().max() < 0.5 and (x.sort().values - places).abs().max() < math.log2(n) / n
     assert over_steps[:, 128:256].equal(over_steps[:, :128])
-    assert dither_reference(2**24, 128, 128, "cpu").unique().numel() == 128
+    assert dither_reference(2**24, 128).unique().numel() == 128
 
 
 @pytest.mark.parametrize("name", ["fp8_expanded", "log8"])
@@ -106,13 +104,13 @@ def test_dither_lets_second_moments_decay_that_rounding_to_nearest_holds(name, d
         grad = torch.zeros(1280, device=device)
         grad[::128] = 10.0
         start[::128] = 100.0
-        for old, new in zip(v, codec.encode(start, 128), strict=True):
+        for old, new in zip(v, codec.encode(start), strict=True):
             old.copy_(new)
         run = adamw_triton if device.type == "cuda" else adamw_reference
         for step in range(1, 301):
             run(torch.zeros_like(start), grad, m, v, step, **codecs, **options, dither=dither)
         kept = torch.arange(1280, device=device) % 128 != 0
-        left[dither] = (codec.decode(v, 128) / start)[kept].mean().item()
+        left[dither] = (codec.decode(v) / start)[kept].mean().item()
     assert left[False] > 0.95
     # 300 steps of 0.1 % in codes a quarter apart at most: 1270 walks of variance 0.3 / 4, five deviations
     assert left[True] == pytest.approx(0.999**300, rel=5 * (0.3 / 4 / 1270) ** 0.5)
@@ -137,7 +135,7 @@ def test_first_moments_without_gradient_vanish(device):
     assert (first[kept].abs() <= 0.001 * second[kept].sqrt()).all() and first[0] > second[0].sqrt()
 
 
-@pytest.mark.parametrize("m_name,v_name", [*DEFAULTS, ("fp8_expanded", "fp8")])
+@pytest.mark.parametrize("m_name,v_name", [*DEFAULTS, ("fp8_expanded", "bf16")])
 def test_stochastic_kernel_rounds_its_own_result_as_the_reference_does(m_name, v_name, device):
     """The exact mode shows the FP32 result, as weight and remainder."""
     sizes = (300, 128 * 6)
@@ -147,7 +145,7 @@ def test_stochastic_kernel_rounds_its_own_result_as_the_reference_does(m_name, v
     found = {}
     for stochastic in (False, True):
         params = [p.clone() for p in start]
-        ms, vs = ([codec.zeros(n, 128, device) for n in sizes] for codec in codecs.values())
+        ms, vs = ([codec.zeros(n, device) for n in sizes] for codec in codecs.values())
         remainders = None if stochastic else [torch.zeros_like(p, dtype=torch.int16) for p in params]
         options = {"stochastic": stochastic, "dither": True, "seed": 11}
         adamw_list(params, grads, ms, vs, [1, 2], remainders=remainders, **codecs, **OPTIONS, **options)
