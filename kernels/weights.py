@@ -1,10 +1,14 @@
-"""FP8 copies of weights, kept over the micro-batches of one optimizer step.
+"""FP8 operands of weights, and their copies over the micro-batches of one optimizer step.
+
+The weights of one GEMM are a tuple: one weight, or the weights of several layers that read the same input
+(queries, keys and values; gate and up), stacked along the rows. Stacked weights have one scale. Each weight
+is quantized directly into its rows and columns of the operand, so nothing is concatenated in BF16.
 
 "none" keeps nothing: each forward and each backward quantizes the weight. "fp8" keeps the codes in both
 layouts, two bytes per parameter.
 
-A copy is valid for one parameter: the same object and memory, the same version in autograd, and no step of a
-torch optimizer since, unless the parameter is frozen. No copy is kept of a weight that is computed in each
+A copy is valid for the same parameters: the same objects and memory, the same versions in autograd, and no
+step of a torch optimizer since, unless they are frozen. No copy is kept of a weight that is computed in each
 forward (masked, weight norm, parametrizations), because another tensor may later have the same address.
 Without gradients (evaluation) nothing is kept, and no copy is used.
 
@@ -14,7 +18,6 @@ never a code.
 
 import functools
 import itertools
-from collections.abc import Callable
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -23,10 +26,12 @@ from coat_kernels.device import uses_kernels
 from coat_kernels.fp8 import Fp8Format
 from coat_kernels.tensorwise.operands import fp8_operands
 from coat_kernels.tensorwise.predicted import Attempt, PredictedScale, write_reference
-from coat_kernels.tensorwise.quantize import Quantized, launch_quantize, quantize_tensor
+from coat_kernels.tensorwise.quantize import Quantized, empty_operands, launch_quantize, quantize_tensor
 from coat_kernels.tensorwise.scale import Scales
 
 WEIGHT_CACHES = ("none", "fp8")
+# of one GEMM: [..., k], or several [n_i, k], each n_i a multiple of 16
+Weights = tuple[torch.Tensor, ...]
 
 _counter = itertools.count(1)
 # epochs of trained and of frozen parameters; a step does not change the latter
@@ -57,9 +62,32 @@ def can_be_kept(weight: torch.Tensor) -> bool:
     return isinstance(weight, torch.nn.Parameter) and not weight.is_inference()
 
 
+def rows_of(weight: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+    """The weights as one matrix [n, k]: a view of a single contiguous weight, else a copy."""
+    if others:
+        return torch.cat([w.detach() for w in (weight, *others)])
+    return weight.detach().reshape(-1, weight.shape[-1]).contiguous()
+
+
+def _write(weights: Weights, out: Quantized, scales: Scales) -> torch.Tensor | None:
+    """`launch_quantize` for each weight, into its part of `out`."""
+    found, start = [], 0
+    pitch = None if out.columns is None else out.columns.shape[1]
+    for weight in weights:
+        flat = rows_of(weight)
+        end = start + len(flat)
+        rows = None if out.rows is None else out.rows[start:end]
+        columns = None if out.columns is None else out.columns[:, start:end]
+        found.append(launch_quantize(flat, Quantized(rows, columns, out.scale), scales, pitch))
+        start = end
+    if scales.maxima is not None:
+        return None
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
 class WeightCache:
-    """The FP8 copies of one layer's weight. keep: one of `WEIGHT_CACHES`. predicts: also remember the last
-    scale.
+    """The FP8 copies of the weights of one GEMM. keep: one of `WEIGHT_CACHES`. predicts: also remember the
+    last scale.
 
     Raises ValueError for another value of `keep`.
     """
@@ -74,8 +102,8 @@ class WeightCache:
         self._key, self._largest, self._codes = None, None, None
         # whether copies are written in place, because a CUDA graph contains their addresses
         self._stays = False
-        # a strong reference: torch refuses to swap the contents of a parameter that has weak references
-        self._owner: torch.nn.Parameter | None = None
+        # strong references: torch refuses to swap the contents of a parameter that has weak references
+        self._owners: tuple[torch.nn.Parameter, ...] = ()
 
     def __reduce__(self):
         return type(self), (self.keep, self.predicts)
@@ -86,83 +114,101 @@ class WeightCache:
         held = (self._largest, *(self._codes or ()))
         return sum(t.nbytes for t in held if t is not None)
 
-    def of(self, weight: torch.Tensor) -> "WeightCache":
-        """The cache for this weight: this cache if the weight, or its base, `can_be_kept`; else
-        `NO_CACHE`."""
-        owner = weight if weight._base is None else weight._base
-        if not can_be_kept(owner):
+    def of(self, weights: Weights) -> "WeightCache":
+        """The cache for these weights: this cache if it keeps nothing, or if each weight, or its base,
+        `can_be_kept`; else `NO_CACHE`."""
+        if self.keep == "none":
+            return self
+        owners = tuple(w if w._base is None else w._base for w in weights)
+        if not all(map(can_be_kept, owners)):
             return NO_CACHE
-        if self._owner is not owner:
-            self._owner, self._key, self._codes = owner, None, None
+        if [*map(id, owners)] != [*map(id, self._owners)]:
+            self._owners, self._key, self._codes = owners, None, None
         return self
 
     def forward(
-        self, weight: torch.Tensor, fmt: Fp8Format, trains: bool = True
+        self, weights: Weights, fmt: Fp8Format, trains: bool = True
     ) -> tuple[Quantized, torch.Tensor]:
-        """`weight` [..., k], as [n, k], row-major, and its amax. `trains`: a backward may follow."""
+        """The weights as [n, k], row-major, and their amax. `trains`: a backward may follow."""
         if self.keep == "none" or not trains:
-            return self._quantize(weight, fmt)
-        key = self._key_of(weight, fmt)
+            return self._quantize(weights, fmt)
+        key = self._key_of(weights, fmt)
         if key == self._key:
             return self._codes, self._largest
         self._key = None
         if self._stays and self._codes is not None:
-            into, device = (self._codes, self._largest), self._largest.device
-            shape = self._codes.rows.shape
-            Attempt(self._producer(weight, fmt), self.prediction(fmt), *shape, device, into=into).finish(None)
+            self._attempt(weights, fmt, into=(self._codes, self._largest))
         else:
             # frees the old copy before the new one is allocated
             self._largest, self._codes = None, None
-            self._codes, self._largest = self._quantize(weight, fmt, columns=True)
+            self._codes, self._largest = self._quantize(weights, fmt, columns=True)
         self._key = key
         return self._codes, self._largest
 
-    def stay(self, weight: torch.Tensor, fmt: Fp8Format) -> tuple:
+    def stay(self, weights: Weights, fmt: Fp8Format) -> tuple:
         """The cache's part of a CUDA graph's dependencies: the cache, and with gradients the addresses of the
-        copies of `weight`. The copies are updated, and from now on written in place."""
+        copies of `weights`. The copies are updated, and from now on written in place."""
         if self.keep == "none" or not torch.is_grad_enabled():
             return (self,)
         self._stays = True
-        self.forward(weight, fmt)
+        self.forward(weights, fmt)
         return self, *(t.data_ptr() for t in (self._largest, *self._codes[:3]))
 
-    def columns(self, weight: torch.Tensor, largest: torch.Tensor, fmt: Fp8Format) -> Quantized:
-        """`weight` column-major, as in the forward that found `largest`."""
-        return self._again(weight, largest, fmt, rows=False)
+    def columns(self, weights: Weights, largest: torch.Tensor, fmt: Fp8Format) -> Quantized:
+        """`weights` column-major, as in the forward that found `largest`."""
+        return self._again(weights, largest, fmt, rows=False)
 
-    def rows(self, weight: torch.Tensor, largest: torch.Tensor, fmt: Fp8Format) -> Quantized:
-        """`weight` row-major, as in the forward that found `largest`."""
-        return self._again(weight, largest, fmt, rows=True)
+    def rows(self, weights: Weights, largest: torch.Tensor, fmt: Fp8Format) -> Quantized:
+        """`weights` row-major, as in the forward that found `largest`."""
+        return self._again(weights, largest, fmt, rows=True)
 
-    def _again(self, weight: torch.Tensor, largest: torch.Tensor, fmt: Fp8Format, rows: bool) -> Quantized:
-        if self._codes is not None and self._key == self._key_of(weight, fmt):
+    def _again(self, weights: Weights, largest: torch.Tensor, fmt: Fp8Format, rows: bool) -> Quantized:
+        if self._codes is not None and self._key == self._key_of(weights, fmt):
             return self._codes
-        flat = weight.reshape(-1, weight.shape[-1]).contiguous()
-        return quantize_tensor(flat, largest, fmt, rows=rows, columns=not rows)
+        first, *others = weights
+        if not others or not uses_kernels(first):
+            return quantize_tensor(rows_of(*weights), largest, fmt, rows=rows, columns=not rows)
+        n, k = sum(map(len, weights)), first.shape[1]
+        out = empty_operands(n, k, fmt, largest.device, rows, not rows, False)
+        _write(weights, out, Scales(None, None, largest, largest.numel(), None, out.scale))
+        return out
 
     @staticmethod
-    def _key_of(weight: torch.Tensor, fmt: Fp8Format) -> tuple:
-        epoch = _epoch if weight.requires_grad else _epoch_of_frozen
-        return epoch, weight.data_ptr(), weight._version, weight.shape, weight.stride(), fmt
+    def _key_of(weights: Weights, fmt: Fp8Format) -> tuple:
+        epochs = (_epoch if w.requires_grad else _epoch_of_frozen for w in weights)
+        places = ((w.data_ptr(), w._version, w.shape, w.stride()) for w in weights)
+        return fmt, *epochs, *places
 
     def prediction(self, fmt: Fp8Format) -> PredictedScale | None:
-        """The prediction of the weight's scale in `fmt`; None if scales are not predicted."""
+        """The prediction of the weights' scale in `fmt`; None if scales are not predicted."""
         if self.predicts and self._predicted is None:
             self._predicted = PredictedScale(fmt)
         return self._predicted
 
     def _quantize(
-        self, weight: torch.Tensor, fmt: Fp8Format, columns: bool = False
+        self, weights: Weights, fmt: Fp8Format, columns: bool = False
     ) -> tuple[Quantized, torch.Tensor]:
-        return fp8_operands(weight, fmt, columns=columns, predicted=self.prediction(fmt))
+        x, *others = weights
+        if others and uses_kernels(x):
+            return self._attempt(weights, fmt, columns)
+        x = rows_of(*weights) if others else x
+        return fp8_operands(x, fmt, columns=columns, predicted=self.prediction(fmt))
 
-    @staticmethod
-    def _producer(weight: torch.Tensor, fmt: Fp8Format) -> Callable[[Quantized, Scales], torch.Tensor | None]:
-        """The `write` function of an `Attempt`, which quantizes `weight`."""
-        flat = weight.detach().reshape(-1, weight.shape[-1]).contiguous()
-        if uses_kernels(flat):
-            return functools.partial(launch_quantize, flat)
-        return functools.partial(write_reference, flat, fmt=fmt)
+    def _attempt(
+        self,
+        weights: Weights,
+        fmt: Fp8Format,
+        columns: bool = False,
+        into: tuple[Quantized, torch.Tensor] | None = None,
+    ) -> tuple[Quantized, torch.Tensor]:
+        """The weights row-major, first quantized with the predicted scale; in new memory, or in `into`."""
+        if uses_kernels(weights[0]):
+            write = functools.partial(_write, weights)
+        else:
+            write = functools.partial(write_reference, rows_of(*weights), fmt=fmt)
+        n, k = sum(w.shape[:-1].numel() for w in weights), weights[0].shape[-1]
+        prediction, device = self.prediction(fmt) or PredictedScale(fmt), weights[0].device
+        return Attempt(write, prediction, n, k, device, columns=columns, into=into).finish(None)
 
 
 # the cache of weights that are not kept

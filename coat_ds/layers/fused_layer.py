@@ -24,6 +24,7 @@ from coat_kernels.groups import GROUP_SIZE, quantize_groups
 from coat_kernels.head_norm import head_norm
 from coat_kernels.linear import LinearOptions
 from coat_kernels.rope import no_rotation
+from coat_kernels.weights import Weights
 
 
 class LayerOptions(NamedTuple):
@@ -54,8 +55,8 @@ class LayerOptions(NamedTuple):
     def linears(self) -> tuple[LinearOptions, ...]:
         return self.qkv, self.proj, self.fc1, self.fc2
 
-    def uses(self, weights: Sequence[torch.Tensor], *attention: Hashable) -> tuple:
-        """What a CUDA graph of the layer depends on, except its tensors. `weights`: one of each GEMM.
+    def uses(self, weights: Sequence[Weights], *attention: Hashable) -> tuple:
+        """What a CUDA graph of the layer depends on, except its tensors. `weights`: those of each GEMM.
         `attention`: what attention depends on."""
         found = [self.input_norm, self.mlp_norm, *self.head_norms, self.activation, self.recomputed]
         for linear, weight in zip(self.linears, weights, strict=True):
@@ -68,17 +69,18 @@ class LayerOptions(NamedTuple):
 
 
 class LayerWeights(NamedTuple):
-    """The parameters of a decoder layer, in the order in which `fused_layer` takes them."""
+    """The parameters of a decoder layer, in the order in which `fused_layer` takes them. qkv and fc1 may be
+    several weights."""
 
     input_norm: torch.Tensor
     input_norm_bias: torch.Tensor | None
-    qkv: torch.Tensor
+    qkv: torch.Tensor | Weights
     qkv_bias: torch.Tensor | None
     proj: torch.Tensor
     proj_bias: torch.Tensor | None
     mlp_norm: torch.Tensor
     mlp_norm_bias: torch.Tensor | None
-    fc1: torch.Tensor
+    fc1: torch.Tensor | Weights
     fc1_bias: torch.Tensor | None
     fc2: torch.Tensor
     fc2_bias: torch.Tensor | None
@@ -93,7 +95,7 @@ def fused_layer(
     x: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
-    *weights: torch.Tensor | None,
+    *weights: torch.Tensor | Weights | None,
 ) -> torch.Tensor:
     """The output of a decoder layer, of the shape of its input `x`.
 

@@ -23,7 +23,7 @@ from coat_kernels.parallel import all_reduce
 from coat_kernels.tensorwise.operands import fp8_operands
 from coat_kernels.tensorwise.quantize import Quantized
 from coat_kernels.tensorwise.together import columns_together, rows_together
-from coat_kernels.weights import WeightCache
+from coat_kernels.weights import Weights
 
 
 def _summed(z: torch.Tensor, linear: LinearOptions) -> torch.Tensor:
@@ -32,16 +32,16 @@ def _summed(z: torch.Tensor, linear: LinearOptions) -> torch.Tensor:
     return all_reduce(z, parallel.group)() if parallel and not parallel.sequence else z
 
 
-def _go_together(weights: tuple[torch.Tensor, ...], linears: tuple[LinearOptions, ...]) -> bool:
-    """Whether one launch may quantize all the weights: each is a single tensor without a cached copy, and all
-    have one format and one dtype."""
-    for weight, linear in zip(weights, linears, strict=True):
+def _go_together(products: tuple[Weights, ...], linears: tuple[LinearOptions, ...]) -> bool:
+    """Whether one launch may quantize the weights of all these GEMMs: each has a single weight without a
+    cached copy, and all have one format and one dtype."""
+    for (weight, *others), linear in zip(products, linears, strict=True):
         if (
-            type(linear.cache) is not WeightCache
+            others
             or linear.cache.keep != "none"
             or not linear.cache.predicts
             or linear.formats.forward.dtype != linears[0].formats.forward.dtype
-            or weight.dtype != weights[0].dtype
+            or weight.dtype != products[0][0].dtype
         ):
             return False
     return True
@@ -50,54 +50,55 @@ def _go_together(weights: tuple[torch.Tensor, ...], linears: tuple[LinearOptions
 def _by_rows(
     o: torch.Tensor,
     columns: bool,
-    weights: tuple[torch.Tensor, ...],
+    products: tuple[Weights, ...],
     linears: tuple[LinearOptions, ...],
     may_train: bool,
 ) -> list[tuple[Quantized, torch.Tensor]]:
-    """The row-major `weights`, and `o`, the input of the first GEMM, row-major and, if `columns`, also
-    column-major; each with its amax. They share one launch if possible."""
+    """The row-major weights of the GEMMs, and `o`, the input of the first GEMM, row-major and, if `columns`,
+    also column-major; each with its amax. They share one launch if possible."""
     fmt, scale = linears[0].formats.forward, linears[0].x_scale
-    together = _go_together(weights, linears)
-    joins = together and not columns and type(o) is torch.Tensor and o.dtype == weights[0].dtype
+    together = _go_together(products, linears)
+    joins = together and not columns and type(o) is torch.Tensor and o.dtype == products[0][0].dtype
     if together:
-        xs = [weight.contiguous() for weight in weights]
+        xs = [weight.contiguous() for (weight,) in products]
         predictions = [linear.cache.prediction(fmt) for linear in linears]
         if joins:
-            xs.append(o.reshape(-1, o.shape[-1]).contiguous())
-            predictions.append(scale)
+            xs, predictions = [*xs, o.reshape(-1, o.shape[-1]).contiguous()], [*predictions, scale]
         found = rows_together(xs, predictions, fmt)
     else:
-        pairs = zip(weights, linears, strict=True)
-        found = [linear.cache.forward(weight, linear.formats.forward, may_train) for weight, linear in pairs]
+        pairs = zip(products, linears, strict=True)
+        found = [
+            linear.cache.forward(weights, linear.formats.forward, may_train) for weights, linear in pairs
+        ]
     if not joins:
         found.append(fp8_operands(o, fmt, columns=columns, predicted=scale))
     return found
 
 
 def _by_columns(
-    weights: tuple[torch.Tensor, ...], largest: tuple[torch.Tensor, ...], linears: tuple[LinearOptions, ...]
+    products: tuple[Weights, ...], largest: tuple[torch.Tensor, ...], linears: tuple[LinearOptions, ...]
 ) -> list[Quantized]:
-    """The column-major `weights`, with the amaxes found by `_by_rows`."""
-    if _go_together(weights, linears):
-        xs = [weight.contiguous() for weight in weights]
+    """The column-major weights of the GEMMs, with the amaxes found by `_by_rows`."""
+    if _go_together(products, linears):
+        xs = [weight.contiguous() for (weight,) in products]
         return columns_together(xs, largest, linears[0].formats.forward)
     return [
-        linear.cache.columns(weight, most, linear.formats.forward)
-        for weight, most, linear in zip(weights, largest, linears, strict=True)
+        linear.cache.columns(weights, most, linear.formats.forward)
+        for weights, most, linear in zip(products, largest, linears, strict=True)
     ]
 
 
 class _MlpBlock(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, o, residual, w_proj, b_proj, norm_weight, norm_bias, w_fc1, b_fc1, w_fc2, b_fc2, origin, options
+        ctx, o, residual, w_proj, b_proj, norm_weight, norm_bias, b_fc1, w_fc2, b_fc2, origin, options, *w_fc1
     ):
         may_train, proj, norm, fc1, activation, fc2 = options
         h, dtype = residual.shape[-1], residual.dtype
         by_rows = residual.reshape(-1, h).contiguous()
 
         (rows_proj, largest_proj), (rows_fc1, largest_fc1), (rows_fc2, largest_fc2), (operands, largest_o) = (
-            _by_rows(o, origin is None, (w_proj, w_fc1, w_fc2), (proj, fc1, fc2), may_train)
+            _by_rows(o, origin is None, ((w_proj,), w_fc1, (w_fc2,)), (proj, fc1, fc2), may_train)
         )
         # the GEMM adds the bias, unless the outputs of several ranks must be summed first
         bias, late_bias = (b_proj, None) if proj.parallel is None else (None, b_proj)
@@ -127,7 +128,7 @@ class _MlpBlock(torch.autograd.Function):
         if late_bias is not None:
             out = out + late_bias
 
-        ctx.options, ctx.shape = (proj, norm, fc1, activation, fc2), o.shape
+        ctx.options, ctx.shape, ctx.count = (proj, norm, fc1, activation, fc2), o.shape, len(w_fc1)
         if origin is None:
             ctx.columns_of_o, kept_o = None, (operands.columns, operands.scale)
         else:
@@ -135,42 +136,45 @@ class _MlpBlock(torch.autograd.Function):
             # on the node.
             ctx.columns_of_o, kept_o = origin.columns, (*origin.tensors, largest_o)
         ctx.save_for_backward(
-            w_proj, b_proj, norm_weight, norm_bias, w_fc1, b_fc1, w_fc2, b_fc2,
+            w_proj, b_proj, norm_weight, norm_bias, b_fc1, w_fc2, b_fc2,
             largest_proj, largest_y, largest_fc1, largest_p, largest_fc2,
-            *kept_x.tensors, rstd, *kept_u.tensors, *kept_o,
+            *kept_x.tensors, rstd, *kept_u.tensors, *w_fc1, *kept_o,
         )  # fmt: skip
         return x.view(residual.shape) + out.view(residual.shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        (w_proj, b_proj, norm_weight, norm_bias, w_fc1, b_fc1, w_fc2, b_fc2,
+        (w_proj, b_proj, norm_weight, norm_bias, b_fc1, w_fc2, b_fc2,
          largest_proj, largest_y, largest_fc1, largest_p, largest_fc2, *kept) = ctx.saved_tensors  # fmt: skip
-        kept_x, kept_u, kept_o = kept[:3], kept[3:5], kept[5:]
+        kept_x, kept_u, kept = kept[:3], kept[3:5], kept[5:]
+        w_fc1, kept_o = tuple(kept[: ctx.count]), kept[ctx.count :]
         del kept
         proj, norm, fc1, activation, fc2 = ctx.options
         dtype, tokens, arithmetic = grad.dtype, kept_x[0].shape[0], activation.arithmetic
 
         # operands are in lists, so the GEMMs can free parts of them as soon as they are used
-        weights = [fc2.cache.columns(w_fc2, largest_fc2, fc2.formats.forward)]
+        weights = [fc2.cache.columns((w_fc2,), largest_fc2, fc2.formats.forward)]
         operands = [quantized_grad(grad, fc2, sums=b_fc2 is not None and fc2.parallel is None)]
         grad_b_fc2 = None if b_fc2 is None else _bias_grad(b_fc2, operands[0].sums, grad)
         columns = activation_columns.eager(
             *kept_u, largest_p, *arithmetic, activation.saved_format, fc2.formats.forward.name
         )
         columns = gathered_columns(*columns, tokens, fc2)
-        grad_p, grad_w_fc2 = multiply_backward(operands.pop(), w_fc2, weights.pop(), columns, dtype, fc2)
+        grad_p, (grad_w_fc2,) = multiply_backward(
+            operands.pop(), (w_fc2,), weights.pop(), columns, dtype, fc2
+        )
         del columns
 
         q = Grouped(*kept_u, GROUP_FORMATS[activation.saved_format])
         operands = [activation_backward_operands(grad_p(), q, arithmetic, fc1.grad_scale, b_fc1 is not None)]
         del grad_p
         # not quantized with fc2's weight: memory peaks before this line
-        weights = _by_columns((w_proj, w_fc1), (largest_proj, largest_fc1), (proj, fc1))
+        weights = _by_columns(((w_proj,), w_fc1), (largest_proj, largest_fc1), (proj, fc1))
         grad_b_fc1 = None if b_fc1 is None else operands[0].sums.to(b_fc1.dtype)
         columns = normed_again(*kept_x, norm_weight, norm_bias, largest_y, norm, fc1)
         columns = gathered_columns(*columns, tokens, fc1)
-        grad_y, grad_w_fc1 = multiply_backward(operands.pop(), w_fc1, weights.pop(), columns, dtype, fc1)
+        grad_y, grads_w_fc1 = multiply_backward(operands.pop(), w_fc1, weights.pop(), columns, dtype, fc1)
         del columns
         grad_x, grad_norm_weight, grad_norm_bias = norm_gradients(
             grad_y(), grad, kept_x, norm_weight, norm_bias, norm
@@ -183,10 +187,12 @@ class _MlpBlock(torch.autograd.Function):
         if ctx.columns_of_o is not None:
             columns = ctx.columns_of_o(*kept_o, proj.formats.forward)[1:3]
         columns = gathered_columns(*columns, tokens, proj)
-        grad_o, grad_w_proj = multiply_backward(operands.pop(), w_proj, weights.pop(), columns, dtype, proj)
+        grad_o, (grad_w_proj,) = multiply_backward(
+            operands.pop(), (w_proj,), weights.pop(), columns, dtype, proj
+        )
         return (
             grad_o().view(ctx.shape), grad_x, grad_w_proj, grad_b_proj, grad_norm_weight, grad_norm_bias,
-            grad_w_fc1, grad_b_fc1, grad_w_fc2, grad_b_fc2, None, None,
+            grad_b_fc1, grad_w_fc2, grad_b_fc2, None, None, *grads_w_fc1,
         )  # fmt: skip
 
 
@@ -203,7 +209,7 @@ def mlp_block(
     b_proj: torch.Tensor | None,
     norm_weight: torch.Tensor,
     norm_bias: torch.Tensor | None,
-    w_fc1: torch.Tensor,
+    w_fc1: torch.Tensor | Weights,
     b_fc1: torch.Tensor | None,
     w_fc2: torch.Tensor,
     b_fc2: torch.Tensor | None,
@@ -221,9 +227,9 @@ def mlp_block(
         o: [s, b, n] or any [..., n] of as many tokens, attention's output; of the whole sequence under
             sequence parallelism.
         residual: [s, b, h], in the dtype of o.
-        w_proj, w_fc1, w_fc2: [h, n], [f or 2 f, h], [h, f]: this rank's parts. Biases have the length of the
-            first dimension, or are None. If several ranks hold parts, the biases of proj and fc2 are added
-            after the sum over the ranks.
+        w_proj, w_fc1, w_fc2: [h, n], [f or 2 f, h], [h, f]: this rank's parts. w_fc1 may be several weights,
+            as in `fp8_linear`. Biases have the length of the first dimension, or are None. If several ranks
+            hold parts, the biases of proj and fc2 are added after the sum over the ranks.
         origin: how to recompute o; without it o is saved column-major in FP8.
         proj, fc1, fc2: options with both scales given.
 
@@ -232,6 +238,7 @@ def mlp_block(
     if o.is_cuda:
         require_fp8(o.device)
     return _MlpBlock.apply(
-        o, residual, w_proj, b_proj, norm_weight, norm_bias, w_fc1, b_fc1, w_fc2, b_fc2,
+        o, residual, w_proj, b_proj, norm_weight, norm_bias, b_fc1, w_fc2, b_fc2,
         origin, (torch.is_grad_enabled(), proj, norm, fc1, activation, fc2),
+        *(w_fc1 if isinstance(w_fc1, tuple) else (w_fc1,)),
     )  # fmt: skip

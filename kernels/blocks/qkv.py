@@ -12,6 +12,7 @@ from coat_kernels.linear.op import LinearOptions, gathered_columns, multiply, mu
 from coat_kernels.norm.op import NormOptions, norm_columns, norm_gradients, norm_operands
 from coat_kernels.rope.op import rotate_qkv_backward_operands, rotate_qkv_forward
 from coat_kernels.tensorwise.transpose import transpose_codes
+from coat_kernels.weights import Weights
 
 # groups, d and apart
 Heads = tuple[int, int, bool]
@@ -22,7 +23,6 @@ class _Saved(NamedTuple):
 
     norm_weight: torch.Tensor
     norm_bias: torch.Tensor | None
-    weight: torch.Tensor
     bias: torch.Tensor | None
     cos: torch.Tensor
     sin: torch.Tensor
@@ -31,11 +31,16 @@ class _Saved(NamedTuple):
     rstd: torch.Tensor
     largest_y: torch.Tensor
     largest_w: torch.Tensor
+    weights: Weights
 
     def normed(self, norm: NormOptions, linear: LinearOptions) -> tuple[torch.Tensor, torch.Tensor]:
         """`normed_again` of these tensors."""
         kept = self.codes, self.exponent, self.rstd, self.norm_weight, self.norm_bias, self.largest_y
         return normed_again(*kept, norm, linear)
+
+
+# number of saved tensors before the weights
+_BEFORE = len(_Saved._fields) - 1
 
 
 def normed_again(
@@ -47,26 +52,27 @@ def normed_again(
 
 
 def _qkv_forward(
-    x, norm_weight, norm_bias, weight, bias, cos, sin, norm: NormOptions, linear: LinearOptions, heads: Heads,
-    may_train: bool,
+    x, norm_weight, norm_bias, bias, cos, sin, weights: Weights, norm: NormOptions, linear: LinearOptions,
+    heads: Heads, may_train: bool,
 ):  # fmt: skip
-    """(q, k, v), and the fields of `_Saved`. may_train: a backward may follow, so a cached copy of the weight
-    may be used."""
+    """(q, k, v), and the tensors of `_Saved`. may_train: a backward may follow, so a
+    cached copy of the weights may be used."""
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     y, largest_y, kept, rstd = norm_operands(
         rows, norm_weight, norm_bias, norm, linear.x_scale, linear.input_group
     )
-    w, largest_w = linear.cache.forward(weight, linear.formats.forward, may_train)
+    w, largest_w = linear.cache.forward(weights, linear.formats.forward, may_train)
     mixed = multiply(y.rows, y.scale, w, bias, x.dtype, linear)
     qkv = rotate_qkv_forward.eager(mixed.view(-1, x.shape[1], mixed.shape[1]), cos, sin, *heads)
-    return qkv, (norm_weight, norm_bias, weight, bias, cos, sin, *kept.tensors, rstd, largest_y, largest_w)
+    parameters = norm_weight, norm_bias, bias, cos, sin
+    return qkv, (*parameters, *kept.tensors, rstd, largest_y, largest_w, *weights)
 
 
 def _qkv_again(columns, scale, saved: _Saved, batch: int, dtype, linear: LinearOptions, heads: Heads):
     """(q, k, v), recomputed from the column-major output of the norm."""
     tokens, h = saved.codes.shape
     rows = transpose_codes(columns)[:tokens, :h]
-    w = linear.cache.rows(saved.weight, saved.largest_w, linear.formats.forward)
+    w = linear.cache.rows(saved.weights, saved.largest_w, linear.formats.forward)
     mixed = multiply(rows, scale, w, saved.bias, dtype, linear)
     return rotate_qkv_forward.eager(mixed.view(-1, batch, mixed.shape[1]), saved.cos, saved.sin, *heads)
 
@@ -75,9 +81,9 @@ def _qkv_backward(
     dq, dk, dv, grad_residual, columns, saved: _Saved, norm: NormOptions, linear: LinearOptions, heads: Heads,
     needs_x: bool,
 ):  # fmt: skip
-    """The gradients of x, of both parameters of the norm, of weight and of bias. `columns`: the norm's output
-    and its scale, from `normed_again`."""
-    weight, bias, (_, _, apart) = saved.weight, saved.bias, heads
+    """The gradients of x, of both parameters of the norm and of the bias, and those of the weights.
+    `columns`: the norm's output and its scale, from `normed_again`."""
+    weights, bias, (_, _, apart) = saved.weights, saved.bias, heads
     # in a list, so the GEMMs can free parts of it as soon as they are used
     grad = [
         rotate_qkv_backward_operands(
@@ -86,8 +92,8 @@ def _qkv_backward(
     ]
     grad_bias = None if bias is None else grad[0].sums.to(bias.dtype)
     columns = gathered_columns(*columns, saved.codes.shape[0], linear)
-    w = [linear.cache.columns(weight, saved.largest_w, linear.formats.forward)]
-    grad_y, grad_weight = multiply_backward(grad.pop(), weight, w.pop(), columns, grad_residual.dtype, linear)
+    w = [linear.cache.columns(weights, saved.largest_w, linear.formats.forward)]
+    grad_y, grads = multiply_backward(grad.pop(), weights, w.pop(), columns, grad_residual.dtype, linear)
     grad_x, grad_norm_weight, grad_norm_bias = norm_gradients(
         grad_y(),
         grad_residual,
@@ -97,13 +103,13 @@ def _qkv_backward(
         norm,
         needs_x,
     )
-    return grad_x, grad_norm_weight, grad_norm_bias, grad_weight, grad_bias
+    return (grad_x, grad_norm_weight, grad_norm_bias, grad_bias), grads
 
 
 class _QkvBlock(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, norm_weight, norm_bias, weight, bias, cos, sin, options):
-        qkv, saved = _qkv_forward(x, norm_weight, norm_bias, weight, bias, cos, sin, *options)
+    def forward(ctx, x, norm_weight, norm_bias, bias, cos, sin, options, *weights):
+        qkv, saved = _qkv_forward(x, norm_weight, norm_bias, bias, cos, sin, weights, *options)
         *ctx.options, _ = options
         ctx.save_for_backward(*saved)
         # detach(): autograd forbids in-place additions to a view that a function returns
@@ -112,26 +118,29 @@ class _QkvBlock(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dq, dk, dv, grad_residual):
-        saved, (norm, linear, _) = _Saved(*ctx.saved_tensors), ctx.options
+        tensors, (norm, linear, _) = ctx.saved_tensors, ctx.options
+        saved = _Saved(*tensors[:_BEFORE], tensors[_BEFORE:])
         columns = saved.normed(norm, linear)
         needs_x = ctx.needs_input_grad[0]
-        found = _qkv_backward(dq, dk, dv, grad_residual, columns, saved, *ctx.options, needs_x)
-        return *found, None, None, None
+        found, grads = _qkv_backward(dq, dk, dv, grad_residual, columns, saved, *ctx.options, needs_x)
+        return *found, None, None, None, *grads
 
 
 class _AttentionBlock(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, norm_weight, norm_bias, weight, bias, cos, sin, options, attend, *beside):
-        qkv, saved = _qkv_forward(x, norm_weight, norm_bias, weight, bias, cos, sin, *options)
-        (*ctx.options, _), ctx.attend, ctx.batch = options, attend, x.shape[1]
+    def forward(ctx, x, norm_weight, norm_bias, bias, cos, sin, options, attend, count, *tensors):
+        """tensors: `count` weights, then those beside q, k and v."""
+        weights, beside = tensors[:count], tensors[count:]
+        qkv, saved = _qkv_forward(x, norm_weight, norm_bias, bias, cos, sin, weights, *options)
+        (*ctx.options, _), ctx.attend, ctx.batch, ctx.end = options, attend, x.shape[1], _BEFORE + count
         ctx.save_for_backward(*saved, *beside)
         return attend(*qkv, *beside), x.detach()
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_o, grad_residual):
-        tensors, (norm, linear, heads), count = ctx.saved_tensors, ctx.options, len(_Saved._fields)
-        saved, beside = _Saved(*tensors[:count]), tensors[count:]
+        tensors, (norm, linear, heads) = ctx.saved_tensors, ctx.options
+        saved, beside = _Saved(*tensors[:_BEFORE], tensors[_BEFORE : ctx.end]), tensors[ctx.end :]
         columns = saved.normed(norm, linear)
         qkv = _qkv_again(*columns, saved, ctx.batch, grad_o.dtype, linear, heads)
         with torch.enable_grad():
@@ -145,15 +154,15 @@ class _AttentionBlock(torch.autograd.Function):
         del qkv, o
         of_beside = [grads.pop(3) if t.requires_grad else None for t in beside]
         needs_x = ctx.needs_input_grad[0]
-        found = _qkv_backward(*grads, grad_residual, columns, saved, *ctx.options, needs_x)
-        return *found, None, None, None, None, *of_beside
+        found, grads = _qkv_backward(*grads, grad_residual, columns, saved, *ctx.options, needs_x)
+        return *found, *(None,) * 5, *grads, *of_beside
 
 
 def qkv_block(
     x: torch.Tensor,
     norm_weight: torch.Tensor,
     norm_bias: torch.Tensor | None,
-    weight: torch.Tensor,
+    weight: torch.Tensor | Weights,
     bias: torch.Tensor | None,
     cos: torch.Tensor,
     sin: torch.Tensor,
@@ -171,6 +180,7 @@ def qkv_block(
         x: [s, b, h], BF16 or FP32, with a gradient.
         norm_weight, norm_bias: [h]; the bias is None for RMSNorm and may be None for LayerNorm.
         weight, bias: of the fused projection, [groups * (m + 2) * d, h] and [groups * (m + 2) * d] or None.
+            The weight may be several, as in `fp8_linear`.
         cos, sin: as in `rotate_qkv`.
         linear: options with both scales given.
         groups, d: number of key-value groups on this rank, and of channels per head.
@@ -182,14 +192,15 @@ def qkv_block(
     if x.is_cuda:
         require_fp8(x.device)
     options = norm, linear, (groups, d, apart), torch.is_grad_enabled()
-    return _QkvBlock.apply(x, norm_weight, norm_bias, weight, bias, cos, sin, options)
+    weights = weight if isinstance(weight, tuple) else (weight,)
+    return _QkvBlock.apply(x, norm_weight, norm_bias, bias, cos, sin, options, *weights)
 
 
 def attention_block(
     x: torch.Tensor,
     norm_weight: torch.Tensor,
     norm_bias: torch.Tensor | None,
-    weight: torch.Tensor,
+    weight: torch.Tensor | Weights,
     bias: torch.Tensor | None,
     cos: torch.Tensor,
     sin: torch.Tensor,
@@ -214,4 +225,6 @@ def attention_block(
     if x.is_cuda:
         require_fp8(x.device)
     options = norm, linear, (groups, d, apart), torch.is_grad_enabled()
-    return _AttentionBlock.apply(x, norm_weight, norm_bias, weight, bias, cos, sin, options, attend, *beside)
+    weights = weight if isinstance(weight, tuple) else (weight,)
+    inputs = x, norm_weight, norm_bias, bias, cos, sin
+    return _AttentionBlock.apply(*inputs, options, attend, len(weights), *weights, *beside)

@@ -62,7 +62,7 @@ class _Weight:
     """FP8 operands of a weight [e, m, k], which is stored as [e, k, m] if `transposed`."""
 
     def __init__(self, cache: WeightCache, weight: torch.Tensor, transposed: bool):
-        self.cache = cache if cache.keep == "none" else cache.of(weight)
+        self.cache = cache.of((weight,))
         self.weight, self.transposed = weight, transposed
 
     def forward(self, trains: bool) -> tuple[Scaled, torch.Tensor]:
@@ -71,15 +71,15 @@ class _Weight:
             predicted = self.cache.prediction(E4M3)
             q, largest = fp8_operands(self.weight, E4M3, rows=False, columns=True, predicted=predicted)
         else:
-            q, largest = self.cache.forward(self.weight, E4M3, trains)
+            q, largest = self.cache.forward((self.weight,), E4M3, trains)
         return (self._by_columns(q) if self.transposed else self._by_rows(q), q.scale), largest
 
     def backward(self, largest: torch.Tensor) -> Scaled:
         """The operand [e, k, m] of the input's gradient."""
         if self.transposed:
-            q = self.cache.rows(self.weight, largest, E4M3)
+            q = self.cache.rows((self.weight,), largest, E4M3)
             return self._by_rows(q), q.scale
-        q = self.cache.columns(self.weight, largest, E4M3)
+        q = self.cache.columns((self.weight,), largest, E4M3)
         return self._by_columns(q), q.scale
 
     def _by_rows(self, q) -> torch.Tensor:

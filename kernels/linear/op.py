@@ -5,7 +5,7 @@ summed dimension, so each operand is written in the layout of its GEMM. The inpu
 column-major, for the wgrad GEMM, and only that copy is saved.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +24,7 @@ from coat_kernels.tensorwise.operands import fp8_operands
 from coat_kernels.tensorwise.predicted import PredictedScale
 from coat_kernels.tensorwise.quantize import Quantized
 from coat_kernels.tensorwise.transpose import transpose_codes
-from coat_kernels.weights import NO_CACHE, WeightCache
+from coat_kernels.weights import NO_CACHE, WeightCache, Weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +57,12 @@ class LinearOptions:
     x_scale: PredictedScale | None = None
     grad_scale: PredictedScale | None = None
 
-    def uses(self, weight: torch.Tensor) -> tuple:
-        """The dependencies of GEMMs with `weight` other than their tensors, for CUDA graphs
+    def uses(self, weights: Weights) -> tuple:
+        """The dependencies of GEMMs with `weights` other than their tensors, for CUDA graphs
         (`Graphs.call`)."""
         address = None if self.weight_grad_into is None else self.weight_grad_into().data_ptr()
-        kept = self.cache.stay(weight, self.formats.forward)
-        return self.formats, self.x_scale, self.grad_scale, address, *kept
+        cached = self.cache.stay(weights, self.formats.forward)
+        return self.formats, self.x_scale, self.grad_scale, address, *cached
 
     @property
     def input_group(self) -> dist.ProcessGroup | None:
@@ -92,22 +92,23 @@ def multiply(
 
 def multiply_backward(
     grad: Quantized,
-    weight: torch.Tensor,
+    weights: Weights,
     w: Quantized | None,
     columns: Callable[[], tuple[torch.Tensor, torch.Tensor]] | None,
     dtype: torch.dtype,
     options: LinearOptions,
-) -> tuple[Callable[[], torch.Tensor] | None, torch.Tensor | None]:
+) -> tuple[Callable[[], torch.Tensor] | None, Sequence[torch.Tensor | None]]:
     """The dgrad and wgrad GEMMs of `grad`, which is quantized row-major and column-major as needed.
 
-    w: the column-major weight; None if the input needs no gradient.
-    columns: returns the column-major input of all tokens, and its scale; None if the weight needs no
-        gradient.
+    w: the column-major weights; None if the input needs no gradient.
+    columns: returns the column-major input of all tokens, and its scale; None if the weights need no
+        gradients.
 
-    Returns a function that waits for the input's gradient, [m, k] in `dtype`, and the weight's gradient. The
-    caller must not hold `grad` and `w`, so that they are freed as soon as they are used.
+    Returns a function that waits for the input's gradient, [m, k] in `dtype`, and the gradient of each
+    weight, a view of rows. The caller must not hold `grad` and `w`, so that they are freed as soon as they
+    are used.
     """
-    formats, grad_x, grad_w = options.formats, None, None
+    formats, grad_x, (weight, *others) = options.formats, None, weights
     grad_rows, grad_columns, grad_scale, _ = grad
     del grad
     if grad_rows is not None and (observer := watching.observer()) is not None:
@@ -119,27 +120,26 @@ def multiply_backward(
         # large and no longer needed; freed before the weight's gradient is allocated
         del grad_rows, w
         grad_x = _sum_over_ranks(grad_x, options.parallel)
-    if columns is not None:
-        by_columns, scale = columns()
-        operands, fast = (grad_columns, by_columns, grad_scale, scale), formats.fast_weight_grad
-        if options.weight_grad_into is None:
-            grad_w = scaled_matmul(*operands, None, weight.dtype, fast)
-        else:
-            into = options.weight_grad_into()
-            if into.shape != weight.shape:
-                raise ValueError(
-                    f"weight_grad_into: expected shape {list(weight.shape)}, found {list(into.shape)}"
-                )
-            accumulate_matmul(*operands, into, weight.dtype, fast)
-            # the shape that autograd expects, without memory
-            grad_w = weight.new_zeros(()).expand(weight.shape)
-    return grad_x, grad_w
+    if columns is None:
+        return grad_x, [None] * len(weights)
+    by_columns, scale = columns()
+    operands, fast = (grad_columns, by_columns, grad_scale, scale), formats.fast_weight_grad
+    if options.weight_grad_into is None:
+        grad_w = scaled_matmul(*operands, None, weight.dtype, fast)
+        return grad_x, grad_w.split([len(w) for w in weights]) if others else [grad_w]
+    into = options.weight_grad_into()
+    if into.shape != weight.shape:
+        raise ValueError(f"weight_grad_into: expected shape {list(weight.shape)}, found {list(into.shape)}")
+    accumulate_matmul(*operands, into, weight.dtype, fast)
+    # the shape that autograd expects, without memory
+    return grad_x, [weight.new_zeros(()).expand(weight.shape)]
 
 
 class _Fp8Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, origin, options, trains, dtype):
-        trains_weight = trains and ctx.needs_input_grad[1]
+    def forward(ctx, x, bias, origin, options, trains, dtype, *weights):
+        # all or none of them
+        trains_weight = trains and ctx.needs_input_grad[6]
         keep = trains_weight and origin is None
         fmt = options.formats.forward
         whole = _shared(x) if keep and options.parallel is None else None
@@ -151,42 +151,43 @@ class _Fp8Linear(torch.autograd.Function):
             kept = (columns, scale)
             if whole is not None:
                 _note_kept(whole, kept, largest_x, fmt)
-        w, largest_w = options.cache.forward(weight, fmt, trains)
+        w, largest_w = options.cache.forward(weights, fmt, trains)
         y = multiply(rows, scale, w, bias, dtype, options)
         ctx.options, ctx.shape, ctx.dtype = options, x.shape, x.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.columns = None
         if trains_weight and not keep:
             ctx.columns, kept = origin.columns, (*origin.tensors, largest_x)
-        ctx.save_for_backward(weight, largest_w, *kept)
+        ctx.count = len(weights)
+        ctx.save_for_backward(*weights, largest_w, *kept)
         # detach(): autograd forbids in-place operations on a view that a function returns
         return y.view(-1, *x.shape[1:-1], y.shape[-1]).detach()
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_y):
-        weight, largest_w, *kept = ctx.saved_tensors
-        options, needs = ctx.options, ctx.needs_input_grad[:3]
-        needs_x, needs_w, needs_bias = needs
-        grad_x = grad_w = sums = None
+        saved = ctx.saved_tensors
+        weights, (largest_w, *kept) = saved[: ctx.count], saved[ctx.count :]
+        needs_x, needs_bias, *_, needs_w = ctx.needs_input_grad[:7]
+        options, grad_x, grads, sums = ctx.options, None, [None] * ctx.count, None
         if needs_x or needs_w:
             # in a list, so the GEMMs can free parts of it as soon as they are used
-            grad = [quantized_grad(grad_y, options, *needs)]
+            grad = [quantized_grad(grad_y, options, needs_x, needs_w, needs_bias)]
             sums = grad[0].sums
             columns = None
             if needs_w:
                 # the all-gather overlaps with the dgrad GEMM. The gradient's scale is already known, so no
                 # other collective waits for the all-gather
                 columns = _columns_of_input(ctx, kept, options.formats.forward)
-            w = [options.cache.columns(weight, largest_w, options.formats.forward) if needs_x else None]
-            grad_x, grad_w = multiply_backward(grad.pop(), weight, w.pop(), columns, ctx.dtype, options)
+            w = [options.cache.columns(weights, largest_w, options.formats.forward) if needs_x else None]
+            grad_x, grads = multiply_backward(grad.pop(), weights, w.pop(), columns, ctx.dtype, options)
         elif needs_bias:
             sums = grad_y.flatten(0, -2).sum(0, dtype=torch.float32)
         return (
             grad_x().view(ctx.shape) if needs_x else None,
-            grad_w,
             sums.to(ctx.bias_dtype) if needs_bias else None,
             *(None,) * 4,
+            *grads,
         )
 
 
@@ -258,12 +259,12 @@ def _sum_over_ranks(grad_x: torch.Tensor, parallel: TensorParallel | None):
     return lambda: grad_x
 
 
-def _check_sizes(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+def _check_sizes(x: torch.Tensor, weights: Weights, bias: torch.Tensor | None) -> None:
     """Raises ValueError for shapes that do not match, or that FP8 GEMMs do not support."""
-    out_features, in_features = weight.shape
+    out_features, in_features = sum(w.shape[0] for w in weights), weights[0].shape[1]
     if x.shape[-1] != in_features:
         raise ValueError(f"fp8_linear: the weight takes {in_features} columns, x has {x.shape[-1]}")
-    if bias is not None and bias.shape != weight.shape[:1]:
+    if bias is not None and bias.shape != (out_features,):
         raise ValueError(f"fp8_linear: the bias has shape {list(bias.shape)}, of {out_features} outputs")
     if uses_kernels(x) and (out_features % ALIGNMENT or in_features % ALIGNMENT):
         raise ValueError(
@@ -274,7 +275,7 @@ def _check_sizes(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
 
 def fp8_linear(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: torch.Tensor | Weights,
     bias: torch.Tensor | None = None,
     *,
     formats: LinearFormats | None = None,
@@ -289,7 +290,8 @@ def fp8_linear(
 
     Args:
         x: [..., K], BF16 or FP32, quantized without a cast, also under autocast.
-        weight: [N, K]; backward keeps a reference, not a copy.
+        weight: [N, K], or several [N_i, K] of one dtype that are stacked along the rows, all or none of them
+            trained, without `weight_grad_into`. Backward keeps references, not copies.
         bias: [N] or None. Its gradient is summed in FP32, by the kernel that quantizes the output's gradient.
         formats: the FP8 formats; E4M3 forward and E5M2 backward by default.
         origin: how to recompute x in backward; without it x is saved as FP8 and one FP32 scale.
@@ -309,20 +311,19 @@ def fp8_linear(
     """
     formats = formats or DEFAULT_FORMATS
     require_fp8(x.device)
-    _check_sizes(x, weight, bias)
+    weights = weight if isinstance(weight, tuple) else (weight,)
+    _check_sizes(x, weights, bias)
     device, dtype = x.device.type, x.dtype
     if torch.is_autocast_enabled(device) and dtype != torch.get_autocast_dtype(device):
         # x is quantized without a cast
         dtype = torch.get_autocast_dtype(device)
-    if cache is None or torch.compiler.is_compiling():
-        cache = NO_CACHE
-    elif cache.keep != "none":
-        cache = cache.of(weight)
+    cache = NO_CACHE if cache is None or torch.compiler.is_compiling() else cache.of(weights)
     if parallel is None and x.numel() == 0:
         # Nothing to quantize, and GPUs refuse empty GEMMs; the gradients are zeros. Backward keeps a copy: a
         # view, for example of an expert's tokens, would keep the whole tensor alive.
+        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
         return F.linear(x.to(dtype, copy=True), weight.to(dtype), None if bias is None else bias.to(dtype))
     options = LinearOptions(formats, cache, parallel, weight_grad_into, x_scale, grad_scale)
     tokens = x if x.ndim > 1 else x[None]
-    y = _Fp8Linear.apply(tokens, weight, bias, origin, options, torch.is_grad_enabled(), dtype)
+    y = _Fp8Linear.apply(tokens, bias, origin, options, torch.is_grad_enabled(), dtype, *weights)
     return y if x.ndim > 1 else y[0]

@@ -211,7 +211,7 @@ def fused_forward(layer: torch.nn.Module, args: tuple, kwargs: dict) -> torch.Te
     )
     if not uses_graphs(parts, x, packed=params is not None):
         return compute(x, *tensors)
-    own_weights = [linear.weight for linear in parts.linears]
+    own_weights = [(linear.weight,) for linear in parts.linears]
     return layer.graphs.call(
         compute,
         x,

@@ -183,7 +183,7 @@ class _CoatLinear(TakesActivations):
             parallel = TensorParallel(self.tp_group, self._by_output, sequence, reduces)
         cache = self._cache
         if cache.keep != "none" and not torch.compiler.is_compiling():
-            cache = cache.of(weight)
+            cache = cache.of((weight,))
         return weight, LinearOptions(self._formats, cache, parallel, into, self._x_scale, self._grad_scale)
 
     def coat_part(self) -> Part:

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
+from coat_kernels import weights as quantizing
 from coat_kernels.fp8 import E4M3, E5M2
-from coat_kernels.linear import MergedCache, fp8_linear, merged
-from coat_kernels.linear import merge as merging
+from coat_kernels.linear import fp8_linear
 from coat_kernels.tensorwise import PredictedScale, predicted
 from coat_kernels.tensorwise.quantize import quantize_tensor_reference
-from coat_kernels.weights import invalidate_weight_caches
+from coat_kernels.weights import WeightCache, invalidate_weight_caches
 
 ROWS, K, TOKENS = (48, 16, 32), 64, 24
 
@@ -24,12 +24,12 @@ def weights_of(device, trained=True):
 def kernels(request, device, monkeypatch):
     """Runs a test with the kernels. A GPU uses them anyway."""
     if request.param:
-        monkeypatch.setattr(merging, "uses_kernels", lambda x: True)
+        monkeypatch.setattr(quantizing, "uses_kernels", lambda x: True)
 
 
 @pytest.mark.parametrize("keep", ["none", "fp8"])
 def test_codes_are_those_of_the_whole(keep, kernels, device):
-    weights, cache = weights_of(device), MergedCache(keep)
+    weights, cache = weights_of(device), WeightCache(keep)
     for scale in (1.0, 2.0**30, None):
         if scale and cache._predicted:
             cache._predicted.on(device).fill_(scale)
@@ -37,12 +37,12 @@ def test_codes_are_those_of_the_whole(keep, kernels, device):
         largest = whole.abs().amax().float().view(1)
         expected = quantize_tensor_reference(whole, largest, E4M3, columns=True)
         bound = cache.of(weights)
-        rows, found = bound.forward(None, E4M3)
-        columns = bound.columns(None, found, E4M3)
+        rows, found = bound.forward(weights, E4M3)
+        columns = bound.columns(weights, found, E4M3)
         assert found.equal(largest)
-        for codes in (rows, columns, bound.rows(None, found, E4M3)):
+        for codes in (rows, columns, bound.rows(weights, found, E4M3)):
             assert codes.scale.equal(expected.scale)
-        if merging.uses_kernels(weights[0]):
+        if quantizing.uses_kernels(weights[0]):
             # so the next forward does not quantize with a wrong scale
             assert cache._predicted.on(device).equal(expected.scale)
         assert rows.rows.float().equal(expected.rows.float())
@@ -59,21 +59,21 @@ def test_products_and_gradients_are_those_of_the_whole(device):
     whole = torch.nn.Parameter(torch.cat([w.detach() for w in weights]))
     expected = fp8_linear(x, whole, **scales)
     grad_x, grad_w = torch.autograd.grad(expected, (x, whole), grad)
-    cache = MergedCache()
-    y = fp8_linear(x, merged(weights), cache=cache.of(weights), **scales)
+    cache = WeightCache()
+    y = fp8_linear(x, weights, cache=cache, **scales)
     found_x, *found = torch.autograd.grad(y, (x, *weights), grad)
     assert y.equal(expected) and found_x.equal(grad_x)
     assert torch.cat(found).equal(grad_w)
     # slices of one GEMM's output, without a copy
     assert len({g.untyped_storage().data_ptr() for g in found}) == 1
     frozen = weights_of(device, trained=False)
-    y = fp8_linear(x, merged(frozen), cache=cache.of(frozen), **scales)
+    y = fp8_linear(x, frozen, cache=cache, **scales)
     assert torch.autograd.grad(y, x, grad)[0].equal(grad_x)
 
 
 def test_a_weight_that_changes_before_backward_is_refused(device):
     weights, x = weights_of(device), torch.randn(TOKENS, K, device=device).bfloat16().requires_grad_()
-    y = fp8_linear(x, merged(weights), cache=MergedCache().of(weights))
+    y = fp8_linear(x, weights, cache=WeightCache())
     with torch.no_grad():
         weights[2].add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -81,43 +81,43 @@ def test_a_weight_that_changes_before_backward_is_refused(device):
 
 
 def test_what_is_kept_belongs_to_these_weights(device):
-    cache, weights = MergedCache("fp8"), weights_of(device)
-    first, _ = cache.of(weights).forward(None, E4M3)
-    assert cache.of(weights).forward(None, E4M3)[0] is first
+    cache, weights = WeightCache("fp8"), weights_of(device)
+    first, _ = cache.of(weights).forward(weights, E4M3)
+    assert cache.of(weights).forward(weights, E4M3)[0] is first
     others = weights_of(device)
-    assert cache.of(others).forward(None, E4M3)[0] is not first
+    assert cache.of(others).forward(others, E4M3)[0] is not first
     # a backward pass runs after the forward pass of other weights
     smaller = tuple(torch.nn.Parameter(w / 300) for w in weights)
     bound = cache.of(smaller)
-    kept, largest = bound.forward(None, E4M3)
-    cache.of(others).forward(None, E4M3)
-    for codes in (bound.columns(None, largest, E4M3), bound.rows(None, largest, E4M3)):
+    kept, largest = bound.forward(smaller, E4M3)
+    cache.of(others).forward(others, E4M3)
+    for codes in (bound.columns(smaller, largest, E4M3), bound.rows(smaller, largest, E4M3)):
         assert codes.scale.equal(kept.scale)
-    second, _ = cache.of(others).forward(None, E4M3)
+    second, _ = cache.of(others).forward(others, E4M3)
     invalidate_weight_caches()
-    assert cache.of(others).forward(None, E4M3)[0] is not second
+    assert cache.of(others).forward(others, E4M3)[0] is not second
 
 
 def test_copies_that_a_graph_knows_are_written_in_place(kernels, device, monkeypatch):
-    cache, weights = MergedCache("fp8"), weights_of(device)
-    places = cache.of(weights).stay(None, E4M3)
+    cache, weights = WeightCache("fp8"), weights_of(device)
+    places = cache.of(weights).stay(weights, E4M3)
     with torch.no_grad():
         weights[1].mul_(300)
     with monkeypatch.context() as patched:
         patched.setattr(predicted, "empty_operands", None)
-        assert cache.of(weights).stay(None, E4M3) == places
-    found, largest = cache.of(weights).forward(None, E4M3)
+        assert cache.of(weights).stay(weights, E4M3) == places
+    found, largest = cache.of(weights).forward(weights, E4M3)
     assert (cache, *(t.data_ptr() for t in (largest, *found[:3]))) == places
-    expected, most = MergedCache("fp8").of(weights).forward(None, E4M3)
+    expected, most = WeightCache("fp8").of(weights).forward(weights, E4M3)
     assert largest.equal(most) and found.scale.equal(expected.scale)
     assert found.rows.float().equal(expected.rows.float())
     assert found.columns.float().equal(expected.columns.float())
 
 
 def test_other_weights_are_not_written_into_copies_that_a_graph_knows(device):
-    cache, weights = MergedCache("fp8"), weights_of(device)
+    cache, weights = WeightCache("fp8"), weights_of(device)
     for given in (weights, weights[:2]):
-        cache.of(given).stay(None, E4M3)
+        cache.of(given).stay(given, E4M3)
         assert cache.nbytes == 2 * sum(w.numel() for w in given) + 8
 
 
@@ -134,12 +134,12 @@ def parameter(memory, values):
 @pytest.mark.parametrize("weight_of", [masked, parameter])
 def test_other_weights_at_the_same_place(weight_of, keep, device):
     memories = [torch.empty(n, K, device=device) for n in ROWS]
-    cache, x = MergedCache(keep), torch.randn(TOKENS, K, device=device)
+    cache, x = WeightCache(keep), torch.randn(TOKENS, K, device=device)
     for _ in range(3):
         # separate tensors, whose version counters start at 0
         weights = tuple(weight_of(m.data, torch.randn(m.shape, device=device)) for m in memories)
-        y = fp8_linear(x, merged(weights), cache=cache.of(weights))
-        assert y.equal(fp8_linear(x, merged(weights), cache=MergedCache().of(weights)))
+        y = fp8_linear(x, weights, cache=cache)
+        assert y.equal(fp8_linear(x, weights, cache=WeightCache()))
         del weights
     # codes of computed weights are not cached
     assert (cache.nbytes > 0) == (keep == "fp8" and weight_of is parameter)

@@ -164,9 +164,9 @@ def test_codes_do_not_depend_on_what_was_predicted(keep, kernels, device):
             if factor != factor:
                 weight.copy_(torch.randn(weight.shape))[0, 1] = torch.nan
         for trains in (False, True, True):
-            codes, largest = cache.forward(weight.detach(), fmt, trains)
+            codes, largest = cache.forward((weight.detach(),), fmt, trains)
             expected = quantize_tensor_reference(weight.detach(), largest, fmt, columns=True)
-            columns = cache.columns(weight.detach(), largest, fmt)
+            columns = cache.columns((weight.detach(),), largest, fmt)
             assert largest == weight.nan_to_num().abs().max()
             assert codes.scale.equal(expected.scale) and columns.scale.equal(expected.scale)
             for a, e in ((codes.rows, expected.rows), (columns.columns, expected.columns)):
@@ -177,9 +177,9 @@ def test_codes_do_not_depend_on_what_was_predicted(keep, kernels, device):
 def test_codes_of_a_transposed_weight(keep, kernels, device):
     """As in transformers' Conv1D."""
     weight, cache = layer(device)[1].detach().t(), WeightCache(keep)
-    codes, largest = cache.forward(weight, E4M3)
+    codes, largest = cache.forward((weight,), E4M3)
     expected = quantize_tensor_reference(weight, largest, E4M3, columns=True)
-    columns = cache.columns(weight, largest, E4M3).columns
+    columns = cache.columns((weight,), largest, E4M3).columns
     assert codes.rows.equal(expected.rows) and columns.equal(expected.columns)
 
 
@@ -210,14 +210,14 @@ def test_copies_that_a_graph_knows_are_written_in_place(kernels, device, monkeyp
     # columns are padded
     weight = torch.nn.Parameter(torch.randn(40, 64, device=device))
     cache = WeightCache("fp8")
-    places = cache.stay(weight, E4M3)
+    places = cache.stay((weight,), E4M3)
     with torch.no_grad():
         weight.mul_(300)
     with monkeypatch.context() as patched:
         patched.setattr(tensorwise.predicted, "empty_operands", None)
-        assert cache.stay(weight, E4M3) == places
-    found, largest = cache.forward(weight, E4M3)
-    expected, _ = WeightCache("fp8").forward(weight, E4M3)
+        assert cache.stay((weight,), E4M3) == places
+    found, largest = cache.forward((weight,), E4M3)
+    expected, _ = WeightCache("fp8").forward((weight,), E4M3)
     assert (cache, *(t.data_ptr() for t in (largest, *found[:3]))) == places
     assert largest == weight.abs().max() and found.scale.equal(expected.scale)
     assert found.rows.float().equal(expected.rows.float())
@@ -229,5 +229,5 @@ def test_another_weight_is_not_written_into_copies_that_a_graph_knows(device):
     cache = WeightCache("fp8")
     for rows in (32, 48):
         weight = torch.nn.Parameter(torch.randn(rows, 64, device=device))
-        cache.of(weight).stay(weight, E4M3)
+        cache.of((weight,)).stay((weight,), E4M3)
         assert cache.nbytes == 2 * weight.numel() + 8

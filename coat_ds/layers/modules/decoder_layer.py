@@ -161,8 +161,8 @@ class Fp8DecoderLayer(Replaced):
         compute = partial(_compute, options, attend, counts, mask is not None)
         if not graphed:
             return compute(x, *constants, *parameters)
-        one_of_each = weights.qkv[0], weights.proj[0], weights.fc1[0], weights.fc2[0]
-        uses = partial(options.uses, one_of_each, kept, attention.scaling, packed and tuple(packed))
+        gemms = tuple(weights.qkv), tuple(weights.proj), tuple(weights.fc1), tuple(weights.fc2)
+        uses = partial(options.uses, gemms, kept, attention.scaling, packed and tuple(packed))
         evaluates = not self.module.training
         return self.graphs.call(compute, x, parameters, uses, constants=constants, evaluates=evaluates)
 

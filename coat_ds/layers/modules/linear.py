@@ -16,7 +16,7 @@ from coat_ds.layers.parallel import dtensor as tensor_parallel
 from coat_ds.log import log_once
 from coat_ds.optim.shards import is_distributed
 from coat_kernels.autograd.origin import Origin, origin_of
-from coat_kernels.linear import LinearOptions, MergedCache, fp8_linear, merged
+from coat_kernels.linear import LinearOptions, fp8_linear
 from coat_kernels.tensorwise import PredictedScale
 from coat_kernels.weights import WeightCache
 
@@ -48,7 +48,7 @@ class Fp8Linear(Replaced):
         """The options of its GEMMs, for a fused block."""
         return LinearOptions(
             self.formats,
-            self.cache if self.cache.keep == "none" else self.cache.of(self.module.weight),
+            self.cache.of((self.module.weight,)),
             x_scale=self.x_scale,
             grad_scale=self.grad_scale,
         )
@@ -140,7 +140,7 @@ class MergedLinear:
 
     def __init__(self, activations: ActivationsConfig, cancels: bool = False):
         self.formats = formats(activations, cancels)
-        self.cache = MergedCache(activations.weight_cache)
+        self.cache = WeightCache(activations.weight_cache)
         self.x_scale = PredictedScale(self.formats.forward)
         self.grad_scale = PredictedScale(self.formats.backward)
 
@@ -157,9 +157,11 @@ def parameters_of(linears: tuple[nn.Module, ...]) -> tuple[list[torch.Tensor], l
     return [linear.weight for linear in linears], [linear.bias for linear in linears]
 
 
-def joined(parameters: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+def joined(
+    parameters: Sequence[torch.Tensor | None],
+) -> torch.Tensor | tuple[torch.Tensor, ...] | None:
     """The weight of the merged GEMM of the layers with these weights, or its bias."""
     first = parameters[0]
     if first is None or len(parameters) == 1:
         return first
-    return merged(tuple(parameters)) if first.ndim == 2 else torch.cat(parameters)
+    return tuple(parameters) if first.ndim == 2 else torch.cat(parameters)

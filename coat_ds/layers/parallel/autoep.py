@@ -49,14 +49,14 @@ class _Halves(WeightCache):
     def __reduce__(self):
         return type(self), (self.module,)
 
-    def forward(self, weight, fmt, trains=True):
+    def forward(self, weights, fmt, trains=True):
         return super().forward(self._whole(), fmt, trains)
 
-    def columns(self, weight, largest, fmt):
+    def columns(self, weights, largest, fmt):
         return super().columns(self._whole(), largest, fmt)
 
-    def _whole(self) -> torch.Tensor:
-        return torch.cat((self.module.w1.detach(), self.module.w3.detach()), dim=1)
+    def _whole(self) -> tuple[torch.Tensor]:
+        return (torch.cat((self.module.w1.detach(), self.module.w3.detach()), dim=1),)
 
 
 class _StandIn(torch.autograd.Function):
