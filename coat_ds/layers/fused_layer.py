@@ -106,14 +106,12 @@ def fused_layer(
         cos, sin: as in `rotate_qkv`.
         weights: the fields of `LayerWeights`.
     """
-    by_token, attention, beside, w = x, attend, constants, LayerWeights(*weights)
-    if options.batch_first:
-        by_token = x.reshape(-1, 1, x.shape[-1])
-    if options.batch_first or options.head_norms:
-        attention = functools.partial(_attention, options, attend, x.shape)
+    w = LayerWeights(*weights)
+    by_token = x.reshape(-1, 1, x.shape[-1]) if options.batch_first else x
+    attention, tensors = functools.partial(_attention, options, attend, x.shape), constants
     if options.head_norms:
         # these norms run between the projection and the rotation
-        beside = cos, sin, w.q_norm, w.k_norm, *constants
+        tensors = cos, sin, w.q_norm, w.k_norm, *constants
         cos, sin = no_rotation(cos, sin)
 
     inputs = by_token, w.input_norm, w.input_norm_bias, w.qkv, w.qkv_bias, cos, sin
@@ -121,10 +119,10 @@ def fused_layer(
     how["apart"] = options.apart
     if options.recomputed is None:
         q, k, v, residual = qkv_block(*inputs, **how)
-        o = attention(q, k, v, *beside)
+        o = attention(q, k, v, *tensors)
         origin = origin_of(o)
     else:
-        o, residual = attention_block(*inputs, **how, attend=attention, beside=beside)
+        o, residual = attention_block(*inputs, **how, attend=attention, beside=tensors)
         kept = quantize_groups(o.detach().flatten(0, 1), GROUP_SIZE, options.recomputed)
         origin = origin_in_groups(kept, o.dtype)
     y = mlp_block(
@@ -149,16 +147,16 @@ def fused_layer(
 
 
 def _attention(
-    options: LayerOptions, attend: Callable[..., torch.Tensor], shape: torch.Size, q, k, v, *beside
+    options: LayerOptions, attend: Callable[..., torch.Tensor], shape: torch.Size, q, k, v, *tensors
 ) -> torch.Tensor:
-    """`attend` after the head norms, if there are any. `beside`: the angles and weights of these norms, and
-    the constants of `attend`; all are arguments, since tensors in a partial would outlive backward."""
+    """`attend` after the head norms, if there are any. `tensors`: the angles and weights of these norms,
+    and the constants of `attend`; all are arguments, since tensors in a partial would outlive backward."""
     if options.head_norms:
-        (of_q, of_k), (cos, sin, q_norm, k_norm, *beside) = options.head_norms, beside
+        (of_q, of_k), (cos, sin, q_norm, k_norm, *tensors) = options.head_norms, tensors
         q, k = _normed(of_q, q, q_norm, cos, sin), _normed(of_k, k, k_norm, cos, sin)
     if options.batch_first:
         q, k, v = (t.view(*shape[:2], -1, options.d) for t in (q, k, v))
-    return attend(q, k, v, *beside)
+    return attend(q, k, v, *tensors)
 
 
 def _normed(norm: NormOptions, x, weight, cos, sin) -> torch.Tensor:

@@ -2,12 +2,20 @@
 
 The fused layer bypasses the forwards of the modules inside. `why_not_fused` allows it only if no hook,
 adapter or replaced forward would be skipped; otherwise the layer's own forward calls its converted modules.
+
+A forward, from top to bottom:
+
+    Fp8DecoderLayer.compute      calls `why_not_fused`, finds packed documents, opens a checkpoint
+    Fp8DecoderLayer.by_blocks    gathers parameters, options and the mask, and chooses CUDA graphs or not
+    LayerCall                    joins the parameters of each GEMM; a CUDA graph records or replays this call
+    fused_layer.fused_layer      norm, qkv and rotation; attention; projection, norm and feed-forward
+    LayerCall.attend             attention, between two blocks
 """
 
 import inspect
 import itertools
 import logging
-from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -23,7 +31,7 @@ from coat_ds.layers.modules.feed_forward import Fp8GatedFeedForward
 from coat_ds.layers.modules.hooks import is_hooked
 from coat_ds.layers.modules.linear import MergedLinear, is_fused, joined, parameters_of
 from coat_ds.layers.modules.norm import Fp8Norm
-from coat_ds.layers.modules.packed import SLOTS, PackedMask, Slots, packed_mask
+from coat_ds.layers.modules.packed import PackedMask, Slots, packed_mask
 from coat_ds.layers.modules.replaced import (
     Replaced,
     autocast_dtype,
@@ -91,15 +99,19 @@ class Fp8DecoderLayer(Replaced):
             if can_be_read(hidden_states):
                 self._log(why, hidden_states, kwargs)
             return self.stock(hidden_states, *args, **kwargs)
-        # bound here and not passed as arguments: reentrant checkpoints copy tensor arguments, without notes
         flash = is_flash(self.parts.attention.__dict__[STATE].loaded)
         mask = packed_mask(kwargs.get("attention_mask"), kwargs, *hidden_states.shape[:2], flash)
         if mask is None:
             mask = kwargs.get("attention_mask")
-        blocks = partial(self.by_blocks, *kwargs["position_embeddings"], mask)
+        cos, sin = kwargs["position_embeddings"]
+
+        # reentrant checkpoints copy tensor arguments, without notes: only x is one
+        def run(x: torch.Tensor) -> torch.Tensor:
+            return self.by_blocks(x, cos, sin, mask)
+
         if checkpoints_in_forward(self.module):
-            return getattr(self.module, CHECKPOINT)(blocks, hidden_states)
-        return blocks(hidden_states)
+            return getattr(self.module, CHECKPOINT)(run, hidden_states)
+        return run(hidden_states)
 
     def _log(self, why: str, x: torch.Tensor, kwargs: dict) -> None:
         generates = x.shape[1:2] == (1,) and any(kwargs.get(name) is not None for name in CACHES)
@@ -132,39 +144,38 @@ class Fp8DecoderLayer(Replaced):
         return tuple(qkv), (o,), feed_forward.first, (feed_forward.down,)
 
     def by_blocks(
-        self, cos: torch.Tensor, sin: torch.Tensor, mask: torch.Tensor | None, x: torch.Tensor
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
-        """cos and sin [1 or b, s, d], a mask, `PackedMask` or None, x [b, s, h] -> [b, s, h]."""
-        attention = self.parts.attention
-        kept, products = attention.__dict__[STATE], self.products
+        """x [b, s, h], cos and sin [1 or b, s, d], a mask, `PackedMask` or None -> [b, s, h]."""
+        attention, products = self.parts.attention, self.products
         weights, options = self.weights(*products), self.options(*products)
-        counts = [len(parts) for parts in weights if parts is not None]
         parameters = [p for parts in weights if parts is not None for p in parts]
         # the blocks take [tokens, 1, h], so that each token needs its own row of angles
-        constants = [_by_token(t, x.shape[0]) for t in (cos, sin)]
-        d, packed = attention.head_dim, None
-        packs = isinstance(mask, PackedMask) and takes_packed(x.dtype, x.device, d, d)
-        count = len(mask.packed.starts) - 1 if packs else 0
-        # else each row is one document, in every batch
-        differ = count > len(x)
-        too_many = f"for packed batches of more than {SLOTS[-1]} documents"
-        graphed = self.uses_graphs(x, too_many if differ and count > SLOTS[-1] else None)
-        if packs:
-            tokens = x.shape[0] * x.shape[1]
-            starts, *packed = self.slots.fit(mask.packed, tokens) if differ and graphed else mask.packed
+        constants, documents = [_by_token(cos, len(x)), _by_token(sin, len(x))], None
+        if isinstance(mask, PackedMask):
+            reads_borders = takes_packed(x.dtype, x.device, attention.head_dim, attention.head_dim)
+            documents, mask = (mask.packed, None) if reads_borders else (None, mask.whole())
+        graphed = self.uses_graphs(x, documents)
+        packed = None
+        if documents is not None:
+            starts, *packed = self.slots.fit(documents, *x.shape[:2]) if graphed else documents
             constants.append(starts)
         elif mask is not None:
-            mask = mask.whole() if isinstance(mask, PackedMask) else mask
             constants.append(additive_mask(mask, x.dtype))
-        saved = {} if self.recomputes else {"saved_format": kept.saved_format}
-        attend = partial(_attend, attention, packed, saved)
-        compute = partial(_compute, options, attend, counts, mask is not None)
+        kept = attention.__dict__[STATE]
+        call = LayerCall(
+            options,
+            attention,
+            None if self.recomputes else kept.saved_format,
+            None if packed is None else tuple(packed),
+            tuple([len(parts) for parts in weights if parts is not None]),
+        )
         if not graphed:
-            return compute(x, *constants, *parameters)
+            return call(x, *constants, *parameters)
         gemms = tuple(weights.qkv), tuple(weights.proj), tuple(weights.fc1), tuple(weights.fc2)
-        uses = partial(options.uses, gemms, kept, attention.scaling, packed and tuple(packed))
+        uses = partial(options.uses, gemms, kept, attention.scaling, call.packed)
         evaluates = not self.module.training
-        return self.graphs.call(compute, x, parameters, uses, constants=constants, evaluates=evaluates)
+        return self.graphs.call(call, x, parameters, uses, constants=constants, evaluates=evaluates)
 
     def weights(self, qkv, o, first, down) -> LayerWeights:
         """The parameters of the layer with these `products`. Each field is a list of parts, which the layer
@@ -198,52 +209,54 @@ class Fp8DecoderLayer(Replaced):
             apart=True,
         )
 
-    def uses_graphs(self, x: torch.Tensor, why_not: str | None = None) -> bool:
-        """Whether the fused layer runs as CUDA graphs, for which there may be a reason not to."""
+    def uses_graphs(self, x: torch.Tensor, documents: Packed | None = None) -> bool:
+        """Whether the fused layer runs as CUDA graphs, for an input with these packed `documents`."""
         if self.cuda_graphs is False:
             return False
         weights = [linear.weight for linears in self.products for linear in linears]
+        why_not = None if documents is None else self.slots.why_not(documents, len(x))
         return fused_layer.uses_graphs(self.cuda_graphs, x, weights, why_not=why_not)
 
 
-def _attend(
-    attention: nn.Module, packed: list | None, saved: dict, q, k, v, *mask: torch.Tensor
-) -> torch.Tensor:
-    """Attention of heads [b, s, n, d] by the scaling of `attention`: [b, s, n * d]. packed: the fields of
-    `Packed` after the first one, which is in place of the mask."""
-    if packed is not None:
-        return packed_attention(
-            q, k, v, Packed(*mask, *packed), scale=attention.scaling, batch_first=True, **saved
-        )
-    if not mask:
-        return causal_attention(q, k, v, scale=attention.scaling, batch_first=True, **saved)
-    heads = (t.transpose(1, 2) for t in (q, k, v))
-    return any_attention(attention, *heads, *mask, {"scaling": attention.scaling}, **saved)
+@dataclass(frozen=True, slots=True)
+class LayerCall:
+    """One forward of a fused layer, without its tensors, which are arguments: a CUDA graph can record it.
 
+    saved_format: how attention saves its tensors; None if it saves them unchanged or is recomputed. packed:
+    the fields of `Packed` after the first one; None for attention without documents. parts: for each weight,
+    the number of parameters that are joined to it.
+    """
 
-def _compute(
-    options: LayerOptions,
-    attend: Callable[..., torch.Tensor],
-    counts: list[int],
-    masked: bool,
-    x: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    *tensors: torch.Tensor | None,
-) -> torch.Tensor:
-    """The layer's output. `tensors`: the mask, or starts of documents, if `masked`, and the parameters in the
-    order of `LayerWeights`, each split into the number of parts that `counts` gives."""
-    given = iter(tensors)
-    mask, weights = _next(given, int(masked)), [joined(_next(given, count)) for count in counts]
-    return fused_layer.fused_layer(options, attend, mask, x, cos, sin, *weights)
+    options: LayerOptions
+    attention: nn.Module
+    saved_format: str | None
+    packed: tuple | None
+    parts: tuple[int, ...]
+
+    def __call__(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *tensors: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The layer's output. `tensors`: the mask, or the starts of documents, if there is one of them; then
+        the parameters in the order of `LayerWeights`."""
+        given, masks = iter(tensors), len(tensors) - sum(self.parts)
+        mask = tuple(itertools.islice(given, masks))
+        weights = [joined(tuple(itertools.islice(given, number))) for number in self.parts]
+        return fused_layer.fused_layer(self.options, self.attend, mask, x, cos, sin, *weights)
+
+    def attend(self, q, k, v, *mask: torch.Tensor) -> torch.Tensor:
+        """Attention of heads [b, s, n, d]: [b, s, n * d]. mask: the mask, or the starts of documents."""
+        how = {"scale": self.attention.scaling, "saved_format": self.saved_format, "batch_first": True}
+        if self.packed is not None:
+            return packed_attention(q, k, v, Packed(*mask, *self.packed), **how)
+        if not mask:
+            return causal_attention(q, k, v, **how)
+        heads = [t.transpose(1, 2) for t in (q, k, v)]
+        scaling = {"scaling": self.attention.scaling}
+        return any_attention(self.attention, *heads, *mask, scaling, saved_format=self.saved_format)
 
 
 def _of_norm(norm: nn.Module) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
     return [norm.weight], [norm._parameters.get("bias")]
-
-
-def _next(given: Iterator, count: int) -> tuple:
-    return tuple(itertools.islice(given, count))
 
 
 def drop_unwanted_cache(model: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:

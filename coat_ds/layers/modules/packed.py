@@ -188,11 +188,21 @@ class Slots:
     def __init__(self):
         self.tokens = self.slots = self.longest = 0
 
-    def fit(self, packed: Packed, tokens: int) -> Packed:
-        """`packed`, of at most the last of `SLOTS` documents. All layers get the same borders."""
+    def why_not(self, packed: Packed, rows: int) -> str | None:
+        """Why no graph serves these documents in `rows` rows; None if one does."""
+        documents = len(packed.starts) - 1
+        too_many = documents > max(rows, SLOTS[-1])
+        return f"for packed batches of more than {SLOTS[-1]} documents" if too_many else None
+
+    def fit(self, packed: Packed, rows: int, s: int) -> Packed:
+        """The documents `packed` of a batch [rows, s], for which `why_not` is None. All layers get the same
+        borders."""
+        documents, tokens = len(packed.starts) - 1, rows * s
+        if documents <= rows:
+            # each row is one document, in every batch
+            return packed
         if self.tokens != tokens:
             self.tokens, self.slots, self.longest = tokens, 0, 0
-        documents = len(packed.starts) - 1
         if documents > self.slots or packed.longest > self.longest:
             self.slots = next(n for n in SLOTS if n >= max(documents, self.slots))
             parts = (-(-tokens // part) for part in _PARTS)

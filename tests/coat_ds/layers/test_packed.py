@@ -15,8 +15,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import blockwise_overlay, causal_mask_function, or_masks, sdpa_mask
 
 import coat_ds
+from coat_ds.layers import fused_layer
 from coat_ds.layers.modules import attention
-from coat_ds.layers.modules.decoder_layer import Fp8DecoderLayer
 from coat_ds.layers.modules.packed import SLOTS, PackedMask, Slots, coat_mask
 from coat_ds.layers.modules.replaced import replaced
 from coat_kernels.attention import Packed
@@ -356,7 +356,7 @@ def test_batches_of_one_size_are_alike_to_a_graph(attention_format, monkeypatch)
     layers = len(model.model.layers)
     expected = [run(model, one) for one in batches_of(lengths)]
     monkeypatch.setattr(Graphs, "call", call)
-    monkeypatch.setattr(Fp8DecoderLayer, "uses_graphs", lambda layer, x, why_not=None: why_not is None)
+    monkeypatch.setattr(fused_layer, "uses_graphs", lambda *_, why_not: why_not is None)
     for one, wanted in zip(batches_of(lengths), expected, strict=True):
         same(run(model, one), wanted)
     assert len(calls) == 3 * layers
@@ -369,7 +369,7 @@ def test_batches_of_one_size_are_alike_to_a_graph(attention_format, monkeypatch)
 def test_slots_grow_twice_at_most():
     def fitted(*lengths):
         starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
-        found = slots.fit(Packed(starts, max(lengths), 7), sum(lengths))
+        found = slots.fit(Packed(starts, max(lengths), 7), 1, sum(lengths))
         assert found.starts[: len(starts)].equal(starts) and (found.starts[len(starts) :] == starts[-1]).all()
         assert found.window == 7
         return len(found.starts) - 1, found.longest
