@@ -208,8 +208,8 @@ MUTATIONS = (
     ),
     Mutation(
         "checkpoint layout: a restored first moment has no second moment to be relative to",
-        "Moment.zeros(value.shape, layout, device).beside(second)",
-        "Moment.zeros(value.shape, layout, device).beside(None)",
+        "Moment.zeros(value.shape, arrangement, device).relative_to(second)",
+        "Moment.zeros(value.shape, arrangement, device).relative_to(None)",
         "coat_ds/test_optimizer_state_dicts.py",
     ),
     Mutation(

@@ -13,10 +13,9 @@ It may import `coat_kernels` and the config. Start at optimizer.py.
     release.py       steps during backward, which free gradients
     layouts.py       how the moments of each tensor are stored, and which keep FP32
     fragments.py     flat partitions that are composed of parts of parameters
-    moment.py        the moments in `state[p]`: FP32 tensors to every caller, codes inside
+    moment.py        the moments in `state[p]`: FP32 tensors to every caller, codes inside; relative codes
     tensor.py        how operations of torch on moments are carried out
     pieces.py        what is stored: codes, scales, exponents
-    pair.py          a first moment that is stored relative to the second one
     stored_moment.py moments that are written to files as they are stored
     streaming.py     moments that are decoded one by one while a file is written
     loading.py       load_state_dict: which state dicts are refused, and how the others are loaded

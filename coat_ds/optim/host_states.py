@@ -90,7 +90,7 @@ class HostStates:
         found = (second.pieces, first.pieces, remainder)
         if p in self._placed and all(a is b for a, b in zip(self._placed[p], found, strict=True)):
             return
-        held = [*second.stored(), *first.alone().stored(), *([] if remainder is None else [remainder])]
+        held = [*second.stored(), *first.unpaired().stored(), *([] if remainder is None else [remainder])]
         pages, begin = self._slice(p, sum(map(aligned, held)))
         if any(pages.address <= t.data_ptr() < pages.address + len(pages) for t in held):
             # they may move within the slice
@@ -105,7 +105,7 @@ class HostStates:
             return new.copy_(old)
 
         second = Moment(made_of(second.pieces, placed), second.shape)
-        first = Moment(made_of(first.pieces, placed), first.shape).beside(second)
+        first = Moment(made_of(first.pieces, placed), first.shape).relative_to(second)
         state["exp_avg_sq"], state["exp_avg"] = laid_out_like(p, second), laid_out_like(p, first)
         if remainder is not None:
             remainder = placed(remainder)

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import torch
 
 from coat_ds.optim.changes import check_changes, check_supported
+from coat_ds.optim.moment import pair_up
 from coat_ds.optim.options import (
     FORMATS,
     LAYOUT,
@@ -21,7 +22,6 @@ from coat_ds.optim.options import (
     check_numbers,
     has_remainder,
 )
-from coat_ds.optim.pair import pair_up
 from coat_ds.optim.shards import laid_out_like, shard_of
 from coat_ds.optim.state_dict import restored
 from coat_ds.optim.states import ready_state, state_device

@@ -4,20 +4,27 @@ Frameworks link, trim, convert and offload any state tensor of the parameter's s
 corrupt a state whose shape or values differ from the moment's. So `Moment` has the moment's shape, is FP32,
 reads as the moment's values, and quantizes what is written into it.
 
-A relative code stores exp_avg divided by the square root of the stored exp_avg_sq. The two moments of a
-parameter then share a `Pair`. Decoding the first moment reads the second. When the second moment is written,
-through any view, the first is re-encoded, so that its values do not change.
+Relative codes, those of `ratio8`, store exp_avg divided by the square root of the stored exp_avg_sq. Decoding
+them reads the second moment. When the second moment is written, through any view, the first is re-encoded, so
+that its values do not change. Who owns what:
+
+    state[p]    `pair_up` links both moments: they hold one `Pair` with the pieces of both, as do all their
+                views. Each moment owns its pieces.
+    a copy      of a first moment (`clone`, `to`, pickled codes) holds a `Pair` of its own, not shared. It
+                owns a copy of the second moment's pieces, too.
+    no pair     relative codes are relative to roots of 1.
 """
 
 import itertools
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator
-from typing import Self
+from typing import Any, Self
 
 import torch
 
-from coat_ds.optim.pieces import Layout, Pair, Piece, Pieces, made_of, only_groups, overwrite
+from coat_ds.optim.options import MOMENTS
+from coat_ds.optim.pieces import Arrangement, Pair, Piece, Pieces, made_of, only_groups, overwrite
 from coat_ds.optim.recover import recover_
 from coat_ds.optim.shards import laid_out_like, local
 from coat_ds.optim.streaming import DecodedStorage, is_streaming
@@ -53,21 +60,22 @@ class Moment(StoredTensor):
         self.pieces, self.start, self.pair = pieces, start, pair
 
     @classmethod
-    def zeros(cls, shape, layout: Layout, device: torch.device | str) -> Self:
+    def zeros(cls, shape, arrangement: Arrangement, device: torch.device | str) -> Self:
         """A moment of zeros."""
         shape = torch.Size(shape)
-        layout = ((0, layout),) if isinstance(layout, Codec) else layout
-        ends = (*(begin for begin, _ in layout[1:]), shape.numel())
+        if isinstance(arrangement, Codec):
+            arrangement = ((0, arrangement),)
+        ends = (*(begin for begin, _ in arrangement[1:]), shape.numel())
         pieces = tuple(
             Piece(begin, end, codec, codec.zeros(end - begin, device=device))
-            for (begin, codec), end in zip(layout, ends, strict=True)
+            for (begin, codec), end in zip(arrangement, ends, strict=True)
         )
         return cls(pieces, shape)
 
     @classmethod
-    def encoded(cls, x: torch.Tensor, layout: Layout) -> Self:
+    def encoded(cls, x: torch.Tensor, arrangement: Arrangement) -> Self:
         """`x` (any shape, floating point) as a moment on the same device."""
-        return cls.zeros(x.shape, layout, x.device).encode_(x)
+        return cls.zeros(x.shape, arrangement, x.device).encode_(x)
 
     def recover_(self, x: torch.Tensor, worker: torch.device | None = None) -> bool:
         """Writes `x` (same number of elements, any floating point, on any device), in codes that decode to
@@ -76,34 +84,35 @@ class Moment(StoredTensor):
         worker: the device that encodes, part by part; by default the moment's.
         """
         exact, x = True, x.reshape(-1)
-        for piece, beside in self.each_piece():
+        for piece, other in self.paired_pieces():
             into, values = Stored(piece.codec, piece.storage), x[piece.begin : piece.end]
-            exact &= recover_(into, values, beside, worker)
+            exact &= recover_(into, values, other, worker)
         return exact
 
-    def beside(self, second: "Moment | None") -> Self:
-        """This moment as a first moment relative to `second`, with shared storage, if its codes are relative.
+    def relative_to(self, second: "Moment | None") -> Self:
+        """This first moment, its relative codes now relative to `second`, with shared storage. Without such
+        codes, or without a second moment, this moment.
 
-        `second` gets no link to it; `paired` makes that link.
+        `second` gets no link to it; `pair_up` makes that link.
         """
-        if second is None or not self.is_relative:
+        if second is None or not self.has_relative_codes:
             return self
         return type(self)(self.pieces, self.shape, pair=Pair(self.pieces, second.pieces, shared=True))
 
-    def is_beside(self, second: "Moment") -> bool:
+    def is_relative_to(self, second: "Moment") -> bool:
         """Whether this is the first moment of a pair whose second moment is `second`."""
         return self.pair is not None and self.pair.first is self.pieces and self.pair.second is second.pieces
 
-    def alone(self) -> Self:
+    def unpaired(self) -> Self:
         """This moment in no pair, with the same storage: its codes without the second moment."""
         return type(self)(self.pieces, self.shape, self.start)
 
     @property
-    def is_relative(self) -> bool:
+    def has_relative_codes(self) -> bool:
         """Whether any of its codes is relative to a second moment."""
         return any(piece.codec.relative for piece in self.pieces)
 
-    def each_piece(self) -> Iterator[tuple[Piece, Stored | None]]:
+    def paired_pieces(self) -> Iterator[tuple[Piece, Stored | None]]:
         """Each piece, with the stored piece of the other moment if there is a pair."""
         other = None if self.pair is None else self.pair.other(self.pieces)
         for i, piece in enumerate(self.pieces):
@@ -161,12 +170,12 @@ class Moment(StoredTensor):
             overwrite(Stored(codec, part), made, other)
         return self
 
-    def rearranged(self, layout: Layout, second: "Moment | None" = None) -> Self:
+    def rearranged(self, arrangement: Arrangement, second: "Moment | None" = None) -> Self:
         """The same values, except for rounding, in other pieces; pieces are converted one by one.
 
         second: the second moment, if this is a first moment that may be relative to it.
         """
-        return type(self).zeros(self.shape, layout, self.device).beside(second).encode_(self)
+        return type(self).zeros(self.shape, arrangement, self.device).relative_to(second).encode_(self)
 
     def _parts(self) -> Iterator[tuple[Codec, Storage, Stored | None, slice, slice]]:
         """The window in parts of a few million elements: in FP32 the whole may not fit into free memory.
@@ -176,7 +185,7 @@ class Moment(StoredTensor):
         """
         stop = self.start + self.numel()
         first = bisect_right(self.pieces, self.start, key=lambda piece: piece.begin) - 1
-        for (begin, end, codec, storage), other in itertools.islice(self.each_piece(), first, None):
+        for (begin, end, codec, storage), other in itertools.islice(self.paired_pieces(), first, None):
             if max(begin, self.start) >= min(end, stop):
                 return
             # a multiple of every group size, counted from the start of the piece
@@ -184,17 +193,10 @@ class Moment(StoredTensor):
             for at in range(start, min(end, stop), AT_ONCE):
                 low, high = max(at, self.start), min(at + AT_ONCE, end, stop)
                 g, h = (low - begin) // GROUP_SIZE, -(-(high - begin) // GROUP_SIZE)
-                part, beside = storage.groups(g, h), other
-                if other is not None:
-                    beside = Stored(other.codec, other.storage.groups(g, h))
+                same_of_other = None if other is None else Stored(other.codec, other.storage.groups(g, h))
                 a = begin + g * GROUP_SIZE
-                yield (
-                    codec,
-                    part,
-                    beside,
-                    slice(low - a, high - a),
-                    slice(low - self.start, high - self.start),
-                )
+                within, where = slice(low - a, high - a), slice(low - self.start, high - self.start)
+                yield codec, storage.groups(g, h), same_of_other, within, where
 
     def window(self, shape, offset: int = 0) -> Self:
         return type(self)(self.pieces, shape, self.start + offset, self.pair)
@@ -205,7 +207,7 @@ class Moment(StoredTensor):
         A relative first moment also gets a copy of its second moment.
         """
         pieces, pair = made_of(self.pieces, make), None
-        if self.is_relative and self.pair is not None:
+        if self.has_relative_codes and self.pair is not None:
             pair = Pair(pieces, made_of(self.pair.second, make), shared=False)
         return type(self)(pieces, self.shape, pair=pair)
 
@@ -234,6 +236,58 @@ class Moment(StoredTensor):
         for t in self.stored():
             t.share_memory_()
         return self
+
+
+def pair_up(state: dict[str, Any], p: torch.Tensor) -> None:
+    """Links the moments in the state of `p` to each other, if the first is relative to the second."""
+    held = tuple(local(state[name]) for name in MOMENTS)
+    # the usual case; this runs for every parameter in every step
+    if held[0].pair is held[1].pair and held[0].is_relative_to(held[1]):
+        return
+    if held[0].pair is None and held[1].pair is None and not held[0].has_relative_codes:
+        return
+    for name, old, new in zip(MOMENTS, held, paired(*held), strict=True):
+        if new is not old:
+            state[name] = laid_out_like(p, new)
+
+
+def paired(first: Moment, second: Moment) -> tuple[Moment, Moment]:
+    """Both moments of a parameter, whole and in equal pieces, as a pair if the first is relative.
+
+    Returns them unchanged if they are a pair already. If either was replaced by another moment, the first is
+    re-encoded relative to the present second one; its values do not change.
+    """
+    if not first.has_relative_codes:
+        if second.pair is None:
+            return first, second
+        return first, Moment(second.pieces, second.shape)
+    own, pair = first.pair, second.pair
+    if own is not None and own is pair and own.other(first.pieces) is second.pieces:
+        return first, second
+    for (piece, old), (_, _, codec, storage) in zip(first.paired_pieces(), second.pieces, strict=True):
+        # decoded values encode to the same codes, if the second moment has the same (codecs/ratio.py)
+        if piece.codec.relative and not (old and old.storage is storage):
+            piece.reencode_(old, Stored(codec, storage))
+    own = own if own is not None and own.first is first.pieces else Pair(first.pieces, (), shared=True)
+    # views of the second moment hold its pair and must find the new first moment in it
+    pair = pair if pair is not None and pair.second is second.pieces else own
+    if pair.first is not first.pieces:
+        _set_free(pair)
+    for x in (own, pair):
+        x.first, x.second, x.shared = first.pieces, second.pieces, True
+
+    def joined(x: Moment) -> Moment:
+        return Moment(x.pieces, x.shape, pair=pair)
+
+    return joined(first), joined(second)
+
+
+def _set_free(pair: Pair) -> None:
+    """Re-encodes the first moment of a pair without a second one, because it is decoded that way outside the
+    pair."""
+    for piece, other in zip(pair.first, pair.second, strict=True):
+        if piece.codec.relative:
+            piece.reencode_(Stored(other.codec, other.storage), None)
 
 
 def as_plain(value: torch.Tensor | None, p: torch.Tensor) -> torch.Tensor:
@@ -271,7 +325,7 @@ def _zeros_like(x, *, dtype=None, device=None, pin_memory=False, **rest):
     if not x.is_whole or dtype not in (None, torch.float32) or pin_memory:
         return NotImplemented
     made = Moment.zeros(x.shape, x.arrangement, device or x.device)
-    if x.is_relative and x.pair is not None:
+    if x.has_relative_codes and x.pair is not None:
         second = tuple(
             piece._replace(storage=piece.codec.zeros(piece.end - piece.begin, device=made.device))
             for piece in x.pair.second
@@ -283,10 +337,10 @@ def _zeros_like(x, *, dtype=None, device=None, pin_memory=False, **rest):
 def _copy_(x, source, non_blocking=False):
     same = isinstance(source, Moment) and source.arrangement == x.arrangement
     if same and x.is_whole and source.is_whole and source.shape == x.shape and _may_take_codes(x, source):
-        if x.is_relative and x.pair is not None:
+        if x.has_relative_codes and x.pair is not None:
             for old, new in zip(x.pair.second, source.pair.second, strict=True):
                 old.write_(new.storage, non_blocking)
-        for (piece, other), (*_, new) in zip(x.each_piece(), source.pieces, strict=True):
+        for (piece, other), (*_, new) in zip(x.paired_pieces(), source.pieces, strict=True):
             overwrite(Stored(piece.codec, piece.storage), new, other, non_blocking)
         return x
     # writing the stored values changes no codes
@@ -295,7 +349,7 @@ def _copy_(x, source, non_blocking=False):
 
 def _may_take_codes(x: Moment, source: Moment) -> bool:
     """Whether the codes of `source` have the same meaning in `x`, which has the same pieces and codecs."""
-    if not x.is_relative:
+    if not x.has_relative_codes:
         return True
     if x.pair is None or source.pair is None:
         return x.pair is source.pair

@@ -33,7 +33,7 @@ class Piece(NamedTuple):
 
 Pieces = tuple[Piece, ...]
 # one codec for all elements, or the first element and the codec of each piece, ascending from 0
-Layout = Codec | Sequence[tuple[int, Codec]]
+Arrangement = Codec | Sequence[tuple[int, Codec]]
 
 
 @dataclasses.dataclass(slots=True, eq=False)

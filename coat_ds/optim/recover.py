@@ -28,28 +28,28 @@ RELATIVE, ABSOLUTE = 0.03, 2
 def recover_(
     into: Stored,
     values: torch.Tensor,
-    beside: Stored | None = None,
+    second: Stored | None = None,
     worker: torch.device | None = None,
 ) -> bool:
     """Overwrites `into` by `values` (one for each code, any floating point, on any device), in codes that
     decode to exactly them where such codes exist. Other groups are encoded as new values. It works in parts,
     because comparing takes several times the memory of the values.
 
-    beside: the second moment, already recovered, to which a relative code is relative.
+    second: the second moment, already recovered, to which a relative code is relative.
     worker: the device that encodes the parts, by default that of `into`.
 
     Returns whether such codes exist for all groups. Differences by FP32 rounding, from decoding on another
     device, are allowed.
     """
     codec, exact, values = into.codec, True, values.detach().reshape(-1)
-    seconds = itertools.repeat(None) if beside is None else beside.parts()
-    for (where, own), second in zip(into.storage.parts(), seconds, strict=False):
+    seconds = itertools.repeat(None) if second is None else second.parts()
+    for (where, own), roots in zip(into.storage.parts(), seconds, strict=False):
         part = values[where].to(worker or own.codes.device, torch.float32)
-        second = None if second is None else second.to(part.device)
+        roots = None if roots is None else roots.to(part.device)
         if codec.relative:
             # re-encoding the decoded values gives the same codes (codecs/ratio.py)
-            found = codec.encode(part, beside=second)
-            same = bool((_differences(codec.decode(found, beside=second), part) <= SAME_VALUE).all())
+            found = codec.encode(part, beside=roots)
+            same = bool((_differences(codec.decode(found, beside=roots), part) <= SAME_VALUE).all())
         else:
             rows = F.pad(part, (0, -part.numel() % GROUP_SIZE)).view(-1, GROUP_SIZE)
             found, same = _recovered(codec, rows)

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from coat_ds.optim.moment import Moment
-from coat_ds.optim.pieces import Layout
+from coat_ds.optim.pieces import Arrangement
 from coat_ds.optim.shards import is_distributed, laid_out_like, local
 from coat_ds.optim.stored_moment import StoredMoment
 from coat_ds.optim.streaming import is_streaming
@@ -45,7 +45,7 @@ def _given(value: torch.Tensor, moment: Moment, layout: str) -> torch.Tensor:
 
 def restored(
     value: torch.Tensor,
-    layout: Layout,
+    arrangement: Arrangement,
     worker: torch.device,
     device: torch.device,
     second: Moment | None = None,
@@ -57,10 +57,10 @@ def restored(
     Also returns whether the moment is bit-exact.
     """
     if isinstance(value, Moment):
-        # a plain Moment, because `GivenMoment.to` returns a decoded tensor; then converted to `layout`
+        # a plain Moment, because `GivenMoment.to` returns a decoded tensor; then converted to `arrangement`
         value = Moment(value.pieces, value.shape, pair=value.pair)
         held: Any = value.to(device, copy=True)
-        same = held.arrangement == layout
-        return (held, True) if same else (held.rearranged(layout, second), False)
-    moment = Moment.zeros(value.shape, layout, device).beside(second)
+        same = held.arrangement == arrangement
+        return (held, True) if same else (held.rearranged(arrangement, second), False)
+    moment = Moment.zeros(value.shape, arrangement, device).relative_to(second)
     return moment, moment.recover_(value, worker)

@@ -10,9 +10,8 @@ import torch
 
 from coat_ds.log import log_rank_0
 from coat_ds.optim.host_states import host_bytes
-from coat_ds.optim.moment import Moment
+from coat_ds.optim.moment import Moment, pair_up
 from coat_ds.optim.options import SECOND_FIRST, has_remainder
-from coat_ds.optim.pair import pair_up
 from coat_ds.optim.shards import is_distributed, laid_out_like, local, shard_of
 from coat_ds.optim.step import is_on
 
@@ -83,7 +82,7 @@ def take_moment(optimizer, p: torch.Tensor, group: dict[str, Any], name: str, va
 def _zeros(optimizer, p: torch.Tensor, group: dict[str, Any], name: str) -> Moment:
     layout = optimizer.layouts.layout_of(p, group, name)
     second = local(optimizer.state[p]["exp_avg_sq"]) if name == "exp_avg" else None
-    return Moment.zeros(local(p).shape, layout, state_device(optimizer, p, group)).beside(second)
+    return Moment.zeros(local(p).shape, layout, state_device(optimizer, p, group)).relative_to(second)
 
 
 def arrange(optimizer, p: torch.Tensor, group: dict[str, Any]) -> None:

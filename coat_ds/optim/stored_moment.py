@@ -41,7 +41,7 @@ class StoredMoment(GivenMoment):
         moment = self if self.is_whole else self.clone()
         if not isinstance(moment, StoredMoment):
             return moment.__reduce_ex__(protocol)
-        if moment.is_relative and moment.pair is None:
+        if moment.has_relative_codes and moment.pair is None:
             return moment.decode("cpu").__reduce_ex__(protocol)
         pieces = [
             (
@@ -49,9 +49,9 @@ class StoredMoment(GivenMoment):
                 piece.codec.name,
                 *piece.storage,
                 # the second moment's tensors again; a file stores shared tensors once
-                *((beside.codec.name, *beside.storage) if piece.codec.relative else ()),
+                *((second.codec.name, *second.storage) if piece.codec.relative else ()),
             )
-            for piece, beside in moment.each_piece()
+            for piece, second in moment.paired_pieces()
         ]
         return _rebuild, (pieces, GROUP_SIZE, tuple(moment.shape))
 
@@ -67,7 +67,7 @@ def _rebuild(pieces: list[tuple], group_size: int, shape: tuple[int, ...]) -> to
     )
     _expect(type(shape) is tuple and all(type(n) is int and n >= 0 for n in shape), "a shape", shape)
     _expect(type(pieces) is list and pieces, "a list of pieces", pieces)
-    made, second, end = [], [], 0
+    made, seconds, end = [], [], 0
     for piece in pieces:
         is_piece = type(piece) is tuple and len(piece) in (5, 9)
         _expect(is_piece, "first element, codec and three tensors, of one moment or of two", piece)
@@ -77,18 +77,18 @@ def _rebuild(pieces: list[tuple], group_size: int, shape: tuple[int, ...]) -> to
         end += storage.codes.numel()
         made.append(Piece(begin, end, codec, storage))
         if codec.relative:
-            beside = _rebuild_stored(piece[5:], storage.codes.numel())
-            _expect(codec.stands_beside(beside.codec), f"a second moment for {codec.name}", beside.codec.name)
-            second.append(Piece(begin, end, *beside))
+            second = _rebuild_stored(piece[5:], storage.codes.numel())
+            _expect(codec.stands_beside(second.codec), f"a second moment for {codec.name}", second.codec.name)
+            seconds.append(Piece(begin, end, *second))
         else:
             _expect(len(piece) == 5, f"one moment, as {codec.name} needs", piece)
-            second.append(made[-1])
+            seconds.append(made[-1])
     _expect(math.prod(shape) == end, f"a shape of {end} elements", shape)
-    devices = {t.device for piece in (*made, *second) for t in piece.storage}
+    devices = {t.device for piece in (*made, *seconds) for t in piece.storage}
     _expect(len(devices) == 1, "all tensors on one device", devices)
     moment = GivenMoment(tuple(made), shape)
-    if moment.is_relative:
-        moment.pair = Pair(moment.pieces, tuple(second), shared=False)
+    if moment.has_relative_codes:
+        moment.pair = Pair(moment.pieces, tuple(seconds), shared=False)
     return moment
 
 

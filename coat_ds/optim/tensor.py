@@ -120,7 +120,7 @@ def _on_values(func, args, kwargs):
                 "underscore."
             )
     # first moments last: they are encoded relative to the second moments stored by then
-    for key in sorted(touched, key=lambda key: windows[key].is_relative):
+    for key in sorted(touched, key=lambda key: windows[key].has_relative_codes):
         windows[key].encode_(flats[key], only_changed=True)
     return tree_map(lambda x: written.get(id(x), x), out)
 

@@ -203,15 +203,15 @@ def _move_states(
         if optimizer.streams(p):
             continue
         first, second = (state.get(name) for name in MOMENTS)
-        together = isinstance(first, Moment) and isinstance(second, Moment) and first.is_beside(second)
+        together = isinstance(first, Moment) and isinstance(second, Moment) and first.is_relative_to(second)
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and name != "step":
                 moved.append(value)
                 pinned = pin_memory and value.device.type != "cpu"
                 # a relative moment in a pair would copy its second moment too
-                held = first.alone() if together and value is first else value
+                held = first.unpaired() if together and value is first else value
                 target = torch.empty_like(held, device=device, pin_memory=pinned)
                 state[name] = target.copy_(held, non_blocking=non_blocking)
         if together:
-            state["exp_avg"] = state["exp_avg"].beside(state["exp_avg_sq"])
+            state["exp_avg"] = state["exp_avg"].relative_to(state["exp_avg_sq"])
     return moved

@@ -15,10 +15,9 @@ from megatron.core.optimizer.optimizer import FP32Optimizer, MegatronOptimizer
 
 from coat_ds.config import CoatConfigError
 from coat_ds.optim.fragments import Fragment
-from coat_ds.optim.moment import Moment
+from coat_ds.optim.moment import Moment, pair_up
 from coat_ds.optim.optimizer import CoatAdamW
 from coat_ds.optim.options import MOMENTS, SECOND_FIRST
-from coat_ds.optim.pair import pair_up
 from coat_ds.optim.state_dict import take_states
 from coat_ds.optim.states import ready_state, take_moment
 from coat_kernels.adamw import join_master, split_master

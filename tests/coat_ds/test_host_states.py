@@ -81,7 +81,7 @@ def stored(optimizer):
     for p in (p for group in optimizer.param_groups for p in group["params"]):
         state = optimizer.state.get(p, {})
         out += [
-            t for name in ("exp_avg", "exp_avg_sq") if name in state for t in state[name].alone().stored()
+            t for name in ("exp_avg", "exp_avg_sq") if name in state for t in state[name].unpaired().stored()
         ]
         out += [state[name] for name in ("remainder", "step") if name in state]
     return [t.cpu() for t in out]

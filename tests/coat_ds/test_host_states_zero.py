@@ -31,7 +31,7 @@ def start(cell, offload):
 def moments(engine, streamed=False):
     optimizer = engine.basic_optimizer
     states = [s for p, s in optimizer.state.items() if not streamed or optimizer.streams(p)]
-    return [t for s in states for name in ("exp_avg", "exp_avg_sq") for t in s[name].alone().stored()]
+    return [t for s in states for name in ("exp_avg", "exp_avg_sq") for t in s[name].unpaired().stored()]
 
 
 def stored(engine):

@@ -9,8 +9,7 @@ import torch.nn.functional as F
 
 from coat_ds import CoatAdamW
 from coat_ds.optim.fragments import Fragment
-from coat_ds.optim.moment import Moment
-from coat_ds.optim.pair import paired
+from coat_ds.optim.moment import Moment, paired
 from coat_ds.optim.stored_moment import StoredMoment
 from coat_kernels.codecs import GROUP_SIZE, Stored, codec, get_codec
 from tests.coat_ds.test_state import SHAPE, WRITES, values
@@ -70,7 +69,7 @@ def test_both_are_stored_within_their_bounds():
     held = sum(piece.storage.nbytes for moment in pair_of(*some_pair()) for piece in moment.pieces)
     # two codes, and nine bytes for each of six groups
     assert held == 2 * 700 + 9 * 6
-    assert first.is_relative and "ratio8" in repr(first)
+    assert first.has_relative_codes and "ratio8" in repr(first)
 
 
 @pytest.mark.parametrize("write", WRITES)
