@@ -6,7 +6,7 @@ reads as the moment's values, and quantizes what is written into it.
 
 Relative codes, those of `ratio8`, store exp_avg divided by the square root of the stored exp_avg_sq. Decoding
 them reads the second moment. When the second moment is written, through any view, the first is re-encoded, so
-that its values do not change. Who owns what:
+that its values do not change. The owners of the pieces:
 
     state[p]    `pair_up` links both moments: they hold one `Pair` with the pieces of both, as do all their
                 views. Each moment owns its pieces.

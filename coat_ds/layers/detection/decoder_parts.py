@@ -1,4 +1,20 @@
-"""Finds the pre-norm decoder layers of a model, such as Llama's, by what they compute."""
+"""Finds the pre-norm decoder layers of a model, such as Llama's, by what they compute.
+
+What is tried, in this order, after the modules inside a layer were converted:
+
+1. The layer has no parameters and four children: two norms, an attention and a gated feed-forward layer, all
+   converted. Attention has q_proj, k_proj, v_proj and o_proj, perhaps q_norm and k_norm, and nothing else.
+2. The layer's own forward runs on numbers [1, 3, 8], with stand-ins for its children: sin(x), sin(x)^2, ...
+   The output has to be y + mlp(norm(y)) with y = x + attention(norm(x)), in either order of the norms.
+3. The attention's own forward runs with small weights, without a mask and with one. The output has to be that
+   of causal attention with rotary positions.
+
+What breaks it: a fifth child, even an unused one; dropout or a factor on the residual; attention and
+feed-forward layers that read the same input; norms after them; rotation of interleaved pairs; soft-capped
+scores; a forward with further required arguments. Such a layer runs its converted modules one by one, and
+`conversion_of(model).converted["layer"]` does not list it. To find out why, call `parts_of(layer)` in a
+debugger: `run` in probe.py suppresses the exceptions of a layer's forward.
+"""
 
 from functools import partial
 from typing import NamedTuple
@@ -30,7 +46,7 @@ class Parts(NamedTuple):
     mlp: nn.Module
 
 
-class _Times(nn.Module):
+class _StandIn(nn.Module):
     """A stand-in for a part of a layer. Each stand-in computes another function."""
 
     def __init__(self, power: int, weights: bool = False):
@@ -60,10 +76,9 @@ def parts_of(layer: nn.Module) -> Parts | None:
     names = {id(child): name for name, child in children.items()}
     for first, second in (norms, norms[::-1]):
         parts = Parts(first, attentions[0], second, mlps[0])
-        powers = (1, 2, 3, 4)
         fakes = {
-            names[id(part)]: _Times(power, weights=part is parts.attention)
-            for part, power in zip(parts, powers, strict=True)
+            names[id(part)]: _StandIn(power, weights=part is parts.attention)
+            for power, part in enumerate(parts, 1)
         }
         x = Place(torch.device("cpu"), torch.float32).numbers(1, 3, 8, seed=0)
         norm1, attention, norm2, mlp = (fakes[names[id(part)]] for part in parts)

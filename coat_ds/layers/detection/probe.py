@@ -3,6 +3,14 @@
 The module that runs is a shadow: an object of the same class with the same attributes, but with small
 parameters of its own. So the real parameters may be anywhere: on another device, on "meta", or split over
 ranks. A forward that was patched, on the instance or on the class, runs with the patch.
+
+    norm_form         a norm, against RMSNorm and LayerNorm, each with weights around 0 and around 1
+    activation_kind   an elementwise module, against the functions of `coat_kernels.activation`
+    is_product        a module with a matrix, against x W^T + b
+    gated_form        a module with two or three linear layers, against down(a(gate(x)) * up(x))
+
+A module is not recognised if its forward has a second argument, raises an exception on the CPU and on the
+module's own GPU, or gives results that differ by more than `TOLERANCE` of the largest value.
 """
 
 import contextlib
