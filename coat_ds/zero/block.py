@@ -1,8 +1,8 @@
 """How a DeepSpeed config is read: where its `"coat"` block is, and what its switches mean. Imports only the
 standard library."""
 
-import re
 from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import Any
 
 OPTIMIZER_TYPE = "CoatAdamW"
@@ -20,20 +20,10 @@ BLOCK_KEYS = frozenset(
         "zero3_layer_units",
     )
 )
-# names of this project that a user may write in place of the key
-_OUR_NAMES = frozenset(("coat", "coats", "coatds", "coattrain", "coatconfig"))
-# other words one letter away from "coat", which another tool may use as a key
-_OTHER_WORDS = ("boat", "cat", "chat", "coal", "coast", "coax", "cont", "cost", "cot", "goat", "moat", "oat")
-
-
-def _one_mistake(word: str) -> re.Pattern:
-    """Matches `word` with one letter added, dropped or replaced, or two neighbours swapped."""
-    splits = [(word[:i], word[i:]) for i in range(len(word) + 1)]
-    forms = [f"{a}[a-z]?{b[1:]}|{a}[a-z]{b}|{a}{b[1:2]}{b[:1]}{b[2:]}" for a, b in splits]
-    return re.compile("|".join(forms))
-
-
-_ONE_MISTAKE = _one_mistake("coat")
+# the key, the module, and swapped letters, which difflib finds too different
+_NAMES = "coat", "coat_ds", "caot"
+# similarity to "coat", by difflib, of a key that is taken for it: one letter more or less, as in "coats"
+_SIMILAR = 0.85
 
 
 def asks_for_coat(config: Any) -> bool:
@@ -57,32 +47,19 @@ def misplaced_block(config: Mapping[str, Any], within: str = "") -> str | None:
         if (named and (within or key != "coat")) or (not within and not named and _is_mistyped(key, value)):
             return f"{within}{key}"
         # the contents of the block itself are checked by CoatConfig
-        found = (
-            misplaced_block(value, f"{within}{key}.") if isinstance(value, Mapping) and not named else None
-        )
-        if found is not None:
-            return found
+        if isinstance(value, Mapping) and not named:
+            found = misplaced_block(value, f"{within}{key}.")
+            if found is not None:
+                return found
     return None
 
 
 def _is_mistyped(key: Any, value: Any) -> bool:
-    """Whether a key at the top of a config is probably a mistyped "coat": one of our names, as in "coat_ds"
-    or "fp8_coat", or "coat" with one letter added, missing, replaced or swapped; and its value looks like a
-    block.
-
-    A name that does not begin with a letter, such as "_coat", is a comment.
-    """
-    name = str(key).strip().lower()
-    words = re.findall("[a-z]+", name)
-    if not name[:1].isalpha():
-        return False
-    if name in _OTHER_WORDS:
-        return isinstance(value, Mapping) and ("optimizer" in value or "activations" in value)
-    if _OUR_NAMES.isdisjoint((*words, "".join(words))) and not _ONE_MISTAKE.fullmatch(name):
-        return False
-    return isinstance(value, bool) or (
-        isinstance(value, Mapping) and (not value or not BLOCK_KEYS.isdisjoint(value))
-    )
+    """Whether a key at the top of a config is probably a mistyped "coat", such as "coats" or "coat_ds", and
+    its value a block. A name that does not begin with a letter, such as "_coat", is a comment."""
+    is_block = isinstance(value, Mapping) and not BLOCK_KEYS.isdisjoint(value)
+    name = str(key).lower()
+    return is_block and name[:1].isalpha() and bool(get_close_matches(name, _NAMES, cutoff=_SIMILAR))
 
 
 def section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
