@@ -28,7 +28,7 @@ GENERATOR, FUNCTION = (
         "inputs of recomputed regions are saved in FP8 inside `compressed_checkpoints`",
         expected=expected,
         used_by="checkpoint",
-        way_out="or drop coat.fp8_activation_checkpointing",
+        remedy="or drop coat.fp8_activation_checkpointing",
     )
     for name, expected in ((generator_name(), "a generator"), ("CheckpointFunction", "a class"))
 )

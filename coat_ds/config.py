@@ -42,7 +42,7 @@ AUTO_IS_NULL = 'Write null (None in Python) in place of "auto", or drop the key:
 
 
 class CoatConfigError(ValueError):
-    """A config that cannot be honoured. The message names the key, the value found and the fix."""
+    """An invalid config. The message names the key, the value found and the fix."""
 
 
 def check_type(key: str, value: Any, expected: type) -> None:
@@ -50,8 +50,8 @@ def check_type(key: str, value: Any, expected: type) -> None:
     is a float)."""
     if type(value) is not expected and not (expected is float and type(value) is int):
         name = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}[expected]
-        way_out = AUTO if value == "auto" else "Correct the value or drop the key."
-        raise CoatConfigError(f"{key}: expected {name}, found {value!r}. {way_out}")
+        remedy = AUTO if value == "auto" else "Correct the value or drop the key."
+        raise CoatConfigError(f"{key}: expected {name}, found {value!r}. {remedy}")
 
 
 def check_choice(key: str, value: Any, choices: tuple) -> None:

@@ -112,12 +112,12 @@ class Patch:
     """Some supported versions lack the attribute and need no patch."""
     missing: bool = False
     """The framework reads the attribute, but does not define it."""
-    way_out: str = ""
+    remedy: str = ""
     """How to avoid the need for the patch, for messages."""
 
     _record: Record | None = field(default=None, init=False, repr=False)
     _objects: weakref.WeakSet = field(default_factory=weakref.WeakSet, init=False, repr=False)
-    _said: bool = field(default=False, init=False, repr=False)
+    _logged: bool = field(default=False, init=False, repr=False)
 
     def __post_init__(self):
         _declared[self.name, self.target] = self
@@ -177,10 +177,10 @@ class Patch:
             expected += f" of ({', '.join(self.parameters)})"
         if self.keywords:
             expected += f" that takes {', '.join(self.keywords)}"
-        way_out = f", {self.way_out}" if self.way_out else ""
+        remedy = f", {self.remedy}" if self.remedy else ""
         return PatchError(
             f"{self.symbol}: expected {expected}, found {found} in {self.framework} "
-            f"{_version(self.framework)}. {SUPPORTED[self.framework]}{way_out}."
+            f"{_version(self.framework)}. {SUPPORTED[self.framework]}{remedy}."
         )
 
     def is_applied(self, on: Any = None) -> bool:
@@ -225,13 +225,13 @@ class Patch:
             else:
                 vars(on).setdefault(RECORDS, {})[self] = record
                 self._objects.add(on)
-        if not self._said:
+        if not self._logged:
             # imported here: this file is imported along with torch, which that one needs
             from coat_ds.log import log_rank_0
 
             version = _version(self.framework)
             log_rank_0(f"patched {self.symbol} of {self.framework} {version}: {self.why}", logging.DEBUG)
-        self._said = True
+        self._logged = True
         return True
 
     def remove(self, on: Any = None) -> bool:
@@ -287,9 +287,9 @@ class _Requirement(Patch):
         pass
 
 
-def require(framework: str, target: str, parameters: tuple[str, ...], way_out: str = "") -> None:
+def require(framework: str, target: str, parameters: tuple[str, ...], remedy: str = "") -> None:
     """Raises PatchError unless the framework has a function with these parameters. It is not replaced."""
-    _Requirement("", framework, target, "", parameters=parameters, way_out=way_out).check()
+    _Requirement("", framework, target, "", parameters=parameters, remedy=remedy).check()
 
 
 class Row(NamedTuple):

@@ -148,8 +148,8 @@ MUTATIONS = (
     ),
     Mutation(
         "wrong order: the first moment is taken before the one that it is relative to",
-        "for name in SECOND_FIRST:\n            take_moment(self, p, group, name, tensors[name])",
-        "for name in MOMENTS:\n            take_moment(self, p, group, name, tensors[name])",
+        "for name in SECOND_FIRST:\n            set_moment(self, p, group, name, tensors[name])",
+        "for name in MOMENTS:\n            set_moment(self, p, group, name, tensors[name])",
         "megatron_ext/test_optimizer.py",
     ),
     Mutation(

@@ -33,4 +33,4 @@ def check() -> Finding:
     except Exception as error:
         text = f"cannot be loaded ({type(error).__name__}: {error}). Install coat-train again"
         return Finding(NAME, PROBLEM, text)
-    return Finding(NAME, OK, "active: torch loads it, and DeepSpeed's engines honour the coat block")
+    return Finding(NAME, OK, "active: torch loads it, and DeepSpeed's engines read the coat block")

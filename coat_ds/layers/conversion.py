@@ -39,15 +39,15 @@ class Conversion:
     left: dict[str, str] = field(default_factory=dict)
     found: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
 
-    def take(self, kind: str, name: str) -> None:
+    def add_converted(self, kind: str, name: str) -> None:
         self.found[kind] += 1
         self.converted[kind].append(name)
 
-    def leave(self, kind: str, name: str, reason: str) -> None:
+    def add_left(self, kind: str, name: str, reason: str) -> None:
         self.found[kind] += 1
         self.left[name] = reason
 
-    def give_up(self, kind: str, name: str, reason: str) -> None:
+    def move_to_left(self, kind: str, name: str, reason: str) -> None:
         """Moves a converted module to those that were not converted."""
         self.converted[kind].remove(name)
         self.left[name] = reason
@@ -138,13 +138,13 @@ def grouped(activations: ActivationsConfig) -> str:
 
 def attended(activations: ActivationsConfig) -> str:
     """How attention's tensors are saved."""
-    kept = activations.attention_format
-    if kept == "bf16":
+    fmt = activations.attention_format
+    if fmt == "bf16":
         return "in BF16"
-    if kept == "recompute":
+    if fmt == "recompute":
         # outside of a fused block attention cannot recompute its inputs
         return f"{grouped(activations)}, in fused layers the output alone"
-    return f"in 8 bits ({kept})"
+    return f"in 8 bits ({fmt})"
 
 
 def holder_of(model: nn.Module) -> nn.Module | None:

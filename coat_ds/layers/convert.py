@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from coat_ds.config import ActivationsConfig
 from coat_ds.layers.conversion import ATTRIBUTE, Conversion, conversion_of
 from coat_ds.layers.detection import decoder_parts, probe
-from coat_ds.layers.detection.stays import DISPATCHED, what_stays
+from coat_ds.layers.detection.excluded import DISPATCHED, excluded_modules
 from coat_ds.layers.inventory import layers_of
 from coat_ds.layers.modules import attention, decoder_layer, experts, packed
 from coat_ds.layers.modules.feed_forward import Fp8Activation, Fp8GatedFeedForward
@@ -94,9 +94,9 @@ def convert_silently(
         if may_run_fused and (parts := decoder_parts.parts_of(module)) is not None:
             decoder_layer.Fp8DecoderLayer(module, activations, parts).install()
             if reason := decoder_parts.why_never_fused(parts):
-                conversion.leave("layer", name, reason)
+                conversion.add_left("layer", name, reason)
             else:
-                conversion.take("layer", name)
+                conversion.add_converted("layer", name)
     _add_hooks(model)
     model.__dict__[ATTRIBUTE] = conversion
     forget_logged()
@@ -136,7 +136,7 @@ def convert_again(model: nn.Module) -> None:
     for name, forward in linears.items():
         if forward is not None and not all(name in names for names in found):
             forward.remove()
-            conversion.give_up("linear", name, "another rank's part is not converted")
+            conversion.move_to_left("linear", name, "another rank's part is not converted")
 
 
 _HOOKS = decoder_layer.drop_unwanted_cache, packed.borders_of_numbers
@@ -151,8 +151,8 @@ def _add_hooks(model: nn.Module) -> None:
         if not decoder_layer.makes_cache(module) or any(map(decoder_layer.makes_cache, inside[1:])):
             continue
         fused = any(type(replaced(m)) is decoder_layer.Fp8DecoderLayer for m in inside)
-        kept = [m.__dict__[attention.STATE] for m in inside if attention.STATE in m.__dict__]
-        flash = any(attention.is_flash(how.loaded) for how in kept)
+        saving = [m.__dict__[attention.STATE] for m in inside if attention.STATE in m.__dict__]
+        flash = any(attention.is_flash(how.loaded) for how in saving)
         for hook, wanted in zip(_HOOKS, (fused, flash), strict=True):
             if wanted:
                 module.register_forward_pre_hook(hook, with_kwargs=True)
@@ -168,10 +168,10 @@ def _give_back(model: nn.Module) -> None:
         if (forward := replaced(module)) is not None:
             forward.remove()
         module.__dict__.pop(attention.LEFT, None)
-        if (kept := module.__dict__.pop(attention.STATE, None)) is not None:
+        if (saving := module.__dict__.pop(attention.STATE, None)) is not None:
             config: Any = module.config
             if config._attn_implementation == attention.NAME:
-                config._attn_implementation_internal = kept.loaded
+                config._attn_implementation_internal = saving.loaded
 
 
 # the attribute that holds the module inside PEFT's wrappers, torch's checkpoint wrapper and torch.compile's
@@ -197,7 +197,7 @@ def _check_forwards(holder: nn.Module) -> None:
 
 def _forwards(model: nn.Module, conversion: Conversion, may: Callable) -> Iterator[Replaced]:
     """The forwards to install; records in `conversion` which modules are converted and which are not."""
-    activations, stays = conversion.activations, what_stays(model)
+    activations, excluded = conversion.activations, excluded_modules(model)
     projections = {
         id(child) for m in model.modules() if attention.uses_interface(m) for child in m.children()
     }
@@ -210,7 +210,7 @@ def _forwards(model: nn.Module, conversion: Conversion, may: Callable) -> Iterat
         if kind in ("gated", "experts"):
             # the activation needs no conversion: this forward calls it, or a replaced forward does not
             taken.update(id(m) for m in module.children() if _looks_elementwise(m))
-        reason = stays.get(id(module)) or (None if may(name, module) else "the filter")
+        reason = excluded.get(id(module)) or (None if may(name, module) else "the filter")
         if reason is None and isinstance(built, str):
             reason = built
         if reason is None:
@@ -218,9 +218,9 @@ def _forwards(model: nn.Module, conversion: Conversion, may: Callable) -> Iterat
             yield built
         for counted in _COUNTED.get(kind, (kind,)):
             if reason is None:
-                conversion.take(counted, name)
+                conversion.add_converted(counted, name)
             else:
-                conversion.leave(counted, name, reason)
+                conversion.add_left(counted, name, reason)
 
 
 _COUNTED = {
@@ -351,30 +351,30 @@ _BUILDERS = {
 def _convert_attention(model: nn.Module, conversion: Conversion, may: Callable) -> None:
     """Makes modules that use transformers' AttentionInterface choose "coat" instead of "sdpa" or
     FlashAttention, and with sinks instead of "eager"."""
-    kept, configs = attention.kept_attention_of(conversion.activations), {}
+    saving, configs = attention.attention_saving(conversion.activations), {}
     found = [
         (name, module, getattr(module, "config", None))
         for name, module in model.named_modules()
         if attention.uses_interface(module)
     ]
     # modules with one config have one implementation
-    stays = {id(config): why for _, module, config in found if (why := attention.why_flash_stays(module))}
+    flash = {id(config): why for _, module, config in found if (why := attention.why_keep_flash(module))}
     for name, module, config in found:
         implementation: Any = getattr(config, "_attn_implementation", None)
         if not may(name, module):
             why = "the filter"
         elif attention.is_flash(implementation):
-            why = stays.get(id(config))
+            why = flash.get(id(config))
         else:
             why = attention.why_not(module, implementation)
         if why is not None:
             module.__dict__[attention.LEFT] = True
-            conversion.leave("attention", name, why)
+            conversion.add_left("attention", name, why)
         else:
             # another part of the model may have set it
-            loaded = kept.loaded if implementation == attention.NAME else implementation
-            module.__dict__[attention.STATE] = replace(kept, loaded=loaded)
-            conversion.take("attention", name)
+            loaded = saving.loaded if implementation == attention.NAME else implementation
+            module.__dict__[attention.STATE] = replace(saving, loaded=loaded)
+            conversion.add_converted("attention", name)
             configs[id(config)] = config
     if configs:
         attention.register()

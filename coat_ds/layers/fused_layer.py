@@ -123,8 +123,8 @@ def fused_layer(
         origin = origin_of(o)
     else:
         o, residual = attention_block(*inputs, **how, attend=attention, beside=tensors)
-        kept = quantize_groups(o.detach().flatten(0, 1), GROUP_SIZE, options.recomputed)
-        origin = origin_in_groups(kept, o.dtype)
+        saved = quantize_groups(o.detach().flatten(0, 1), GROUP_SIZE, options.recomputed)
+        origin = origin_in_groups(saved, o.dtype)
     y = mlp_block(
         o,
         residual,

@@ -121,8 +121,8 @@ def _count_converted(layers: Layers, model: nn.Module, conversion: Conversion) -
         left = found - len(conversion.converted[kind])
         layers.found[kind] = layers.found.get(kind, 0) + left
     layers.left.update({prefix + name: why for name, why in conversion.left.items()})
-    spoken_of = {*conversion.left, *(n for names in conversion.converted.values() for n in names)}
-    return {prefix + name for name in spoken_of}
+    counted = {*conversion.left, *(n for names in conversion.converted.values() for n in names)}
+    return {prefix + name for name in counted}
 
 
 def _is_linear(module: nn.Module) -> bool:

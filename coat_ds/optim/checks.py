@@ -100,10 +100,10 @@ def check_dtype(p: torch.Tensor, trained: bool | None = None) -> None:
     trained: whether the parameter is trained; None: its `requires_grad`.
     """
     if (p.requires_grad if trained is None else trained) and p.dtype not in PARAM_DTYPES:
-        way_out = "Give the optimizer FP32 master weights."
+        remedy = "Give the optimizer FP32 master weights."
         if p.is_complex():
-            way_out = "Make torch.view_as_real of it the parameter, and in forward view_as_complex of that."
-        raise TypeError(f"{_of(p)} is {p.dtype}; expected FP32 or BF16. {way_out}")
+            remedy = "Make torch.view_as_real of it the parameter, and in forward view_as_complex of that."
+        raise TypeError(f"{_of(p)} is {p.dtype}; expected FP32 or BF16. {remedy}")
 
 
 def check_grad_scale(scale: Any) -> None:

@@ -16,7 +16,7 @@ class Fragment(NamedTuple):
     numel: int
     offset: int
     """Its first element in the parameter."""
-    kept: bool
+    fp32: bool
     """Whether the parameter keeps FP32 moments."""
     param: torch.Tensor | None = None
     """The model parameter; None if it is not known."""
@@ -29,20 +29,20 @@ def piece_begins(fragments: Sequence[Fragment], numel: int) -> tuple[tuple[int, 
     """
     begins: list[tuple[int, bool]] = []
 
-    def begin(at: int, kept: bool) -> None:
-        if not begins or begins[-1][1] != kept or (not kept and (at - begins[-1][0]) % GROUP_SIZE):
-            begins.append((at, kept))
+    def begin(at: int, fp32: bool) -> None:
+        if not begins or begins[-1][1] != fp32 or (not fp32 and (at - begins[-1][0]) % GROUP_SIZE):
+            begins.append((at, fp32))
 
-    end, kept = 0, True
-    for start, size, offset, kept, _ in fragments:
+    end, fp32 = 0, True
+    for start, size, offset, fp32, _ in fragments:
         if start > end:
-            begin(end, kept)
-        begin(start, kept)
+            begin(end, fp32)
+        begin(start, fp32)
         # the part of a group that the fragment starts with
         head = -offset % GROUP_SIZE
         if 0 < head < size:
-            begin(start + head, kept)
+            begin(start + head, fp32)
         end = start + size
     if end < numel or not begins:
-        begin(end, kept)
+        begin(end, fp32)
     return tuple(begins)

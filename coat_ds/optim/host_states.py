@@ -251,8 +251,9 @@ def runs_of(states: list[torch.Tensor]) -> tuple[list[Run], list[int]]:
     return runs, places
 
 
-class Plan(NamedTuple):
-    """How a chunk lies in a slot. Bytes of host memory stand with their first byte in the slot."""
+class SlotPlan(NamedTuple):
+    """Where the tensors of a chunk are in a slot, and which bytes of host memory are copied to it and back.
+    Bytes stand with their first byte in the slot."""
 
     chunk: list[Operands]
     places: list[tuple[torch.Tensor, int]]
@@ -264,7 +265,7 @@ class Plan(NamedTuple):
     size: int
 
 
-def plan_of(chunk: list[Operands], host: HostStates) -> Plan:
+def plan_of(chunk: list[Operands], host: HostStates) -> SlotPlan:
     states = [t for x in chunk for t in x.states]
     runs, begins = runs_of(states)
     places = list(zip(states, begins, strict=True))
@@ -280,11 +281,11 @@ def plan_of(chunk: list[Operands], host: HostStates) -> Plan:
             places.append((t, begin))
             for copies in to:
                 copies.append((begin, t.reshape(-1).view(torch.uint8)))
-    return Plan(chunk, places, there, back, size)
+    return SlotPlan(chunk, places, there, back, size)
 
 
 class Passage:
-    """The way of the states through the GPU during one step."""
+    """Streams states through one GPU in one step."""
 
     def __init__(self, host: HostStates, device: torch.device):
         self._host, self._device, self._is_cuda = host, device, device.type == "cuda"
@@ -361,7 +362,7 @@ class Passage:
 
 
 class Passages(dict[torch.device, Passage]):
-    """The passages of one step, by `stepping_device`."""
+    """The `Passage`s of one step, by `stepping_device`."""
 
     def __init__(self, host: HostStates):
         self._host = host

@@ -21,7 +21,7 @@ class Layouts:
 
     keep_fp32: Rule
     """As in `CoatAdamW`."""
-    kept: dict[torch.Tensor, bool] = dataclasses.field(default_factory=dict)
+    fp32_moments: dict[torch.Tensor, bool] = dataclasses.field(default_factory=dict)
     """Whether a tensor keeps FP32 moments, for tensors where this was decided without `keep_fp32`."""
     fragments: dict[torch.Tensor, tuple[Fragment, ...]] = dataclasses.field(default_factory=dict)
     """What each flat partition is composed of."""
@@ -32,11 +32,11 @@ class Layouts:
     references would keep alive the parameters that Accelerate replaces by shards, and weak references would
     forbid `torch.utils.swap_tensors`. A tensor that reuses an id at the same index has the same name."""
 
-    def keeps(self, p: torch.Tensor, group: dict[str, Any]) -> bool:
+    def keeps_fp32(self, p: torch.Tensor, group: dict[str, Any]) -> bool:
         """Whether `p` keeps FP32 moments. If ZeRO-3 has emptied `p`, its full size counts."""
         if getattr(p, "ds_numel", p.numel()) < group["min_numel"]:
             return True
-        return self.kept[p] if p in self.kept else self._keeps_by_rule(p, group)
+        return self.fp32_moments[p] if p in self.fp32_moments else self._keeps_by_rule(p, group)
 
     def _keeps_by_rule(self, p: torch.Tensor, group: dict[str, Any]) -> bool:
         params = group["params"]
@@ -51,11 +51,11 @@ class Layouts:
 
     def layout_of(self, p: torch.Tensor, group: dict[str, Any], name: str) -> tuple[tuple[int, Codec], ...]:
         """First element and codec of each piece of the moment `name` of `p`."""
-        codec, kept = codec_of(group, name), get_codec("fp32")
+        codec, fp32 = codec_of(group, name), get_codec("fp32")
         if p not in self.fragments:
-            return ((0, kept if self.keeps(p, group) else codec),)
+            return ((0, fp32 if self.keeps_fp32(p, group) else codec),)
         begins = piece_begins(self.fragments[p], p.numel())
-        return tuple((begin, kept if is_kept else codec) for begin, is_kept in begins)
+        return tuple((begin, fp32 if is_fp32 else codec) for begin, is_fp32 in begins)
 
     def held_in(self, index: int, group: dict[str, Any]) -> list[torch.Tensor]:
         """The tensors of the parameter group `index`, including those that ZeRO-3 puts into it only for a
@@ -63,11 +63,11 @@ class Layouts:
         flats = (p for p, i in self.group_index.items() if i == index)
         return list(dict.fromkeys((*group["params"], *flats)))
 
-    def note_kept(self, groups: Iterable[dict[str, Any]]) -> None:
+    def note_fp32(self, groups: Iterable[dict[str, Any]]) -> None:
         """Notes which parameters keep FP32 moments, before ZeRO replaces them by flat partitions without
         names."""
         for group in groups:
-            self.kept |= {p: True for p in group["params"] if self.keeps(p, group)}
+            self.fp32_moments |= {p: True for p in group["params"] if self.keeps_fp32(p, group)}
 
     def parts_of(self, p: torch.Tensor) -> list[tuple[torch.Tensor | None, int, int]]:
         """The model's parameters that `p`, a tensor of the optimizer, holds: parameter, first element in `p`,

@@ -92,7 +92,7 @@ def load_state(optimizer, p: torch.Tensor, group: dict[str, Any]) -> None:
         layout = optimizer.layouts.layout_of(p, group, name)
         moment, exact = restored(shard_of(state[name], p), layout, p.device, device, moment)
         state[name] = laid_out_like(p, moment)
-        optimizer.count_arrival(exact)
+        optimizer.count_loaded(exact)
     pair_up(state, p)
     if optimizer.offloads:
         ready_state(optimizer, p, group)
@@ -141,14 +141,14 @@ def _check_layout(state_dict: dict[str, Any]) -> None:
     """Raises ValueError for a dict that is not the state dict of an optimizer."""
     states, groups = state_dict.get("state"), state_dict.get("param_groups")
     if not isinstance(states, dict):
-        _refuse(f"expected a dict of states under 'state', found {_said(states)}. {LOAD_ONE}")
+        _refuse(f"expected a dict of states under 'state', found {_shown(states)}. {LOAD_ONE}")
     if not isinstance(groups, list) or not all(isinstance(g, dict) for g in groups):
-        _refuse(f"expected a list of groups under 'param_groups', found {_said(groups)}. {LOAD_ONE}")
+        _refuse(f"expected a list of groups under 'param_groups', found {_shown(groups)}. {LOAD_ONE}")
     for i, group in enumerate(groups):
         params = group.get("params")
         if not isinstance(params, list):
             _refuse(
-                f"expected a list under 'params' of parameter group {i}, found {_said(params)}. {LOAD_ONE}"
+                f"expected a list under 'params' of parameter group {i}, found {_shown(params)}. {LOAD_ONE}"
             )
         if "step" in group:
             _check_step(group["step"], f"parameter group {i}")
@@ -160,14 +160,14 @@ def _is_remainder(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype == torch.float16
 
 
-def _said(value: Any) -> str:
+def _shown(value: Any) -> str:
     return f"a {type(value).__name__}: {str(value)[:60]}"
 
 
 def _check_step(step: Any, of_what: str) -> None:
     is_number = isinstance(step, int | float) or (isinstance(step, torch.Tensor) and step.numel() == 1)
     if not is_number or not (0 <= float(step) <= MOST_STEPS and float(step).is_integer()):
-        _refuse(f"the step of {of_what} is {_said(step)}. Expected a whole number from 0 to {MOST_STEPS}.")
+        _refuse(f"the step of {of_what} is {_shown(step)}. Expected a whole number from 0 to {MOST_STEPS}.")
 
 
 def check_groups(groups: list[dict[str, Any]]) -> None:
@@ -219,7 +219,7 @@ def _check_states(state_dict: dict[str, Any], groups: list[dict[str, Any]]) -> N
 
 def _check_state(entry: Any, group: dict[str, Any], p: torch.Tensor, of_p: str) -> None:
     if not isinstance(entry, dict):
-        _refuse(f"expected a dict as the state of {of_p}, found {_said(entry)}. {LOAD_ONE}")
+        _refuse(f"expected a dict as the state of {of_p}, found {_shown(entry)}. {LOAD_ONE}")
     if "max_exp_avg_sq" in entry:
         _refuse(
             "the state is amsgrad's, which CoatAdamW does not support. Go on with AdamW, or load a "
@@ -244,7 +244,7 @@ def _check_state(entry: Any, group: dict[str, Any], p: torch.Tensor, of_p: str) 
         value = entry[name]
         is_tensor = isinstance(value, torch.Tensor)
         if not is_tensor or value.layout is not torch.strided or value.dtype.is_complex:
-            found = f"{value.dtype}, {value.layout}" if is_tensor else _said(value)
+            found = f"{value.dtype}, {value.layout}" if is_tensor else _shown(value)
             _refuse(f"{name} of {of_p} is {found}. Expected a dense tensor.")
         if value.shape != p.shape:
             _refuse(

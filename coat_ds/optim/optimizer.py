@@ -42,7 +42,7 @@ from coat_ds.optim.options import (
 )
 from coat_ds.optim.release import Release
 from coat_ds.optim.shards import is_distributed
-from coat_ds.optim.state_dict import take_states
+from coat_ds.optim.state_dict import states_to_save
 from coat_ds.optim.states import arrange, ready_state, state_device
 from coat_ds.optim.step import Scaling, in_turns, unscale_, update_group
 
@@ -113,7 +113,7 @@ class CoatAdamW(torch.optim.Optimizer):
     # GradScaler then leaves scale and flag to `step`, as attributes grad_scale and found_inf
     _step_supports_amp_scaling = True
     # these two are not pickled: a copy logs and checks for itself
-    _said_frozen = False
+    _logged_frozen = False
     # not copied either: hooks are on the parameters
     _release: Release | None = None
     # the options of the parameter groups when states were last created or stepped
@@ -169,7 +169,7 @@ class CoatAdamW(torch.optim.Optimizer):
         self._seed, self._checkpoint_layout, self._offload = seed, checkpoint_layout, offload
         self.layouts = Layouts(keep_fp32)
         self._in_framework = in_framework
-        self._arrived: Counter[str] = Counter()
+        self._loaded: Counter[str] = Counter()
         self._host = _host_states(offload)
         # by name: in a subclass, DeepSpeed's FusedAdam may follow this class in the MRO
         torch.optim.Optimizer.__init__(self, params, defaults)
@@ -181,7 +181,7 @@ class CoatAdamW(torch.optim.Optimizer):
             log_rank_0(f"CoatAdamW: {states_line(self, planned_bytes(self))}")
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("_seed", "_checkpoint_layout", "_offload", "_arrived", "layouts", "_in_framework")
+        own = ("_seed", "_checkpoint_layout", "_offload", "_loaded", "layouts", "_in_framework")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -238,7 +238,7 @@ class CoatAdamW(torch.optim.Optimizer):
             inverse = 1 / scaler_scale
             grad_scale = inverse if grad_scale is None else grad_scale * inverse
         work = [(group, [p for p in group["params"] if p.grad is not None]) for group in self.param_groups]
-        if not (self._said_frozen or any(params for _, params in work)):
+        if not (self._logged_frozen or any(params for _, params in work)):
             self._log_if_frozen()
         passages = self._passages()
         self._update(work, Scaling(grad_scale, found_inf), passages)
@@ -391,7 +391,7 @@ class CoatAdamW(torch.optim.Optimizer):
         device, which take memory there while the dict exists. Remainders are viewed as FP16, a dtype that
         collectives can send.
         """
-        return take_states(super().state_dict(), self._checkpoint_layout)
+        return states_to_save(super().state_dict(), self._checkpoint_layout)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state dict of this class, of any version of `torch.optim.AdamW`, or of DeepSpeed's
@@ -413,17 +413,17 @@ class CoatAdamW(torch.optim.Optimizer):
         """Logs a warning, once, that steps do nothing, if all parameters are frozen."""
         held = [p for group in self.param_groups for p in group["params"]]
         if held and not any(p.requires_grad for p in held):
-            self._said_frozen = True
+            self._logged_frozen = True
             log_rank_0(frozen_line(len(held)), logging.WARNING)
 
-    def take_arrivals(self) -> str:
+    def pop_load_summary(self) -> str:
         """How many moments were loaded or put into the state since the last call, by outcome."""
-        said = ", ".join(f"{count} {how}" for how, count in self._arrived.items())
-        self._arrived.clear()
-        return said
+        summary = ", ".join(f"{count} {how}" for how, count in self._loaded.items())
+        self._loaded.clear()
+        return summary
 
-    def count_arrival(self, exact: bool) -> None:
-        self._arrived["restored to the bit" if exact else "with groups encoded from FP32"] += 1
+    def count_loaded(self, exact: bool) -> None:
+        self._loaded["restored to the bit" if exact else "with groups encoded from FP32"] += 1
 
 
 def _host_states(offload: str | float) -> HostStates | None:

@@ -86,12 +86,12 @@ def idle_patterns(patterns: Iterable[str], names: Iterable[str], key: str = "coa
     ]
 
 
-def log_idle_bf16_params(wanted: str, held: Iterable[torch.Tensor], way_out: str) -> None:
+def log_idle_bf16_params(wanted: str, held: Iterable[torch.Tensor], remedy: str) -> None:
     """Warns if `wanted`, a value of `bf16_params`, is not the default and the optimizer holds no BF16."""
     if wanted != "exact" and not any(p.dtype == torch.bfloat16 for p in held):
         log_rank_0(
             f"coat.optimizer.bf16_params: found {wanted!r}, of no effect: the optimizer holds FP32 masters "
-            f"and no BF16 parameters. {way_out}, or drop the key.",
+            f"and no BF16 parameters. {remedy}, or drop the key.",
             logging.WARNING,
         )
 
@@ -101,16 +101,16 @@ def check_patterns(patterns: Sequence[str], groups: Iterable[dict[str, Any]]) ->
     patterns other than the default's if the groups have no names."""
     groups = list(groups)
     own = tuple(pattern for pattern in patterns if pattern not in KEEP_FP32)
-    way_out = "Give model.named_parameters(), or a function of (name or None, parameter)."
+    remedy = "Give model.named_parameters(), or a function of (name or None, parameter)."
     if not all("param_names" in group for group in groups):
         if own:
             raise ValueError(
-                f"CoatAdamW: keep_fp32={own!r} is about names, and the parameters have none. {way_out}"
+                f"CoatAdamW: keep_fp32={own!r} is about names, and the parameters have none. {remedy}"
             )
         if patterns:
             log_rank_0(
                 f"CoatAdamW: keep_fp32={tuple(patterns)!r} is of no effect: the parameters have no names. "
-                f"{way_out}"
+                f"{remedy}"
             )
         return
     names = [name for group in groups for name in group["param_names"]]

@@ -67,9 +67,9 @@ def overwrite(old: Stored, made: Storage, other: Stored | None, non_blocking: bo
     parts = zip(*(x.parts() for x in (old.storage, made, other.storage)), strict=True)
     for (_, into), (_, new), (_, first) in parts:
         second = Stored(old.codec, into)
-        kept = other.codec.decode(first, beside=second)
+        values = other.codec.decode(first, beside=second)
         write(into, new, non_blocking)
-        write(first, other.codec.encode(kept, beside=second))
+        write(first, other.codec.encode(values, beside=second))
 
 
 def write(into: Storage, new: Storage, non_blocking: bool = False) -> None:

@@ -11,7 +11,7 @@ from coat_ds.optim.stored_moment import StoredMoment
 from coat_ds.optim.streaming import is_streaming
 
 
-def take_states(packed: dict[str, Any], layout: str) -> dict[str, Any]:
+def states_to_save(packed: dict[str, Any], layout: str) -> dict[str, Any]:
     """The state dict of `torch.optim.Optimizer` with moments in the given layout, "stock" or "compressed"."""
     state: dict[Any, dict[str, Any]] = {}
     indices = {index for group in packed["param_groups"] for index in group["params"]}

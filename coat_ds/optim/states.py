@@ -58,7 +58,7 @@ def ready_state(
             state[name] = laid_out_like(p, _zeros(optimizer, p, group, name))
         elif not isinstance(local(value), Moment) or is_distributed(value) != is_distributed(p):
             # universal checkpoints put plain values here
-            take_moment(optimizer, p, group, name, value)
+            set_moment(optimizer, p, group, name, value)
     pair_up(state, p)
     if not has_remainder(p, group):
         # the parameter's dtype or bf16_params has changed
@@ -72,10 +72,10 @@ def ready_state(
     return state
 
 
-def take_moment(optimizer, p: torch.Tensor, group: dict[str, Any], name: str, values: torch.Tensor) -> None:
+def set_moment(optimizer, p: torch.Tensor, group: dict[str, Any], name: str, values: torch.Tensor) -> None:
     """Puts FP32 values into the state, in their original codes if they were decoded from codes."""
     moment = _zeros(optimizer, p, group, name)
-    optimizer.count_arrival(moment.recover_(shard_of(values, p), p.device))
+    optimizer.count_loaded(moment.recover_(shard_of(values, p), p.device))
     optimizer.state[p][name] = laid_out_like(p, moment)
 
 

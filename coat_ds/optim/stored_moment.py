@@ -98,10 +98,10 @@ _rebuild.__module__ = "coat_ds.state"
 torch.serialization.add_safe_globals([_rebuild])
 
 
-def _rebuild_stored(said: tuple, numel: int | None) -> Stored:
+def _rebuild_stored(stored: tuple, numel: int | None) -> Stored:
     """One moment of a piece, of `numel` elements; None: of any number."""
-    _expect(len(said) == 4, "a codec and three tensors", said)
-    name, *tensors = said
+    _expect(len(stored) == 4, "a codec and three tensors", stored)
+    name, *tensors = stored
     _expect(type(name) is str and name in CODECS, f"one of {', '.join(CODECS)}", name)
     codec, storage = CODECS[name], Storage(*tensors)
     # read the size of the codes only after checking that they are a tensor

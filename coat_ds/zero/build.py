@@ -45,7 +45,7 @@ def optimizer_for_engine(coat: CoatConfig, config: Mapping[str, Any], optimizer:
     def converted(given: torch.optim.Optimizer) -> CoatAdamW:
         take_names()
         if isinstance(given, CoatAdamW):
-            given.layouts.note_kept(given.param_groups)
+            given.layouts.note_fp32(given.param_groups)
             if offloads(config) and not given.offloads:
                 log_rank_0(
                     "zero_optimization.offload_optimizer: found the script's own CoatAdamW with "

@@ -130,8 +130,8 @@ def offloads(config: Mapping[str, Any]) -> bool:
     return section(zero, "offload_optimizer").get("device") == "cpu" or flag(zero.get("cpu_offload"))
 
 
-def _refuse(key: str, found: Any, why: str, way_out: str = "Drop the key"):
-    raise CoatConfigError(f"{key}: found {found!r}; {why}. {way_out} or set coat.optimizer.enabled to false.")
+def _refuse(key: str, found: Any, why: str, remedy: str = "Drop the key"):
+    raise CoatConfigError(f"{key}: found {found!r}; {why}. {remedy} or set coat.optimizer.enabled to false.")
 
 
 def check_deepspeed_config(config: Mapping[str, Any]) -> None:
@@ -243,12 +243,12 @@ def _check_number(key: str, value: Any) -> None:
     if isinstance(value, Real | torch.Tensor) and not isinstance(value, bool):
         return
     if value == "auto":
-        way_out = 'Only Hugging Face\'s Trainer fills in "auto"; write a number.'
+        remedy = 'Only Hugging Face\'s Trainer fills in "auto"; write a number.'
     elif isinstance(value, str):
-        way_out = "Leave the quotes out."
+        remedy = "Leave the quotes out."
     else:
-        way_out = "Write a number or drop the key."
-    raise CoatConfigError(f"{key}: expected a number, found {value!r}. {way_out}")
+        remedy = "Write a number or drop the key."
+    raise CoatConfigError(f"{key}: expected a number, found {value!r}. {remedy}")
 
 
 def optimizer_options(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from coat_ds.zero.grad_norm import batch_gradient_norms
 from coat_ds.zero.gradients import keep_gradients_narrow, move_during_backward
 from coat_ds.zero.guards import guard_checkpoints, guard_offloading, link_states
 from coat_ds.zero.layer_units import LayerUnits
-from coat_ds.zero.model_layers import check_adapters, prepare_layers, take_exchanged, undo
+from coat_ds.zero.model_layers import check_adapters, convert_exchanged, prepare_layers, undo
 from coat_ds.zero.module_hooks import lighten_module_hooks
 from coat_ds.zero.partitions import link_partitions
 from coat_ds.zero.stage0 import refuse_other_states
@@ -117,7 +117,7 @@ def finish(engine, prepared: Prepared) -> None:
     coat, why, units = prepared.coat, prepared.why, prepared.units
     if not coat.enabled:
         return
-    take_exchanged(engine.module)
+    convert_exchanged(engine.module)
     units.complete(engine.optimizer)
     if coat.zero3_layer_units and engine.zero_optimization_stage() != 3:
         log_rank_0(
@@ -152,8 +152,8 @@ def _connect_optimizer(engine, coat: CoatConfig) -> None:
     refuse_other_states(engine.optimizer)
     guard_checkpoints(engine)
     guard_offloading(engine)
-    way_out = "Set bf16.bf16_master_weights_and_grads and bf16.bf16_optimizer_states, from ZeRO 1 on"
-    log_idle_bf16_params(coat.optimizer.bf16_params, engine.basic_optimizer.state, way_out)
+    remedy = "Set bf16.bf16_master_weights_and_grads and bf16.bf16_optimizer_states, from ZeRO 1 on"
+    log_idle_bf16_params(coat.optimizer.bf16_params, engine.basic_optimizer.state, remedy)
 
 
 def _mark_gradients(model: torch.nn.Module, leave: bool) -> None:

@@ -81,7 +81,7 @@ def _loading(engine, load: Callable) -> Callable:
     @functools.wraps(load)
     def load_checkpoint(*args, **kwargs):
         optimizer = engine.basic_optimizer
-        optimizer.take_arrivals()
+        optimizer.pop_load_summary()
         # a universal checkpoint overwrites options of the parameter groups by its saved ones
         own = options_of_groups(optimizer)
         universal = engine.load_universal_checkpoint()
@@ -103,7 +103,7 @@ def _loading(engine, load: Callable) -> Callable:
             # instead of their masters (tests with 0.18.9 check this); 0.19.8 does not
             engine.optimizer._link_all_hp_params()
         link_states(engine)
-        log_rank_0(f"moments of the checkpoint: {optimizer.take_arrivals() or 'none was loaded'}")
+        log_rank_0(f"moments of the checkpoint: {optimizer.pop_load_summary() or 'none was loaded'}")
         return result
 
     return load_checkpoint

@@ -22,11 +22,11 @@ _of_engines: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def prepare_layers(
-    model: nn.Module, activations: ActivationsConfig, said: bool, obstacle: str | None = None
+    model: nn.Module, activations: ActivationsConfig, given: bool, obstacle: str | None = None
 ) -> str:
     """Configures the layers of `model` by the block, in place. Returns why unconverted linear layers stay.
 
-    said: whether the block has a key `activations`. Without it, layers that were built or converted for COAT
+    given: whether the block has a key `activations`. Without it, layers that were built or converted for COAT
         before keep their options; other layers are converted all the same.
     obstacle: why the DeepSpeed config prevents a conversion; None if it does not.
     Raises CoatConfigError for layers with other options from another source, if the block switches off layers
@@ -35,7 +35,7 @@ def prepare_layers(
     """
     built = [(name, m) for name, m in model.named_modules() if hasattr(m, "take_activations")]
     if built:
-        _tell(built, activations, said)
+        _set_activations(built, activations, given)
         return "the model's own"
     holder = holder_of(model)
     if holder in _of_engines:
@@ -45,7 +45,7 @@ def prepare_layers(
         holder = None
     if holder is not None:
         found = conversion_of(holder).activations
-        if said and found != activations:
+        if given and found != activations:
             key, has, says = difference(found, activations)
             raise CoatConfigError(
                 f"coat.activations.{key}: found {says!r}, but the script has called coat_ds.convert with "
@@ -55,7 +55,7 @@ def prepare_layers(
     if not activations.enabled:
         return "coat.activations.enabled is false"
     if obstacle is not None:
-        if said:
+        if given:
             raise CoatConfigError(
                 f'coat.activations.enabled: found True, but {obstacle}. Set "activations" to false.'
             )
@@ -74,7 +74,7 @@ def prepare_layers(
     return "not there when the model was converted"
 
 
-def take_exchanged(model: nn.Module) -> None:
+def convert_exchanged(model: nn.Module) -> None:
     """Converts AutoTP's and AutoEP's layers if they have replaced layers that an engine has converted."""
     if model in _of_engines and any(is_autotp(m) or is_autoep(m) for m in model.modules()):
         convert_again(model)
@@ -106,7 +106,7 @@ def undo(model: nn.Module) -> None:
         _of_engines.discard(model)
 
 
-def _tell(built: list[tuple[str, nn.Module]], activations: ActivationsConfig, said: bool) -> None:
+def _set_activations(built: list[tuple[str, nn.Module]], activations: ActivationsConfig, given: bool) -> None:
     """Configures layers that were built for COAT by the block."""
     if not activations.enabled:
         raise CoatConfigError(
@@ -114,7 +114,7 @@ def _tell(built: list[tuple[str, nn.Module]], activations: ActivationsConfig, sa
             f"({built[0][0]} and {len(built) - 1} more modules). Build it with sdpa_layer_spec in place of "
             "coat_layer_spec, or drop the key."
         )
-    others = [(name, module) for name, module in built if said and module.activations != activations]
+    others = [(name, module) for name, module in built if given and module.activations != activations]
     for name, module in others:
         if module.told_by is not None:
             key, found, wanted = difference(module.activations, activations)

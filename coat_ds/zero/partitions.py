@@ -15,7 +15,7 @@ def link_partitions(wrapper, optimizer: CoatAdamW) -> None:
     wrapper: DeepSpeed's wrapper of the optimizer: ZeRO 1, 2 or 3, BF16_Optimizer, stage 0's FP16_Optimizer,
     or any other wrapper that passes the parameters on unchanged.
     """
-    groups, keeps = optimizer.param_groups, optimizer.layouts.keeps
+    groups, keeps = optimizer.param_groups, optimizer.layouts.keeps_fp32
     placed = [
         (
             flat,

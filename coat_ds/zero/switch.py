@@ -31,20 +31,20 @@ ENGINE = Patch(
     "switch",
     "deepspeed",
     f"{ENGINE_MODULE}:DeepSpeedEngine.__init__",
-    "engines honour the coat block; coat_ds.uninstall() undoes it",
+    "engines read the coat block; coat_ds.uninstall() undoes it",
     keywords=("model", "optimizer", "config_class"),
-    way_out="or drop the coat block",
+    remedy="or drop the coat block",
 )
 
 
 def install() -> None:
-    """Has every DeepSpeed engine that is built from now on honour the `"coat"` block. Calls may be repeated.
+    """Has every DeepSpeed engine that is built from now on read the `"coat"` block. Calls may be repeated.
 
     If DeepSpeed is not imported yet, this takes effect at its import.
     Raises RuntimeError if the installed DeepSpeed is not supported.
     """
     if ENGINE_MODULE in sys.modules:
-        ENGINE.apply(_honouring)
+        ENGINE.apply(_with_coat_block)
     else:
         _wait()
 
@@ -63,13 +63,13 @@ def register() -> None:
     if os.environ.get(DISABLE) == "1":
         return
     if ENGINE_MODULE in sys.modules:
-        ENGINE.apply(_honouring, checked=False)
+        ENGINE.apply(_with_coat_block, checked=False)
     else:
         _wait()
 
 
-def _honouring(original: Callable) -> Callable:
-    """The constructor of an engine that honours the block."""
+def _with_coat_block(original: Callable) -> Callable:
+    """The constructor of an engine that reads the block."""
 
     @functools.wraps(original)
     def __init__(self, *args, **kwargs):
@@ -128,7 +128,7 @@ class _Finder:
             sys.meta_path.remove(self)
             # an unsupported DeepSpeed raises an error when an engine with a block is built, not here
             if hasattr(module, "DeepSpeedEngine"):
-                ENGINE.apply(_honouring, checked=False)
+                ENGINE.apply(_with_coat_block, checked=False)
 
         spec.loader.exec_module = exec_module
         return spec

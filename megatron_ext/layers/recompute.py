@@ -23,7 +23,7 @@ CHECKPOINT = Patch(
     method="forward",
     expected="a class that checkpoint() looks up, with forward",
     used_by="checkpoint",
-    way_out="or drop coat.fp8_activation_checkpointing",
+    remedy="or drop coat.fp8_activation_checkpointing",
 )
 
 

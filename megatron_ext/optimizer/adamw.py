@@ -18,8 +18,8 @@ from coat_ds.optim.fragments import Fragment
 from coat_ds.optim.moment import Moment, pair_up
 from coat_ds.optim.optimizer import CoatAdamW
 from coat_ds.optim.options import MOMENTS, SECOND_FIRST
-from coat_ds.optim.state_dict import take_states
-from coat_ds.optim.states import ready_state, take_moment
+from coat_ds.optim.state_dict import states_to_save
+from coat_ds.optim.states import ready_state, set_moment
 from coat_kernels.adamw import join_master, split_master
 from coat_kernels.codecs import parts_of
 
@@ -123,7 +123,7 @@ class MegatronAdamW(CoatAdamW, torch.optim.AdamW):
         else:
             p.copy_(tensors["param"])
         for name in SECOND_FIRST:
-            take_moment(self, p, group, name, tensors[name])
+            set_moment(self, p, group, name, tensors[name])
         pair_up(state, p)
 
     def state_dict(self) -> dict[str, Any]:
@@ -137,7 +137,7 @@ class MegatronAdamW(CoatAdamW, torch.optim.AdamW):
             steps = [int(packed["state"][i]["step"]) for i in group["params"] if packed["state"].get(i)]
             if self._counts_in_groups and steps:
                 group["step"] = max(steps)
-        return take_states(packed, "compressed" if self._distributed else "stock")
+        return states_to_save(packed, "compressed" if self._distributed else "stock")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state dict of this class, of `torch.optim.AdamW` or of FusedAdam."""
@@ -166,7 +166,7 @@ class MegatronAdamW(CoatAdamW, torch.optim.AdamW):
                 # the optimizer's own, which Megatron passes through
                 state[name] = Moment(value.pieces, value.shape, pair=value.pair)
             else:
-                take_moment(self, p, group, name, value)
+                set_moment(self, p, group, name, value)
         ready_state(self, p, group)
 
 

@@ -97,7 +97,7 @@ CHAIN = _patch(
     parameters=("chained_optimizers",),
 )
 _WAY_OUT = 'or write "optimizer": {"enabled": false} in the file of COAT_CONFIG'
-_patch = functools.partial(_patch, way_out=_WAY_OUT)
+_patch = functools.partial(_patch, remedy=_WAY_OUT)
 _DISTRIBUTED = f"{_MODULE}.distrib_optimizer:DistributedOptimizer"
 GET = _patch(
     f"{_DISTRIBUTED}._get_main_param_and_optimizer_states",

@@ -186,7 +186,7 @@ def check_state():
         "codecs": {name: m.to_local().codec.name for name, (_, m) in state.items()},
         "shapes": {name: tuple(m.to_local().shape) for name, (_, m) in state.items()},
         "bytes": state_bytes(optimizer),
-        "arrivals": again.take_arrivals(),
+        "arrivals": again.pop_load_summary(),
         "differing": differing(moments(net, optimizer), moments(net, again)),
     }
 

@@ -205,7 +205,7 @@ def test_names_are_those_of_the_model_that_the_engine_has_changed():
     model["experts"] = torch.nn.Linear(96, 96, bias=False)
     assert before() is None
     made = make(model.parameters())
-    kept = [made.layouts.keeps(p, made.param_groups[0]) for p in model.parameters()]
+    kept = [made.layouts.keeps_fp32(p, made.param_groups[0]) for p in model.parameters()]
     assert kept == [False, True]
 
 
@@ -214,7 +214,7 @@ def test_patterns_are_about_names_in_the_scripts_own_optimizer_too(log):
     given = torch.optim.AdamW(model.parameters())
     coat = keeping("head*", "*haed*")
     made = build.optimizer_for_engine(coat, host(zero_optimization={"stage": 1}), given, model)
-    assert [made.layouts.keeps(p, made.param_groups[0]) for p in model.parameters()] == [False, True]
+    assert [made.layouts.keeps_fp32(p, made.param_groups[0]) for p in model.parameters()] == [False, True]
     assert len([line for _, line in log if "'*haed*' matches no parameter" in line]) == 1
 
 

@@ -25,7 +25,7 @@ def test_a_file_of_the_papers_formats_loads(layout):
         moments.append(optimizer.moments(p))
         assert optimizer.state[p]["step"] == 3
         how = "restored to the bit" if options is OLD else "with groups encoded from FP32"
-        assert optimizer.take_arrivals() == f"2 {how}"
+        assert optimizer.pop_load_summary() == f"2 {how}"
     for old, new in zip(*moments, strict=True):
         assert 0 < (old - new).norm() < 0.03 * old.norm()
 
@@ -37,7 +37,7 @@ def test_a_file_of_todays_formats_loads(layout):
     p = torch.nn.Parameter(torch.zeros(2, 100))
     optimizer = CoatAdamW([p], min_numel=100, **NEW)
     optimizer.load_state_dict(states[layout])
-    assert optimizer.take_arrivals() == "2 restored to the bit"
+    assert optimizer.pop_load_summary() == "2 restored to the bit"
     assert optimizer.state[p]["step"] == 3
     saved = states["stock"]["state"][0]
     for name, moment in zip(MOMENTS, optimizer.moments(p), strict=True):

@@ -207,7 +207,7 @@ def test_norms_and_biases_keep_fp32_moments_and_matrices_below_such_names_do_not
     shape, kept = KEPT_BY_NAME[name]
     p = torch.nn.Parameter(torch.zeros(shape))
     optimizer = CoatAdamW([(name, p)])
-    assert optimizer.layouts.keeps(p, optimizer.param_groups[0]) == kept
+    assert optimizer.layouts.keeps_fp32(p, optimizer.param_groups[0]) == kept
 
 
 def test_which_tensors_keep_fp32_moments(device):

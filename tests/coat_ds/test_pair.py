@@ -279,8 +279,8 @@ def test_resume_is_exact(layout):
     q = torch.nn.Parameter(saved["model"])
     resumed = CoatAdamW([q], **FORMATS)
     resumed.load_state_dict(saved["optimizer"])
-    assert resumed.take_arrivals() == "2 restored to the bit"
-    assert not resumed.take_arrivals()
+    assert resumed.pop_load_summary() == "2 restored to the bit"
+    assert not resumed.pop_load_summary()
     for _ in range(3):
         p.grad = torch.randn(1000)
         q.grad = p.grad.clone()

@@ -99,7 +99,7 @@ def test_apply_once_and_remove(declare, caplog):
     ids=str,
 )
 def test_an_unexpected_framework_is_an_error_before_anything_changes(declare, target, options, found):
-    patch = declare(target, **options, way_out="or do without")
+    patch = declare(target, **options, remedy="or do without")
     with pytest.raises(PatchError) as error:
         patch.apply(lambda original: pytest.fail("made"))
     said = str(error.value)

@@ -139,7 +139,7 @@ def stepped_under_fsdp1():
                 train(wrapped, optimizer, range(2))
                 states = get_optimizer_state_dict(wrapped, optimizer)
                 set_optimizer_state_dict(wrapped, optimizer, states)
-                out.append(optimizer.take_arrivals().partition(" ")[2])
+                out.append(optimizer.pop_load_summary().partition(" ")[2])
             except TypeError as error:
                 out.append(f"{len(optimizer.state)} states: {error}")
     return out

@@ -1,4 +1,4 @@
-"""The ways by which a script comes to honour the block. Scripts run in processes of their own."""
+"""The ways by which a script comes to use the block. Scripts run in processes of their own."""
 
 import json
 import os

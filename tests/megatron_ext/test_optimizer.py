@@ -105,7 +105,7 @@ def _train_and_resume(mode, folder):
     result["losses"], result["end"] = losses, first.tensors()
     for sharding in SHARDINGS[mode]:
         again = Trainer(mode).load(f"{folder}/{mode}-{sharding}", sharding)
-        arrived = again.inner.take_arrivals()
+        arrived = again.inner.pop_load_summary()
         result["again", sharding] = arrived, again.steps(2, 3), again.tensors()
     return result
 

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from coat_ds.layers.detection.probe import Place, close, first_found, linear_of, run, shadow
+from coat_ds.layers.detection.probe import ProbeDevice, close, first_found, linear_of, run, shadow
 from coat_ds.layers.modules.attention import STATE
 from coat_ds.layers.modules.feed_forward import Fp8GatedFeedForward
 from coat_ds.layers.modules.linear import is_fused
@@ -37,7 +37,7 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 HEAD_NORMS = ("q_norm", "k_norm")
 
 
-class Parts(NamedTuple):
+class DecoderParts(NamedTuple):
     """The modules of a layer that the fused blocks replace."""
 
     input_norm: nn.Module
@@ -58,7 +58,7 @@ class _StandIn(nn.Module):
         return (y, None) if self.weights else y
 
 
-def parts_of(layer: nn.Module) -> Parts | None:
+def parts_of(layer: nn.Module) -> DecoderParts | None:
     """The parts of a layer that computes x = x + attention(norm(x)); x + mlp(norm(x)), if its norms, its
     attention and its gated feed-forward layer were all converted; else None."""
     children = {name: child for name, child in layer._modules.items() if child is not None}
@@ -75,12 +75,12 @@ def parts_of(layer: nn.Module) -> Parts | None:
         return None
     names = {id(child): name for name, child in children.items()}
     for first, second in (norms, norms[::-1]):
-        parts = Parts(first, attentions[0], second, mlps[0])
+        parts = DecoderParts(first, attentions[0], second, mlps[0])
         fakes = {
             names[id(part)]: _StandIn(power, weights=part is parts.attention)
             for power, part in enumerate(parts, 1)
         }
-        x = Place(torch.device("cpu"), torch.float32).numbers(1, 3, 8, seed=0)
+        x = ProbeDevice(torch.device("cpu"), torch.float32).numbers(1, 3, 8, seed=0)
         norm1, attention, norm2, mlp = (fakes[names[id(part)]] for part in parts)
         expected = x + attention(norm1(x))[0]
         expected = expected + mlp(norm2(expected))
@@ -109,7 +109,7 @@ def _is_rms_norm(module: nn.Module | None) -> bool:
     return type(norm) is Fp8Norm and not norm.form.layer_norm
 
 
-def why_never_fused(parts: Parts) -> str | None:
+def why_never_fused(parts: DecoderParts) -> str | None:
     """Why no fused block can replace these parts, by the first linear layer that prevents it; else None."""
     linears = {name: parts.attention._modules[name] for name in PROJECTIONS}
     form = replaced(parts.mlp).form
@@ -129,17 +129,17 @@ def why_never_fused(parts: Parts) -> str | None:
     return None
 
 
-def _is_rotary(attention: nn.Module, place: Place) -> bool:
+def _is_rotary(attention: nn.Module, where: ProbeDevice) -> bool:
     """Whether `attention` is causal attention with rotary positions as in `coat_kernels.rope`, applied after
     the head norms if there are any."""
     d, groups, m, h, s = 8, 2, 2, 16, 5
     small, sizes = {}, dict(zip(PROJECTIONS, (groups * m * d, groups * d, groups * d, h), strict=True))
     for i, (name, n) in enumerate(sizes.items()):
         k = groups * m * d if name == "o_proj" else h
-        small[name] = linear_of(place.numbers(n, k, seed=i) / k**0.5)
+        small[name] = linear_of(where.numbers(n, k, seed=i) / k**0.5)
     norms = {name: nn.RMSNorm(d, eps=1e-3) for name in HEAD_NORMS if name in attention._modules}
     for i, norm in enumerate(norms.values()):
-        norm.weight = nn.Parameter(1 + place.numbers(d, seed=20 + i) / 4)
+        norm.weight = nn.Parameter(1 + where.numbers(d, seed=20 + i) / 4)
     like = shadow(attention, {}, small | norms)
     # attention reads its dropout rate in each forward
     like.__dict__.update(dict.fromkeys(dropout_names(attention), 0.0))
@@ -149,11 +149,11 @@ def _is_rotary(attention: nn.Module, place: Place) -> bool:
             like.__dict__[name] = groups * m
     if "num_key_value_heads" in like.__dict__:
         like.__dict__["num_key_value_heads"] = groups
-    angles = place.numbers(1, s, d // 2, seed=7)
+    angles = where.numbers(1, s, d // 2, seed=7)
     cos, sin = (torch.cat((t, t), -1) for t in (angles.cos(), angles.sin()))
-    x = place.numbers(1, s, h, seed=8)
+    x = where.numbers(1, s, h, seed=8)
     # two cases: causal without a mask, and a mask that is only added to the scores
-    mask = place.numbers(1, 1, s, s, seed=9)
+    mask = where.numbers(1, 1, s, s, seed=9)
     with torch.no_grad():
         q, k, v = (small[name](x).view(1, s, -1, d) for name in PROJECTIONS[:3])
         q, k = (norm(t) for norm, t in zip(norms.values(), (q, k), strict=True)) if norms else (q, k)

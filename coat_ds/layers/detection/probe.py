@@ -40,7 +40,7 @@ def shape_of(p: torch.Tensor) -> torch.Size:
     return torch.Size(getattr(p, "ds_shape", p.shape))
 
 
-class Place(NamedTuple):
+class ProbeDevice(NamedTuple):
     """Where to run a shadow."""
 
     device: torch.device
@@ -52,19 +52,19 @@ class Place(NamedTuple):
         return x.to(self.device, self.dtype)
 
 
-def places(module: nn.Module) -> list[Place]:
+def probe_devices(module: nn.Module) -> list[ProbeDevice]:
     """First the CPU in FP64, which no setting makes less precise. Then the module's GPU, since some forwards
     have kernels that run only there."""
-    found = [Place(torch.device("cpu"), torch.float64)]
+    found = [ProbeDevice(torch.device("cpu"), torch.float64)]
     device = next((p.device for p in module.parameters()), found[0].device)
     if device.type not in ("cpu", "meta"):
-        found.append(Place(device, torch.float32))
+        found.append(ProbeDevice(device, torch.float32))
     return found
 
 
-def first_found(module: nn.Module, find: Callable[[Place], T | None]) -> T | None:
-    """The first result of find(place), over the places in which the module runs, that is true; else None."""
-    return next((found for place in places(module) if (found := find(place))), None)
+def first_found(module: nn.Module, find: Callable[[ProbeDevice], T | None]) -> T | None:
+    """The first result of find(device), over `probe_devices`, that is true; else None."""
+    return next((found for where in probe_devices(module) if (found := find(where))), None)
 
 
 def shadow(module: nn.Module, parameters: dict | None = None, children: dict | None = None) -> nn.Module:
@@ -102,8 +102,8 @@ def run(module: nn.Module, x: torch.Tensor) -> torch.Tensor | None:
     """The output of `module` for `x`, as FP64 on the CPU; None unless the output is one tensor."""
     # any exception on the made-up input means that the module is not of the expected form
     device, gpus = x.device.type, [] if x.device.type == "cpu" else [x.device]
-    kept = torch.random.fork_rng(gpus, device_type=device)
-    with contextlib.suppress(Exception), torch.no_grad(), torch.autocast(device, enabled=False), kept:
+    rng = torch.random.fork_rng(gpus, device_type=device)
+    with contextlib.suppress(Exception), torch.no_grad(), torch.autocast(device, enabled=False), rng:
         y = module(x)
         if isinstance(y, torch.Tensor):
             return y.double().cpu()
@@ -157,20 +157,20 @@ def norm_form(module: nn.Module) -> NormForm | None:
         return None
     if not takes_one_input(module):
         return None
-    return first_found(module, lambda place: _norm_form(module, eps, place))
+    return first_found(module, lambda where: _norm_form(module, eps, where))
 
 
-def _norm_form(module: nn.Module, eps: float, place: Place) -> NormForm | None:
+def _norm_form(module: nn.Module, eps: float, where: ProbeDevice) -> NormForm | None:
     weight, bias = module._parameters["weight"], module._parameters.get("bias")
     h = shape_of(weight)[0]
     # norms compute in FP32 or FP64
-    place = Place(place.device, torch.float32)
-    w, b = 1 + place.numbers(h, seed=1) / 4, place.numbers(h, seed=2)
+    where = ProbeDevice(where.device, torch.float32)
+    w, b = 1 + where.numbers(h, seed=1) / 4, where.numbers(h, seed=2)
     parameters = {"weight": nn.Parameter(w), "bias": None if bias is None else nn.Parameter(b)}
     like = shadow(module, {name: parameters[name] for name in module._parameters})
     # In the second row, eps is half of the sum under the root. Of three dimensions the last one is not that
     # of channels, over which GroupNorm with one group norms
-    x = place.numbers(1, 2, h, seed=3)
+    x = where.numbers(1, 2, h, seed=3)
     x[:, 1] *= eps**0.5
     y = run(like, x)
     x, w, b = x.double(), w.double(), 0 if bias is None else b.double()
@@ -211,18 +211,18 @@ def is_product(module: nn.Module, transposed: bool) -> bool:
     """Whether `module` computes x W^T + b, or x W + b if `transposed`, with its `weight` and `bias`."""
     if not takes_one_input(module):
         return False
-    return bool(first_found(module, lambda place: _is_product(module, transposed, place)))
+    return bool(first_found(module, lambda where: _is_product(module, transposed, where)))
 
 
-def _is_product(module: nn.Module, transposed: bool, place: Place) -> bool:
+def _is_product(module: nn.Module, transposed: bool, where: ProbeDevice) -> bool:
     bias, inputs, outputs = module._parameters.get("bias"), 16, 24
-    w = place.numbers(*((inputs, outputs) if transposed else (outputs, inputs)), seed=1)
-    b = place.numbers(outputs, seed=2)
+    w = where.numbers(*((inputs, outputs) if transposed else (outputs, inputs)), seed=1)
+    b = where.numbers(outputs, seed=2)
     parameters = {"weight": nn.Parameter(w), "bias": None if bias is None else nn.Parameter(b)}
     like = shadow(module, {name: parameters[name] for name in module._parameters})
     # the attributes of Conv1D with its sizes; its forward reads nf
     like.__dict__.update(nx=inputs, nf=outputs)
-    x = place.numbers(3, inputs, seed=3)
+    x = where.numbers(3, inputs, seed=3)
     expected = x @ (w if transposed else w.t()) + (0 if bias is None else b)
     return close(run(like, x), expected)
 
@@ -264,15 +264,15 @@ def gated_form(module: nn.Module) -> GatedForm | None:
     return None
 
 
-def _gated(module: nn.Module, gate: str, up: str | None, down: str, place: Place) -> GatedForm | None:
+def _gated(module: nn.Module, gate: str, up: str | None, down: str, where: ProbeDevice) -> GatedForm | None:
     """The form of `module` if its children have these roles."""
     h, f = 16, 24
-    x = place.numbers(3, h, seed=9)
-    weights = {down: place.numbers(h, f, seed=1) / f**0.5}
-    weights[gate] = place.numbers(f if up else 2 * f, h, seed=2) / h**0.5
+    x = where.numbers(3, h, seed=9)
+    weights = {down: where.numbers(h, f, seed=1) / f**0.5}
+    weights[gate] = where.numbers(f if up else 2 * f, h, seed=2) / h**0.5
     g, u = x @ weights[gate].t(), None
     if up:
-        weights[up] = place.numbers(f, h, seed=3) / h**0.5
+        weights[up] = where.numbers(f, h, seed=3) / h**0.5
         u = x @ weights[up].t()
     else:
         g, u = g.chunk(2, -1)

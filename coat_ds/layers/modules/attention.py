@@ -48,7 +48,7 @@ _CHANGING = ("position_bias", "softcap", "cache")
 
 
 @dataclass(frozen=True, slots=True)
-class KeptAttention:
+class AttentionSaving:
     """The attribute `coat_attention` of a converted attention module: how it saves q, k, v and the output.
     saved_format: None saves them unchanged. evaluates_stock: evaluation calls
     transformers' function. loaded: the implementation that the model was loaded with."""
@@ -58,14 +58,14 @@ class KeptAttention:
     loaded: str = STOCK
 
 
-def kept_attention_of(activations: ActivationsConfig) -> KeptAttention:
+def attention_saving(activations: ActivationsConfig) -> AttentionSaving:
     """How attention is saved by the keys of the block. Only whole layers can recompute: outside of them
     "recompute" saves q, k, v and the output."""
     fmt, evaluates_stock = activations.attention_format, activations.evaluation == "stock"
     if fmt == "bf16":
-        return KeptAttention(None, evaluates_stock)
+        return AttentionSaving(None, evaluates_stock)
     saved_format = activations.saved_format if fmt == "recompute" else fmt
-    return KeptAttention(saved_format, evaluates_stock)
+    return AttentionSaving(saved_format, evaluates_stock)
 
 
 def uses_interface(module: torch.nn.Module) -> bool:
@@ -79,7 +79,7 @@ def is_flash(implementation: str | None) -> bool:
     return implementation is not None and _FLASH.search(implementation) is not None
 
 
-def why_flash_stays(module: torch.nn.Module) -> str | None:
+def why_keep_flash(module: torch.nn.Module) -> str | None:
     """Why a module that was loaded with FlashAttention keeps it; None if COAT's attention computes the
     same."""
     if any("softcap" in name and value is not None for name, value in vars(module).items()):
@@ -174,12 +174,12 @@ def coat_attention(
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    kept, registered = module.__dict__.get(STATE), ALL_ATTENTION_FUNCTIONS[STOCK]
+    saving, registered = module.__dict__.get(STATE), ALL_ATTENTION_FUNCTIONS[STOCK]
     arguments = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **rest}
     if registered is not sdpa_attention_forward:
         return registered(module, query, key, value, attention_mask, **arguments)
     compiling = torch.compiler.is_compiling()
-    _warn(module, kept, compiling)
+    _warn(module, saving, compiling)
     causal = _is_plain_causal(module, query, key, is_causal, rest)
     b, s = query.shape[0], query.shape[2]
     attend, sinks = sdpa_attention_forward, rest.get("s_aux")
@@ -189,12 +189,12 @@ def coat_attention(
     if compiling or query.is_meta:
         mask = traced_mask(attention_mask, rest, b, s) if causal else attention_mask
         return attend(module, query, key, value, mask, **arguments)
-    flash = kept is not None and is_flash(kept.loaded)
+    flash = saving is not None and is_flash(saving.loaded)
     found = packed_mask(attention_mask, rest, b, s, flash) if causal else None
     packed = None if found is None else found.packed
     if packed is None and sinks is not None and causal and attention_mask is None:
         packed = Packed.whole(b, s, query.device)
-    stock = kept is None or (kept.evaluates_stock and is_evaluated(module))
+    stock = saving is None or (saving.evaluates_stock and is_evaluated(module))
     dtype = autocast_dtype(query)
     if dtype is not None and query.dtype in DTYPES:
         # autocast would cast inside torch's function, and the saved casts could not be recognised as heads
@@ -205,7 +205,7 @@ def coat_attention(
         attention_mask = mask.whole() if isinstance(mask, PackedMask) else mask
         if stock or sinks is not None:
             return attend(module, query, key, value, attention_mask, **arguments)
-    how = {"saved_format": None if stock else kept.saved_format}
+    how = {"saved_format": None if stock else saving.saved_format}
     if how["saved_format"] is None:
         query, key, value = _own_storages(query, key, value)
     heads = [x.transpose(1, 2) for x in (query, key, value)]
@@ -221,14 +221,14 @@ def coat_attention(
     return y.view(*y.shape[:2], -1, value.shape[-1]), None
 
 
-def _warn(module: torch.nn.Module, kept: KeptAttention | None, compiling: bool) -> None:
+def _warn(module: torch.nn.Module, saving: AttentionSaving | None, compiling: bool) -> None:
     """Warns of attention that does not save what the block says, and of a model that was not converted."""
-    if kept is not None and kept.saved_format is not None and compiling and torch.is_grad_enabled():
+    if saving is not None and saving.saved_format is not None and compiling and torch.is_grad_enabled():
         log_once(
             "coat.activations.attention_format: of no effect under torch.compile: attention saves what it "
             "saved before it was converted. Write 'bf16'."
         )
-    if kept is None and not compiling and LEFT not in module.__dict__:
+    if saving is None and not compiling and LEFT not in module.__dict__:
         log_once(
             "a model that was not converted has the config of one that was, as the reference model that TRL "
             "loads for DPO. It runs in BF16, and its log-probabilities are not those of FP8 layers with the "
@@ -328,6 +328,6 @@ def attended_origin(x: torch.Tensor) -> Origin | None:
         or not x.is_contiguous()
     ):
         return None
-    kept = origin.tensors[0]
-    width = kept.shape[1] if kept.ndim == 2 else kept.shape[1] * kept.shape[-1]
+    saved = origin.tensors[0]
+    width = saved.shape[1] if saved.ndim == 2 else saved.shape[1] * saved.shape[-1]
     return origin if x.shape[-1] == width else None

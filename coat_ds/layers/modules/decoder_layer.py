@@ -24,7 +24,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from coat_ds.config import ActivationsConfig
 from coat_ds.layers import fused_layer
-from coat_ds.layers.detection.decoder_parts import PROJECTIONS, Parts, dropout_names, head_norms_of
+from coat_ds.layers.detection.decoder_parts import PROJECTIONS, DecoderParts, dropout_names, head_norms_of
 from coat_ds.layers.fused_layer import LayerOptions, LayerWeights
 from coat_ds.layers.modules.attention import STATE, any_attention, is_flash, is_transformers_own
 from coat_ds.layers.modules.feed_forward import Fp8GatedFeedForward
@@ -84,7 +84,7 @@ CHECKPOINT = "_gradient_checkpointing_func"
 class Fp8DecoderLayer(Replaced):
     """The forward of a decoder layer whose `parts` are already converted."""
 
-    def __init__(self, module: nn.Module, activations: ActivationsConfig, parts: Parts):
+    def __init__(self, module: nn.Module, activations: ActivationsConfig, parts: DecoderParts):
         super().__init__(module, activations)
         self.parts, self.recomputes = parts, activations.attention_format == "recompute"
         # dropout rates may be set later, and each class has its own names for them
@@ -162,18 +162,18 @@ class Fp8DecoderLayer(Replaced):
             constants.append(starts)
         elif mask is not None:
             constants.append(additive_mask(mask, x.dtype))
-        kept = attention.__dict__[STATE]
+        saving = attention.__dict__[STATE]
         call = LayerCall(
             options,
             attention,
-            None if self.recomputes else kept.saved_format,
+            None if self.recomputes else saving.saved_format,
             None if packed is None else tuple(packed),
             tuple([len(parts) for parts in weights if parts is not None]),
         )
         if not graphed:
             return call(x, *constants, *parameters)
         gemms = tuple(weights.qkv), tuple(weights.proj), tuple(weights.fc1), tuple(weights.fc2)
-        uses = partial(options.uses, gemms, kept, attention.scaling, call.packed)
+        uses = partial(options.uses, gemms, saving, attention.scaling, call.packed)
         evaluates = not self.module.training
         return self.graphs.call(call, x, parameters, uses, constants=constants, evaluates=evaluates)
 
@@ -192,7 +192,7 @@ class Fp8DecoderLayer(Replaced):
 
     def options(self, qkv, o, first, down) -> LayerOptions:
         input_norm, attention, mlp_norm, mlp = self.parts
-        kept, feed_forward, d = attention.__dict__[STATE], replaced(mlp), attention.head_dim
+        saving, feed_forward, d = attention.__dict__[STATE], replaced(mlp), attention.head_dim
         return LayerOptions(
             input_norm=replaced(input_norm).options,
             qkv=self.qkv.options(qkv),
@@ -204,7 +204,7 @@ class Fp8DecoderLayer(Replaced):
             head_norms=tuple([replaced(norm).options for norm in self.head_norms]),
             groups=qkv[1].weight.shape[0] // d,
             d=d,
-            recomputed=kept.saved_format if self.recomputes else None,
+            recomputed=saving.saved_format if self.recomputes else None,
             batch_first=True,
             apart=True,
         )

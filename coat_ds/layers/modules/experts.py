@@ -43,17 +43,17 @@ def _sizes(module: torch.nn.Module) -> tuple[int, int, int, int]:
     return count, h, f, both[1] if _is(module, "is_transposed") else both[0]
 
 
-def _kernel_gate(module: torch.nn.Module, kept: dict) -> KernelGate | None:
+def _kernel_gate(module: torch.nn.Module, saved_format: str) -> KernelGate | None:
     """The kernels' gate that computes what the module's does: an activation times up, or GPT-OSS's gate. None
-    if there is none. kept: `saved_format`."""
+    if there is none."""
     if type(module)._apply_gate.__name__ == "_default_apply_gate":
         kind = activation_kind(module.act_fn) if _is(module, "is_concatenated") else None
-        return kind and KernelGate(kind, **kept)
+        return kind and KernelGate(kind, saved_format)
     limit = getattr(module, "limit", None)
     if not isinstance(limit, float | int):
         return None
     interleaved = not _is(module, "is_concatenated")
-    gate = KernelGate("quick_gelu", **kept, limit=float(limit), offset=1.0, interleaved=interleaved)
+    gate = KernelGate("quick_gelu", saved_format, limit=float(limit), offset=1.0, interleaved=interleaved)
     # all pairs of values below and above the limits
     steps = torch.linspace(-2, 2, 33) * limit
     parts = steps.repeat(33), steps.repeat_interleave(33)
@@ -102,7 +102,7 @@ class Fp8Experts(Replaced):
         super().__init__(module, activations)
         # a plain function in LFM2; GPT-OSS has none
         self.act = getattr(module, "act_fn", None)
-        self.gate = _kernel_gate(module, self.kept)
+        self.gate = _kernel_gate(module, self.saved_format)
         caches = (WeightCache(activations.weight_cache) for _ in range(2))
         self.state = ExpertsState(*caches, fast=activations.fast_accumulation != "none")
 
@@ -140,7 +140,7 @@ class Fp8Experts(Replaced):
             top_k_weights,
             module.gate_up_proj,
             module.down_proj,
-            self.gate or OwnGate(module._apply_gate, **self.kept),
+            self.gate or OwnGate(module._apply_gate, saved_format=self.saved_format),
             transposed=_is(module, "is_transposed"),
             state=self.state,
             **biases,

@@ -26,7 +26,7 @@ class Fp8Activation(Replaced):
         if not self.takes(input):
             return self.stock(input)
         dtype = self.dtype_of_output(input)
-        y = activation(input.to(dtype), self.function, gated=False, **self.kept)
+        y = activation(input.to(dtype), self.function, gated=False, saved_format=self.saved_format)
         before_hooks(self.module, y)
         return y
 
@@ -67,7 +67,9 @@ class Fp8GatedFeedForward(Replaced):
         if not self.takes(x) or self.calls_between():
             return self.stock(x)
         after_pre_hooks(self.module, x)
-        return self.down(activation(self._both(x), self.form.kind, gated=True, **self.kept))
+        return self.down(
+            activation(self._both(x), self.form.kind, gated=True, saved_format=self.saved_format)
+        )
 
     def first_options(self) -> LinearOptions:
         """The options of the GEMM that reads the input, for a fused block."""
@@ -78,7 +80,7 @@ class Fp8GatedFeedForward(Replaced):
     @property
     def options(self) -> ActivationOptions:
         """The options of the activation, for a fused block."""
-        return activation_options(self.form.kind, True, **self.kept)
+        return activation_options(self.form.kind, True, saved_format=self.saved_format)
 
     def _both(self, x: torch.Tensor) -> torch.Tensor:
         """gate(x) | up(x)."""

@@ -32,7 +32,7 @@ class Fp8Norm(Replaced):
     def options(self) -> NormOptions:
         """The options of the norm, for a fused block."""
         form = self.form
-        return norm_options(form.eps, form.layer_norm, form.zero_centered, **self.kept)
+        return norm_options(form.eps, form.layer_norm, form.zero_centered, saved_format=self.saved_format)
 
     def compute(self, hidden_states: torch.Tensor) -> torch.Tensor:
         module, takes = self.module, self.takes(hidden_states)
@@ -59,7 +59,7 @@ class Fp8Norm(Replaced):
     ) -> torch.Tensor:
         """x [..., n] -> [..., n] in `dtype`."""
         form = self.form
-        options = {**self.kept, "zero_centered": form.zero_centered}
+        options = {"saved_format": self.saved_format, "zero_centered": form.zero_centered}
         if dtype != x.dtype:
             # the wider of the two dtypes is at least as precise as the stock module
             x = x.to(torch.promote_types(dtype, x.dtype))

@@ -29,7 +29,7 @@ class Replaced:
         self.evaluates_stock = activations.evaluation == "stock"
         # an earlier patch of this instance's forward, if there was one
         self.before = module.__dict__.get("forward")
-        self.kept = {"saved_format": activations.saved_format}
+        self.saved_format = activations.saved_format
         self._dtypes: dict[tuple, torch.dtype] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -98,9 +98,9 @@ class AutoEPExperts(Replaced):
         module = self.module
         if not (x.numel() and self.takes(x) and can_be_read(module.w1)):
             return self.stock(x, num_tokens_per_expert)
-        gate = OwnGate(self._gate, **self.kept)
+        gate = OwnGate(self._gate, saved_format=self.saved_format)
         if module.activation in _KINDS:
-            gate = KernelGate(_KINDS[module.activation], **self.kept)
+            gate = KernelGate(_KINDS[module.activation], saved_format=self.saved_format)
         # the last expert computes them, too
         rows = num_tokens_per_expert.clone()
         rows[-1] += len(x) - rows.sum()

@@ -67,5 +67,5 @@ def test_a_model_of_which_a_part_was_converted_is_converted_as_a_whole():
     assert coat_ds.convert(around, filter=lambda name, module: name != "value") is around
     conversion = coat_ds.conversion_of(around)
     assert len(conversion.converted["linear"]) == 14 and conversion.left["value"] == "the filter"
-    assert {m.kept["saved_format"] for m in map(replaced, around.modules()) if m} == {"sqrt8"}
+    assert {m.saved_format for m in map(replaced, around.modules()) if m} == {"sqrt8"}
     assert coat_ds.conversion_of(coat_ds.unconvert(around)) is None

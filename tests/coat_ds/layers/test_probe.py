@@ -356,7 +356,7 @@ def test_layers(name):
     assert (len(found) == 1) == (name in ("llama", "qwen3"))
     if name == "llama":
         attention = model.model.layers[0].self_attn
-        place = probe.places(attention)[0]
+        place = probe.probe_devices(attention)[0]
         assert decoder_parts._is_rotary(attention, place)
 
         # positions that turn the other way
@@ -368,7 +368,7 @@ def test_layers(name):
         assert not decoder_parts._is_rotary(attention, place)
     if name == "qwen3":
         attention = model.model.layers[0].self_attn
-        place = probe.places(attention)[0]
+        place = probe.probe_devices(attention)[0]
         assert decoder_parts._is_rotary(attention, place)
 
         class Swapped(type(attention)):

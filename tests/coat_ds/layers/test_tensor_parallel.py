@@ -241,7 +241,7 @@ def tied(folder):
         (dcp.load if resumes else dcp.save)({"model": weights, "optimizer": states}, checkpoint_id=folder)
         if resumes:
             set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states)
-            assert "to the bit" in optimizer.take_arrivals()
+            assert "to the bit" in optimizer.pop_load_summary()
         losses = train(model, optimizer, [LLAMA.batch(seed=step) for step in range(2, 4)])
         held = {n: p.detach() for n, p in model.named_parameters()}
         runs.append((losses, whole(held)))

@@ -40,13 +40,13 @@ _INPUT_NAME = re.compile(
 )
 
 
-def what_stays(model: nn.Module) -> dict[int, str]:
+def excluded_modules(model: nn.Module) -> dict[int, str]:
     """The reason why a module is not converted, by the module's id. The first reason found counts."""
-    stays: dict[int, str] = {}
+    excluded: dict[int, str] = {}
     for rule in (_dispatched, _adapters, _kept_in_fp32, _codes, _heads, _choices):
         for module, reason in rule(model):
-            stays.setdefault(id(module), reason)
-    return stays
+            excluded.setdefault(id(module), reason)
+    return excluded
 
 
 def _whole(module: nn.Module, reason: str) -> Iterator[tuple[nn.Module, str]]:
