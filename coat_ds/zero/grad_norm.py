@@ -54,23 +54,23 @@ def batch_gradient_norms(wrapper) -> None:
     known = WeakTensorKeyDictionary()
     if not hasattr(wrapper, "bit16_groups"):
         # ZeRO-3 checks its flat buffer
-        NORM_STAGE_3.apply(lambda ask: _norm_by_kinds(ask, known), on=wrapper)
+        NORM_STAGE_3.apply(lambda original: _norm_by_kinds(original, known), on=wrapper)
         return
-    NORM.apply(lambda ask: _norm_by_kinds(ask, known), on=wrapper)
-    OVERFLOW.apply(lambda look: _overflow_and_norms(wrapper, look, known), on=wrapper)
+    NORM.apply(lambda original: _norm_by_kinds(original, known), on=wrapper)
+    OVERFLOW.apply(lambda original: _overflow_and_norms(wrapper, original, known), on=wrapper)
 
 
-def _norm_by_kinds(ask: Callable, known: WeakTensorKeyDictionary) -> Callable:
-    """DeepSpeed's function `ask` for the norm, called with one vector of norms for each kind of parameter."""
+def _norm_by_kinds(original: Callable, known: WeakTensorKeyDictionary) -> Callable:
+    """DeepSpeed's function for the norm, called with one vector of norms for each kind of parameter."""
     from deepspeed.runtime.constants import PIPE_REPLICATED
     from deepspeed.runtime.utils import is_model_parallel_parameter
 
-    @functools.wraps(ask)
+    @functools.wraps(original)
     def norm(gradients, params, norm_type=2):
         # padding, which is zero, belongs to no parameter
         gradients = [g for g in gradients if not getattr(g, "_zero_padding", False)]
         if norm_type != 2:
-            return ask(gradients, params, norm_type)
+            return original(gradients, params, norm_type)
         norms = [known.pop(g, None) for g in gradients]
         if any(found is None for found in norms):
             norms = _norms(gradients)
@@ -80,22 +80,22 @@ def _norm_by_kinds(ask: Callable, known: WeakTensorKeyDictionary) -> Callable:
             kind = is_model_parallel_parameter(p), getattr(p, PIPE_REPLICATED, False)
             alike.setdefault(kind, (p, []))[1].append(found)
         # a norm of norms; ZeRO-3 reads the process groups of all parameters
-        return ask(
+        return original(
             [torch.stack(found) for _, found in alike.values()], [*(p for p, _ in alike.values()), *params]
         )
 
     return norm
 
 
-def _overflow_and_norms(wrapper, look: Callable, known: WeakTensorKeyDictionary) -> Callable:
-    """DeepSpeed's check `look` for inf and NaN, computed from norms, which it stores in `known`."""
+def _overflow_and_norms(wrapper, original: Callable, known: WeakTensorKeyDictionary) -> Callable:
+    """DeepSpeed's check `original` for inf and NaN, computed from norms, which it stores in `known`."""
 
-    @functools.wraps(look)
+    @functools.wraps(original)
     def has_overflow() -> torch.Tensor:
         groups = [wrapper.averaged_gradients[i] for i in range(len(wrapper.bit16_groups))]
         gradients = [g for group in groups for g in group if g is not None]
         if not gradients:
-            return look()
+            return original()
         norms = _norms(gradients)
         known.update(zip(gradients, norms, strict=True))
         return ~torch.stack(norms).isfinite().all().reshape(1)
