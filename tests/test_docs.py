@@ -9,8 +9,7 @@ from coat_ds import CoatAdamW
 from coat_ds.config import CoatConfig
 from coat_ds.doctor import dry_run
 from coat_ds.log import listed
-from coat_ds.optim.accounting import planned_bytes
-from coat_ds.optim.lines import states_line
+from coat_ds.optim.accounting import planned_bytes, states_line
 from coat_ds.plan.read import meta_model
 from coat_ds.zero.status import ON
 from tests.test_readme import README, block

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from coat_ds.optim.changes import check_changes, check_supported
+from coat_ds.optim.checks import check_changes, check_supported
 from coat_ds.optim.moment import pair_up
 from coat_ds.optim.options import (
     FORMATS,

@@ -18,17 +18,15 @@ from coat_ds.config import (
     name_patterns,
 )
 from coat_ds.log import log_rank_0
-from coat_ds.optim.accounting import layout_table, planned_bytes
-from coat_ds.optim.changes import check_changes
+from coat_ds.optim.accounting import frozen_line, layout_table, planned_bytes, stalling, states_line
 from coat_ds.optim.checks import (
+    check_changes,
     check_grad_scale,
     check_params,
     check_tensors,
 )
-from coat_ds.optim.fragments import Fragment
 from coat_ds.optim.host_states import HostStates, Passages
-from coat_ds.optim.layouts import Layouts
-from coat_ds.optim.lines import frozen_line, stalling, states_line
+from coat_ds.optim.layouts import Fragment, Layouts
 from coat_ds.optim.loading import load_state, loading_states
 from coat_ds.optim.moment import as_plain
 from coat_ds.optim.options import (

@@ -12,8 +12,7 @@ from collections.abc import Iterator
 
 import torch
 
-from coat_ds.optim.changes import check_changes
-from coat_ds.optim.checks import grad_of
+from coat_ds.optim.checks import check_changes, grad_of
 from coat_ds.optim.host_states import CHUNK, Passages
 from coat_ds.optim.shards import is_distributed, local
 from coat_ds.optim.step import Scaling

@@ -10,11 +10,10 @@ and `finish`, which run before and after `DeepSpeedEngine.__init__`.
     build.py             the optimizer that is passed to an engine
     convert_optimizer.py an Adam of torch or DeepSpeed, converted to a CoatAdamW
     partitions.py        the parts of parameters in ZeRO's flat tensors
-    guards.py            checkpoints and offloading of the states
+    checkpoints.py       states in checkpoints: ZeRO's, universal ones, and those of stage 0
+    offloading.py        states that DeepSpeed offloads and reloads
     gradients.py         gradients that reach the optimizer in 16 bits
     grad_norm.py         the norm of gradients by one operation
-    stage0.py            checkpoints that stage 0 cannot load
-    universal.py         moments of universal checkpoints, which stay on the CPU until they are encoded
     recompute.py         FP8 inputs of regions that DeepSpeed recomputes
     model_layers.py      how the block configures a model's layers
     layer_units.py       whole layers as units of ZeRO-3

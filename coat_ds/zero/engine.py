@@ -17,15 +17,15 @@ from coat_ds.patches import Patch
 from coat_ds.zero import recompute
 from coat_ds.zero.block import enabled, section
 from coat_ds.zero.build import optimizer_for_engine
+from coat_ds.zero.checkpoints import guard_checkpoints, link_states, refuse_other_states
 from coat_ds.zero.deepspeed_config import bf16_key, check, has_optimizer, no_conversion
 from coat_ds.zero.grad_norm import batch_gradient_norms
 from coat_ds.zero.gradients import keep_gradients_narrow, move_during_backward
-from coat_ds.zero.guards import guard_checkpoints, guard_offloading, link_states
 from coat_ds.zero.layer_units import LayerUnits
 from coat_ds.zero.model_layers import check_adapters, convert_exchanged, prepare_layers, undo
 from coat_ds.zero.module_hooks import lighten_module_hooks
+from coat_ds.zero.offloading import guard_offloading
 from coat_ds.zero.partitions import link_partitions
-from coat_ds.zero.stage0 import refuse_other_states
 from coat_ds.zero.status import Status, idle_layers
 from coat_ds.zero.watch import watch_engine
 from coat_kernels.graphs import LEAVES

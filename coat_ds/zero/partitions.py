@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import torch
 
-from coat_ds.optim.fragments import Fragment
+from coat_ds.optim.layouts import Fragment
 from coat_ds.optim.optimizer import CoatAdamW
 
 

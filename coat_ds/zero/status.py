@@ -8,8 +8,7 @@ import torch
 from coat_ds.config import CoatConfig, CoatConfigError
 from coat_ds.layers.inventory import Layers
 from coat_ds.log import listed
-from coat_ds.optim.accounting import state_bytes
-from coat_ds.optim.lines import states_line
+from coat_ds.optim.accounting import state_bytes, states_line
 from coat_ds.watch.watch import Watch
 from coat_ds.zero.layer_units import LayerUnits
 

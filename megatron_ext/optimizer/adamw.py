@@ -14,7 +14,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import FP32Optimizer, MegatronOptimizer
 
 from coat_ds.config import CoatConfigError
-from coat_ds.optim.fragments import Fragment
+from coat_ds.optim.layouts import Fragment
 from coat_ds.optim.moment import Moment, pair_up
 from coat_ds.optim.optimizer import CoatAdamW
 from coat_ds.optim.options import MOMENTS, SECOND_FIRST

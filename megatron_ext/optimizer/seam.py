@@ -27,8 +27,8 @@ from megatron.core.utils import get_te_version
 from coat_ds import state_bytes
 from coat_ds.config import CoatConfig, CoatConfigError
 from coat_ds.log import log_rank_0
-from coat_ds.optim.fragments import Fragment
-from coat_ds.optim.lines import states_line
+from coat_ds.optim.accounting import states_line
+from coat_ds.optim.layouts import Fragment
 from coat_ds.optim.options import (
     LAYOUT,
     idle_patterns,

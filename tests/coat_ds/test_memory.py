@@ -11,11 +11,11 @@ from deepspeed.runtime import base_optimizer
 from torch import nn
 
 from coat_ds import CoatAdamW
-from coat_ds.optim.fragments import Fragment
+from coat_ds.optim.layouts import Fragment
 from coat_ds.optim.options import MOMENTS
 from coat_ds.optim.streaming import streaming
-from coat_ds.zero.guards import _move_states
-from coat_ds.zero.universal import moments_wait_on_cpu
+from coat_ds.zero.checkpoints import moments_wait_on_cpu
+from coat_ds.zero.offloading import _move_states
 from tests.coat_ds.optimizers import assert_equal
 from tests.coat_ds.test_state import values
 from tests.util import Made

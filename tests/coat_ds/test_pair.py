@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from coat_ds import CoatAdamW
-from coat_ds.optim.fragments import Fragment
+from coat_ds.optim.layouts import Fragment
 from coat_ds.optim.moment import Moment, paired
 from coat_ds.optim.stored_moment import StoredMoment
 from coat_kernels.codecs import GROUP_SIZE, Stored, codec, get_codec

@@ -12,7 +12,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from coat_ds.config import CoatConfigError
-from coat_ds.optim.fragments import Fragment
+from coat_ds.optim.layouts import Fragment
 from coat_ds.optim.moment import Moment
 from coat_ds.watch.states import StateSampler, figures
 from coat_kernels.adamw import join_master

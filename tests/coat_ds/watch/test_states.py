@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from coat_ds import CoatAdamW
-from coat_ds.optim.fragments import Fragment
+from coat_ds.optim.layouts import Fragment
 from coat_ds.optim.narrow_grad import NarrowGrad
 from coat_ds.watch.states import SUMS, StateSampler, figures
 from coat_kernels.adamw import storing

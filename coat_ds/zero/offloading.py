@@ -1,4 +1,4 @@
-"""DeepSpeed's other uses of an optimizer's states: checkpoints and offloading."""
+"""DeepSpeed's `offload_states` and `reload_states`, for the states of a CoatAdamW."""
 
 import contextlib
 import functools
@@ -6,31 +6,13 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from coat_ds.log import log_rank_0
-from coat_ds.optim.loading import options_of_groups, restore_options
 from coat_ds.optim.moment import Moment
 from coat_ds.optim.optimizer import CoatAdamW
 from coat_ds.optim.options import MOMENTS
-from coat_ds.optim.streaming import streaming
 from coat_ds.patches import Patch
+from coat_ds.zero.checkpoints import link_states
 from coat_ds.zero.grad_norm import STAGE_1_AND_2, STAGE_3
-from coat_ds.zero.universal import moments_wait_on_cpu
 
-_ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
-LOAD = Patch(
-    "checkpoints",
-    "deepspeed",
-    f"{_ENGINE}.load_checkpoint",
-    "states are linked to parameters after a load, and keep this optimizer's formats",
-    parameters=("load_dir", "tag", "..."),
-)
-SAVE = Patch(
-    "checkpoints",
-    "deepspeed",
-    f"{_ENGINE}.save_checkpoint",
-    "moments are decoded one at a time while a file is written",
-    parameters=("save_dir", "tag", "..."),
-)
 (OFFLOAD, RELOAD), (OFFLOAD_3, RELOAD_3) = (
     (
         Patch(
@@ -50,79 +32,6 @@ SAVE = Patch(
     )
     for wrapper in (STAGE_1_AND_2, STAGE_3)
 )
-
-
-def link_states(engine) -> None:
-    """Creates all states, and links them to the model's parameters if ZeRO does that.
-
-    DeepSpeed links once, after the first step of the first parameter group. `safe_get_full_optimizer_state`
-    would never find states that are created later, or loaded from a checkpoint.
-    """
-    engine.basic_optimizer.init_states()
-    if hasattr(engine.optimizer, "_lazy_init_hp_params_optimizer_state"):
-        engine.optimizer._hp_optimizer_states_linked = False
-        engine.optimizer._lazy_init_hp_params_optimizer_state()
-
-
-def _unlink_states(engine) -> None:
-    """Drops the parameters' views of states, so that a moment is freed before a loaded one replaces it."""
-    for p in engine.module.parameters():
-        if (mapping := getattr(p, "_hp_mapping", None)) is not None and mapping.optim_fragment:
-            mapping.optim_fragment.clear()
-
-
-def guard_checkpoints(engine) -> None:
-    """Has `engine` restore the codes of a checkpoint, and write states one at a time."""
-    LOAD.apply(lambda load: _loading(engine, load), on=engine)
-    SAVE.apply(lambda save: _saving(engine, save), on=engine)
-
-
-def _loading(engine, load: Callable) -> Callable:
-    @functools.wraps(load)
-    def load_checkpoint(*args, **kwargs):
-        optimizer = engine.basic_optimizer
-        optimizer.pop_load_summary()
-        # a universal checkpoint overwrites options of the parameter groups by its saved ones
-        own = options_of_groups(optimizer)
-        universal = engine.load_universal_checkpoint()
-        if not universal:
-            _unlink_states(engine)
-        try:
-            with moments_wait_on_cpu(optimizer) if universal else contextlib.nullcontext():
-                result = load(*args, **kwargs)
-        except BaseException:
-            # After an interrupt, as after a refused load, the engine is unchanged and linked. If a load
-            # failed halfway, states to link may be missing. The load's own error is raised.
-            with contextlib.suppress(Exception):
-                link_states(engine)
-            raise
-        finally:
-            restore_options(optimizer, own)
-        if hasattr(engine.optimizer, "_link_all_hp_params"):
-            # a universal load in DeepSpeed 0.18 to 0.19.5 leaves parameters linked to copies of a moment
-            # instead of their masters (tests with 0.18.9 check this); 0.19.8 does not
-            engine.optimizer._link_all_hp_params()
-        link_states(engine)
-        log_rank_0(f"moments of the checkpoint: {optimizer.pop_load_summary() or 'none was loaded'}")
-        return result
-
-    return load_checkpoint
-
-
-def _saving(engine, save: Callable) -> Callable:
-    @functools.wraps(save)
-    def save_checkpoint(*args, **kwargs):
-        with streaming() if _saves_by_torch(engine) else contextlib.nullcontext():
-            return save(*args, **kwargs)
-
-    return save_checkpoint
-
-
-def _saves_by_torch(engine) -> bool:
-    from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
-
-    saver = engine.checkpoint_engine
-    return type(saver) is TorchCheckpointEngine and saver.zipfile_serialization
 
 
 def guard_offloading(engine) -> None:
