@@ -208,8 +208,8 @@ MUTATIONS = (
     ),
     Mutation(
         "checkpoint layout: a restored first moment has no second moment to be relative to",
-        "Moment.zeros(value.shape, arrangement, device).relative_to(second)",
-        "Moment.zeros(value.shape, arrangement, device).relative_to(None)",
+        "state_device(optimizer, p, group)).relative_to(second)",
+        "state_device(optimizer, p, group)).relative_to(None)",
         "coat_ds/test_optimizer_state_dicts.py",
     ),
     Mutation(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from packaging.specifiers import SpecifierSet
 
-from coat_ds.config import ActivationsConfig, CoatConfigError
+from coat_ds.config import CoatConfigError
 from coat_ds.zero import deepspeed_config
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -57,7 +57,7 @@ def test_deepspeed_configs(row):
             config["coat"] = {"enabled": True, "optimizer": {"enabled": False}}
         assert deepspeed_config.check(config, None).enabled
         if row.layers in PAGE["LAYERS"]:
-            why = deepspeed_config.no_conversion(config, ActivationsConfig())
+            why = deepspeed_config.no_conversion(config)
             assert (why is None) == (row.layers == "FP8")
 
 

@@ -36,7 +36,7 @@ def check(config: Mapping, model: torch.nn.Module | None) -> list[Finding]:
     if model is None:
         return []
     # independent of the GPU: another check looks at this machine's
-    obstacle = no_conversion(config, block.activations)
+    obstacle = no_conversion(config)
     try:
         why = prepare_layers(model, block.activations, "activations" in config.get("coat", {}), obstacle)
     except CoatConfigError as error:

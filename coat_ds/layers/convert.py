@@ -204,7 +204,11 @@ def _forwards(model: nn.Module, conversion: Conversion, may: Callable) -> Iterat
     taken: set[int] = set()
     for name, module in model.named_modules():
         kind = None if id(module) in taken else _kind_of(module)
-        built = None if kind is None else _BUILDERS[kind](module, activations, id(module) in projections)
+        built = None
+        if kind == "linear":
+            built = _build_linear(module, activations, cancels=id(module) in projections)
+        elif kind is not None:
+            built = _BUILDERS[kind](module, activations)
         if built is None:
             continue
         if kind in ("gated", "experts"):
@@ -301,7 +305,7 @@ def _build_linear(module: nn.Module, activations: ActivationsConfig, cancels: bo
     return Fp8Linear(module, activations, transposed, cancels)
 
 
-def _build_norm(module: nn.Module, activations: ActivationsConfig, cancels: bool) -> _Built:
+def _build_norm(module: nn.Module, activations: ActivationsConfig) -> _Built:
     if module.weight.dtype not in (*DTYPES, torch.float16):
         return f"a weight in {str(module.weight.dtype).removeprefix('torch.')}"
     form = probe.norm_form(module)
@@ -310,7 +314,7 @@ def _build_norm(module: nn.Module, activations: ActivationsConfig, cancels: bool
     return Fp8Norm(module, activations, form)
 
 
-def _build_gated(module: nn.Module, activations: ActivationsConfig, cancels: bool) -> _Built:
+def _build_gated(module: nn.Module, activations: ActivationsConfig) -> _Built:
     form = probe.gated_form(module)
     if form is not None:
         return Fp8GatedFeedForward(module, activations, form)
@@ -319,7 +323,7 @@ def _build_gated(module: nn.Module, activations: ActivationsConfig, cancels: boo
     return None
 
 
-def _build_activation(module: nn.Module, activations: ActivationsConfig, cancels: bool) -> _Built:
+def _build_activation(module: nn.Module, activations: ActivationsConfig) -> _Built:
     kind = probe.activation_kind(module)
     if kind is None:
         return None
@@ -328,7 +332,7 @@ def _build_activation(module: nn.Module, activations: ActivationsConfig, cancels
     return Fp8Activation(module, activations, kind)
 
 
-def _build_experts(module: nn.Module, activations: ActivationsConfig, cancels: bool) -> _Built:
+def _build_experts(module: nn.Module, activations: ActivationsConfig) -> _Built:
     if autoep.is_autoep(module):
         return autoep.why_not(module) or autoep.AutoEPExperts(module, activations)
     dispatch = transformers_ep.dispatch_of(module)
@@ -340,7 +344,6 @@ def _build_experts(module: nn.Module, activations: ActivationsConfig, cancels: b
 
 
 _BUILDERS = {
-    "linear": _build_linear,
     "norm": _build_norm,
     "gated": _build_gated,
     "activation": _build_activation,

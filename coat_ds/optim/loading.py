@@ -23,8 +23,7 @@ from coat_ds.optim.options import (
     has_remainder,
 )
 from coat_ds.optim.shards import laid_out_like, shard_of
-from coat_ds.optim.state_dict import restored
-from coat_ds.optim.states import ready_state, state_device
+from coat_ds.optim.states import ready_state, set_moment, state_device
 
 # the kernels' dither counts steps up to this number
 MOST_STEPS = 2**31 - 1
@@ -87,12 +86,8 @@ def load_state(optimizer, p: torch.Tensor, group: dict[str, Any]) -> None:
     if _is_remainder(remainder) and has_remainder(p, group):
         held = shard_of(remainder, p).view(torch.int16)
         state["remainder"] = laid_out_like(p, held.to(device, copy=True))
-    moment = None
     for name in SECOND_FIRST:
-        layout = optimizer.layouts.layout_of(p, group, name)
-        moment, exact = restored(shard_of(state[name], p), layout, p.device, device, moment)
-        state[name] = laid_out_like(p, moment)
-        optimizer.count_loaded(exact)
+        set_moment(optimizer, p, group, name, state[name])
     pair_up(state, p)
     if optimizer.offloads:
         ready_state(optimizer, p, group)

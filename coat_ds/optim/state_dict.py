@@ -1,11 +1,10 @@
-"""Moments in state dicts: how they are written and restored."""
+"""What state dicts hold of moments and remainders."""
 
 from typing import Any
 
 import torch
 
 from coat_ds.optim.moment import Moment
-from coat_ds.optim.pieces import Arrangement
 from coat_ds.optim.shards import is_distributed, laid_out_like, local
 from coat_ds.optim.stored_moment import StoredMoment
 from coat_ds.optim.streaming import is_streaming
@@ -41,26 +40,3 @@ def _given(value: torch.Tensor, moment: Moment, layout: str) -> torch.Tensor:
         return StoredMoment(moment.pieces, moment.shape, pair=moment.pair)
     # when streaming, torch.save decodes the moment as it writes it
     return moment.detach() if is_streaming() else moment.decode("cpu")
-
-
-def restored(
-    value: torch.Tensor,
-    arrangement: Arrangement,
-    worker: torch.device,
-    device: torch.device,
-    second: Moment | None = None,
-) -> tuple[Moment, bool]:
-    """A moment of a state dict, in its original codes if its values were decoded from codes.
-
-    value: this rank's part of it. worker: the device that encodes it. device: where the moment belongs.
-    second: the second moment, already restored, if this is a first moment, which may be relative to it.
-    Also returns whether the moment is bit-exact.
-    """
-    if isinstance(value, Moment):
-        # a plain Moment, because `GivenMoment.to` returns a decoded tensor; then converted to `arrangement`
-        value = Moment(value.pieces, value.shape, pair=value.pair)
-        held: Any = value.to(device, copy=True)
-        same = held.arrangement == arrangement
-        return (held, True) if same else (held.rearranged(arrangement, second), False)
-    moment = Moment.zeros(value.shape, arrangement, device).relative_to(second)
-    return moment, moment.recover_(value, worker)

@@ -72,10 +72,20 @@ def ready_state(
     return state
 
 
-def set_moment(optimizer, p: torch.Tensor, group: dict[str, Any], name: str, values: torch.Tensor) -> None:
-    """Puts FP32 values into the state, in their original codes if they were decoded from codes."""
-    moment = _zeros(optimizer, p, group, name)
-    optimizer.count_loaded(moment.recover_(shard_of(values, p), p.device))
+def set_moment(optimizer, p: torch.Tensor, group: dict[str, Any], name: str, value: torch.Tensor) -> None:
+    """Puts a moment of a state dict, or FP32 values, into the state of `p`. It restores original codes if
+    the moment is stored in the layout of `p`, or if the values were decoded from codes."""
+    value = shard_of(value, p)
+    if isinstance(value, Moment):
+        # a plain Moment, because `GivenMoment.to` returns a decoded tensor
+        given: Any = Moment(value.pieces, value.shape, pair=value.pair)
+        moment = given.to(state_device(optimizer, p, group), copy=True)
+        exact = moment.arrangement == optimizer.layouts.layout_of(p, group, name)
+        moment = moment if exact else _zeros(optimizer, p, group, name).encode_(moment)
+    else:
+        moment = _zeros(optimizer, p, group, name)
+        exact = moment.recover_(value, p.device)
+    optimizer.count_loaded(exact)
     optimizer.state[p][name] = laid_out_like(p, moment)
 
 

@@ -108,7 +108,7 @@ def configured(config: Mapping, gpu: Gpu | None = None) -> System:
     bf16 = {} if config.get(key) is None else section(config, key)
     if not block.enabled:
         return System(name=AS_CONFIGURED)
-    converted = block.activations.enabled and not no_conversion(config, block.activations)
+    converted = block.activations.enabled and not no_conversion(config)
     converted = converted and (gpu is None or gpu.fp8 > 0)
     return System(
         name=AS_CONFIGURED,

@@ -9,7 +9,6 @@ import torch
 
 from coat_ds.config import (
     OFFLOADS,
-    ActivationsConfig,
     CoatConfig,
     CoatConfigError,
     OptimizerConfig,
@@ -290,9 +289,7 @@ def optimizer_options(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**default, **passed}
 
 
-def no_conversion(
-    config: Mapping[str, Any], activations: ActivationsConfig, device: torch.device | None = None
-) -> str | None:
+def no_conversion(config: Mapping[str, Any], device: torch.device | None = None) -> str | None:
     """Why no model can be converted under this config on `device`, or on any device without one; None if
     models can be converted."""
     if enabled(config, "fp16"):

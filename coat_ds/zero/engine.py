@@ -97,7 +97,7 @@ def _prepare_layers(model: torch.nn.Module, coat: CoatConfig, config: Mapping[st
     recompute.keep_inputs(model)
     if (units := _last.get(model)) is not None:
         units.undo()
-    obstacle = no_conversion(config, coat.activations, torch.device(get_accelerator().current_device_name()))
+    obstacle = no_conversion(config, torch.device(get_accelerator().current_device_name()))
     if enabled(config, bf16_key(config)) and any(p.dtype == torch.float16 for p in model.parameters()):
         # DeepSpeed does this next; layers in FP16 cannot be converted
         model.bfloat16()

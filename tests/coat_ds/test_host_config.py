@@ -12,7 +12,6 @@ import torch
 from deepspeed.ops.adam import FusedAdam
 
 from coat_ds import CoatAdamW, CoatConfig, CoatConfigError
-from coat_ds.config import ActivationsConfig
 from coat_ds.zero import block, build, deepspeed_config
 from coat_ds.zero.deepspeed_config import no_conversion
 from coat_kernels import device
@@ -264,14 +263,14 @@ def test_second_moments_that_cannot_decay(log):
 
 def test_where_no_model_is_converted(monkeypatch):
     """On a GPU without FP8 a block gives FP8 states, as before there were converted layers."""
-    gpu, usual = torch.device("cuda", 0), ActivationsConfig()
+    gpu = torch.device("cuda", 0)
     for found, reason in (((8, 0), "compute capability 8.0, and FP8 GEMMs need 8.9"), ((8, 9), None)):
         for module in (device, deepspeed_config):
             monkeypatch.setattr(module, "capability", lambda _, found=found: found)
-        said = no_conversion({}, usual, gpu)
+        said = no_conversion({}, gpu)
         assert said is None if reason is None else said.endswith(reason)
-        assert no_conversion({"fp16": {"enabled": False}}, usual, torch.device("cpu")) is None
-        assert "fp16.enabled" in no_conversion({"fp16": {"enabled": True}}, usual, gpu)
+        assert no_conversion({"fp16": {"enabled": False}}, torch.device("cpu")) is None
+        assert "fp16.enabled" in no_conversion({"fp16": {"enabled": True}}, gpu)
 
 
 @pytest.mark.parametrize("torch_adam, stock", [(False, FusedAdam), (True, torch.optim.AdamW)])

@@ -23,7 +23,7 @@ def load(folder, stage, layout):
     """Whether a moment's old codes were alive when the loaded one was made, of all moments; and states before
     before and after a load, and after one that is refused."""
     engine = start(cell(stage, model=Given), layout=layout, second=NEW)
-    optimizer, restored = engine.basic_optimizer, loading.restored
+    optimizer, set_moment = engine.basic_optimizer, loading.set_moment
     engine.backward(engine(0))
     engine.step()
     engine.save_checkpoint(folder, tag="a")
@@ -40,11 +40,11 @@ def load(folder, stage, layout):
     def noted(*args):
         # both moments of one tensor after the other
         alive.append(not all(ref.expired() for ref in held[len(alive) // len(MOMENTS)]))
-        return restored(*args)
+        return set_moment(*args)
 
     states = [full_states(engine)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loading, "restored", noted)
+        patch.setattr(loading, "set_moment", noted)
         engine.load_checkpoint(folder, tag="a")
         states.append(full_states(engine))
         patch.setattr(loading, "check_groups", refusing)

@@ -146,7 +146,7 @@ def engine_on_an_old_gpu(folder: Path) -> None:
     """Calls `prepare_layers` as an engine does whose block has the key."""
     coat = deepspeed_config.check({"coat": BLOCK | {"activations": True}, "optimizer": ADAMW}, None)
     with old_gpu() as gpu:
-        why = deepspeed_config.no_conversion({}, coat.activations, gpu)
+        why = deepspeed_config.no_conversion({}, gpu)
     model_layers.prepare_layers(torch.nn.Linear(64, 64), coat.activations, True, why)
 
 
