@@ -9,6 +9,7 @@ model is called `MambaModel`.
 from collections.abc import Callable
 from dataclasses import fields, replace
 
+from megatron_ext import unsupported
 from megatron_ext.layer_specs import coat_parts, sdpa_parts
 
 try:
@@ -34,6 +35,12 @@ _NO_ATTENTION = {
 _NO_MLP = {"pre_mlp_layernorm": IdentityOp, "mlp": IdentityOp, "mlp_bda": IdentityFuncOp}
 
 
+def _supported(config, parts: Callable, experts: bool) -> TransformerLayerSubmodules:
+    """The parts of a layer. Raises CoatConfigError for arguments of Megatron that they do not support."""
+    unsupported.check_layers(config, fp8=parts is coat_parts, whole=False)
+    return parts(config, experts)
+
+
 def _declare(layer: TransformerLayer, parts: Callable) -> None:
     if parts is coat_parts:
         # as in CoatTransformerLayer
@@ -47,12 +54,8 @@ class AttentionLayer(TransformerLayer):
     """
 
     def __init__(self, config, submodules=None, *args, parts: Callable, **kwargs):
-        if config.multi_latent_attention:
-            raise ValueError(
-                "megatron_ext.hybrid_specs: '*' in --hybrid-layer-pattern excludes --multi-latent-attention. "
-                "Remove one of them, or take pretrain_gpt.py with coat_layer_spec."
-            )
-        whole = parts(config, experts=False)
+        unsupported.check_hybrid_attention(config)
+        whole = _supported(config, parts, experts=False)
         # in a whole layer the addition may be fused with the next norm; here, as after the MLP, none follows
         own = replace(whole, self_attn_bda=whole.mlp_bda, **_NO_MLP)
         super().__init__(config, own, *args, **kwargs)
@@ -63,7 +66,8 @@ class FeedForwardLayer(MLPLayer):
     """The feed-forward part of a layer, '-'; `parts` as above."""
 
     def __init__(self, config, submodules=None, *args, parts: Callable, **kwargs):
-        super().__init__(config, replace(parts(config, experts=False), **_NO_ATTENTION), *args, **kwargs)
+        own = replace(_supported(config, parts, experts=False), **_NO_ATTENTION)
+        super().__init__(config, own, *args, **kwargs)
         _declare(self, parts)
 
 
@@ -71,7 +75,8 @@ class ExpertsLayer(TransformerLayer):
     """The experts of a layer, 'E'; `parts` as above."""
 
     def __init__(self, config, submodules=None, *args, parts: Callable, **kwargs):
-        super().__init__(config, replace(parts(config, experts=True), **_NO_ATTENTION), *args, **kwargs)
+        own = replace(_supported(config, parts, experts=True), **_NO_ATTENTION)
+        super().__init__(config, own, *args, **kwargs)
         _declare(self, parts)
 
 

@@ -13,8 +13,6 @@ Engine's, which saves BF16.
 
 from dataclasses import replace
 
-import torch
-
 from coat_ds.log import log_once
 from coat_ds.versions import MEGATRON_CORE
 from coat_kernels import libraries
@@ -31,7 +29,7 @@ try:
     )
     from packaging.version import Version
 
-    from megatron_ext import options
+    from megatron_ext import unsupported
     from megatron_ext.layers.attention import (
         CoatCoreAttention,
         NoCrossAttention,
@@ -41,11 +39,10 @@ try:
     from megatron_ext.layers.decoder_layer import fused_forward
     from megatron_ext.layers.latent import (
         CoatMLASelfAttention,
-        check_latent_attention,
         latent_parts,
         repair_latent_attention,
     )
-    from megatron_ext.layers.linear import CoatColumnParallelLinear, CoatRowParallelLinear, check_arguments
+    from megatron_ext.layers.linear import CoatColumnParallelLinear, CoatRowParallelLinear
     from megatron_ext.layers.mlp import CoatMLP
     from megatron_ext.layers.moe import CoatMoELayer, is_moe_layer, repair_router
     from megatron_ext.layers.norm import CoatHeadNorm, CoatNorm, coat_bias_dropout_add
@@ -67,31 +64,9 @@ if not Version(MEGATRON_CORE.oldest) <= Version(core.__version__) < Version(MEGA
     )
 
 
-# Transformer Engine's layers; some releases lack some of them
-_TRANSFORMER_ENGINES = (
-    "use_transformer_engine_op_fuser",
-    "use_grouped_gemm_for_dense_mlp",
-    "use_grouped_gemm_for_shared_expert",
-    "moe_mlp_glu_interleave_size",
-    "moe_shared_expert_glu_interleave_size",
-    "overlap_dispatch_backward_with_experts_wgrad",
-)
-
-
 def _local_parts(config, experts: bool) -> TransformerLayerSubmodules:
     """The parts of Megatron's own layer for `config`, dense or with experts, with attention on SDPA."""
-    options.refuse(
-        __name__,
-        {
-            "--fp8-format (coat_layer_spec brings its own FP8, without Transformer Engine)": config.fp8,
-            "--fp4-format": getattr(config, "fp4", None),
-            "--kitchen-config-file or --kitchen-recipe-number": config.use_kitchen,
-            "--batch-invariant-mode": config.batch_invariant_mode,
-            **{f"--{name.replace('_', '-')}": getattr(config, name, None) for name in _TRANSFORMER_ENGINES},
-        },
-    )
     if config.multi_latent_attention:
-        check_latent_attention(config)
         repair_latent_attention()
     parts = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts if experts else None,
@@ -144,46 +119,26 @@ def _has_experts(
     return is_moe_layer(config, min(layer_number - 1 + offset, last))
 
 
-def _check_layers(config) -> None:
-    """Raises ValueError for arguments that make Megatron choose other kinds of layers, which `--spec`
-    replaces. In the hybrid stack the pattern chooses the layers.
-    """
-    host = options.megatron_lm()
-    sft = host is not None and getattr(host.get_args(), "sft", False)
-    middle_stages = sft and config.pipeline_model_parallel_size > 2
-    options.refuse(
-        __name__,
-        {
-            "--experimental-attention-variant": config.experimental_attention_variant,
-            "--heterogeneous-layers-config-path": config.heterogeneous_block_specs,
-            "--sft with --pipeline-model-parallel-size above 2 (middle stages get no documents before "
-            "megatron-core 0.17, and would attend across them)": (
-                middle_stages and Version(core.__version__) < Version("0.17")
-            ),
-        },
-    )
-
-
 class SDPATransformerLayer(TransformerLayer):
     """Megatron's own local layer with `SDPACoreAttention` as its core attention."""
 
     def __init__(self, config, submodules=None, *args, **kwargs):
-        _check_layers(config)
+        unsupported.check_layers(config, fp8=False, whole=True)
         super().__init__(config, sdpa_parts(config, _has_experts(config, *args, **kwargs)), *args, **kwargs)
 
 
 class CoatTransformerLayer(TransformerLayer):
     """Megatron's own local layer with FP8 linears, norms and feed-forward.
 
-    Raises ValueError at construction for options that its parts do not support, naming the argument to
-    change.
+    Raises ValueError at construction for arguments of Megatron that it does not support
+    (`megatron_ext.unsupported`), naming the argument to change.
     """
 
     # under DeepSpeed's ZeRO-3 (`coat_ds.zero.layer_units`)
     zero3_unit = False
 
     def __init__(self, config, submodules=None, *args, **kwargs):
-        _check_layers(config)
+        unsupported.check_layers(config, fp8=True, whole=True)
         super().__init__(config, coat_parts(config, _has_experts(config, *args, **kwargs)), *args, **kwargs)
         self.graphs = Graphs()
         for line in libraries.conflicts():
@@ -199,41 +154,14 @@ class CoatTransformerLayer(TransformerLayer):
 
 
 def sdpa_parts(config, experts: bool) -> TransformerLayerSubmodules:
-    """The parts of Megatron's own layer on SDPA for `config`, dense or with experts.
-
-    Raises ValueError for unsupported arguments, naming the argument to change.
-    """
+    """The parts of Megatron's own layer on SDPA for `config`, dense or with experts."""
     if experts:
         repair_router()
-    latent = config.multi_latent_attention and config.tensor_model_parallel_size > 1
-    options.refuse(
-        'sdpa_layer_spec ("activations": false)',
-        {
-            "--moe-grouped-gemm": experts and config.moe_grouped_gemm,
-            "--tensor-model-parallel-size above 1 (Megatron's own --multi-latent-attention then loses a part "
-            "of the gradients; FP8 layers do not)": latent,
-        },
-    )
     return _local_parts(config, experts)
 
 
 def coat_parts(config, experts: bool) -> TransformerLayerSubmodules:
     """The parts of a COAT layer for `config`, dense or with experts."""
-    recomputed = config.recompute_modules if config.recompute_granularity == "selective" else ()
-    options.refuse(
-        "coat_layer_spec",
-        {
-            "'layernorm' of --recompute-modules (outputs of norms are not kept)": "layernorm" in recomputed,
-            "--first-last-layers-bf16 (name the layers in --te-precision-config-file, with "
-            '{"coat": {"enabled": false}})': config.first_last_layers_bf16,
-            # in a user's own script parameters may be FP32 until Megatron's Float16Module wraps the model
-            '--fp16 (take --bf16, or "activations": false for Megatron\'s own layers)': (
-                config.fp16 or config.params_dtype == torch.float16
-            ),
-            "--mlp-chunks-for-training above 1": getattr(config, "mlp_chunks_for_training", 1) > 1,
-        },
-    )
-    check_arguments(config, "coat_layer_spec")
     parts = _local_parts(config, experts)
     if config.multi_latent_attention:
         attention, linears = CoatMLASelfAttention, latent_parts(parts.self_attention.submodules)

@@ -102,16 +102,6 @@ def activations() -> ActivationsConfig:
     return coat_config().activations
 
 
-def refuse(where: str, found: Mapping[str, Any]) -> None:
-    """Raises ValueError for the first unsupported argument of Megatron's that is given.
-
-    found: what is given, by the argument and a reason.
-    """
-    for argument, given in found.items():
-        if given:
-            raise ValueError(f"{where}: {argument} is not supported; remove it")
-
-
 def what_is_on(config: CoatConfig) -> str:
     """A line that lists the features and where their settings come from."""
     features = {

@@ -42,19 +42,11 @@ _BACKENDS = {
 def core_attention_of(config, own: type[torch.nn.Module]) -> type[torch.nn.Module]:
     """The class of the core attention: `own`, or under context parallelism Transformer Engine's, the only one
     for sequences that are split over ranks.
-
-    Under context parallelism raises ValueError if Transformer Engine is missing.
     """
     if config.context_parallel_size == 1:
         return own
-    found = f"--context-parallel-size is {config.context_parallel_size}"
-    from megatron.core.extensions.transformer_engine import HAVE_TE, TEDotProductAttention
+    from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
-    if not HAVE_TE:
-        raise ValueError(
-            f"{found}, for which attention is Transformer Engine's, and that could not be imported. Remove "
-            "--context-parallel-size, or install Transformer Engine: pip install transformer-engine[pytorch]."
-        )
     return TEDotProductAttention
 
 
@@ -84,9 +76,7 @@ class SDPACoreAttention(torch.nn.Module):
     Documents, windows and sinks use torch's variable-length attention, without a mask.
     The output carries an `Origin`, the tensor that attention itself saves, so that the projection after it
     saves no second copy.
-    Raises ValueError at construction for a mask that is not causal, a window of later tokens, a
-    context-parallel size above 1, and for windows, documents, sinks, or value heads of another width than key
-    heads (`v_channels`, `k_channels`), with a backend or dropout that does not support them.
+    `megatron_ext.unsupported` checks Megatron's arguments about it before a layer is built.
     """
 
     # q, k, v and the output are saved in groups of this size, or uncompressed if None
@@ -104,40 +94,15 @@ class SDPACoreAttention(torch.nn.Module):
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection=None,
-        k_channels: int | None = None,
-        v_channels: int | None = None,
         **_,
     ):
         super().__init__()
-        if config.context_parallel_size > 1:
-            raise ValueError(
-                f"SDPACoreAttention: context_parallel_size is {config.context_parallel_size}, only 1 works. "
-                "Remove --context-parallel-size, or use Transformer Engine's attention (`core_attention_of`)."
-            )
-        if attention_type != "self":
-            raise ValueError(f"SDPACoreAttention: attention_type must be 'self', found {attention_type!r}")
-        for option in ("qk_clip", "log_max_attention_logit"):
-            if getattr(config, option, None):
-                raise ValueError(
-                    f"SDPACoreAttention: {option} is True, which is not supported; leave it unset"
-                )
-        _require_causal(attn_mask_type)
         self.window = _window_of(config, layer_number)
-        backend = getattr(config, "attention_backend", AttnBackend.auto)
-        self.backends = _BACKENDS[backend]
-        if backend == AttnBackend.flash and k_channels != v_channels:
-            raise ValueError(
-                f"SDPACoreAttention: --attention-backend flash takes heads of one width, found {k_channels} "
-                f"channels of keys and {v_channels} of values. Take --attention-backend auto or fused."
-            )
+        self.backends = _BACKENDS[getattr(config, "attention_backend", AttnBackend.auto)]
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
-        if self.window is not None:
-            self._require_flash("--window-size")
         host = options.megatron_lm()
         # a mask that the model gets has documents, which attention reads from it
         self.resets = host is not None and getattr(host.get_args(), "reset_attention_mask", False)
-        if self.resets:
-            self._require_flash("--reset-attention-mask")
         self._add_sinks(config, pg_collection)
         # each tensor-parallel rank drops other scores; under sequence parallelism Megatron's block handles it
         self._draws_by_rank = self.dropout > 0 and not config.sequence_parallel
@@ -150,7 +115,6 @@ class SDPACoreAttention(torch.nn.Module):
         if kind == "vanilla":
             self.softmax_offset = None
             return
-        self._require_flash(f"--softmax-type {kind}")
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp"])
@@ -175,16 +139,6 @@ class SDPACoreAttention(torch.nn.Module):
         return make_sharded_tensors_for_checkpoint(
             state, prefix, {"softmax_offset": 0}, sharded_offsets, **groups
         )
-
-    def _require_flash(self, option: str) -> None:
-        """Raises ValueError if variable-length attention, which `option` needs, cannot run."""
-        found = None
-        if self.dropout:
-            found = f"--attention-dropout {self.dropout}. Set it to 0"
-        elif SDPBackend.FLASH_ATTENTION not in self.backends:
-            found = "an --attention-backend without FlashAttention. Take --attention-backend auto or flash"
-        if found is not None:
-            raise ValueError(f"SDPACoreAttention: {option} runs on FlashAttention, which excludes {found}.")
 
     def forward(
         self,
@@ -216,7 +170,10 @@ class SDPACoreAttention(torch.nn.Module):
         if attn_mask_type is not None:
             # Megatron's name for causal attention inside of documents
             in_documents = is_thd(packed_seq_params) and attn_mask_type == AttnMaskType.padding_causal
-            _require_causal(AttnMaskType.causal if in_documents else attn_mask_type)
+            if attn_mask_type != AttnMaskType.causal and not in_documents:
+                raise ValueError(
+                    f"SDPACoreAttention: attn_mask_type must be causal, found {attn_mask_type.name}"
+                )
         squeezed = query.dim() == 3
         if squeezed:
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
@@ -243,7 +200,13 @@ class SDPACoreAttention(torch.nn.Module):
     ) -> Packed | None:
         """The documents of `b` sequences of `s` tokens; None for whole sequences."""
         if packed_seq_params is not None:
-            self._require_flash("packed_seq_params")
+            if self.dropout or SDPBackend.FLASH_ATTENTION not in self.backends:
+                raise ValueError(
+                    "SDPACoreAttention: packed_seq_params runs on FlashAttention: expected no dropout of "
+                    f"attention and --attention-backend auto or flash, found dropout {self.dropout} and "
+                    f"{[backend.name for backend in self.backends]}. Set --attention-dropout to 0 and "
+                    "--attention-backend to auto."
+                )
             return packed_sequences(packed_seq_params, s * b)
         return masked_documents(attention_mask, s, b) if self.resets else None
 
@@ -330,15 +293,4 @@ def _window_of(config, layer_number: int) -> int | None:
     `--window-attn-skip-freq`); None for all."""
     if not is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
         return None
-    earlier, later = config.window_size
-    if earlier < 0 or later != 0:
-        raise ValueError(
-            "SDPACoreAttention: --window-size: expected a number of earlier tokens and 0 later ones, since "
-            f"attention is causal, found {earlier},{later}. Write 128,0, for one."
-        )
-    return earlier
-
-
-def _require_causal(mask: AttnMaskType) -> None:
-    if mask != AttnMaskType.causal:
-        raise ValueError(f"SDPACoreAttention: attn_mask_type must be causal, found {mask.name}")
+    return config.window_size[0]

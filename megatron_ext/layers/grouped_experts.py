@@ -21,11 +21,10 @@ from coat_ds.layers.conversion import grouped
 from coat_ds.layers.inventory import Part
 from coat_ds.layers.modules.replaced import is_evaluated
 from coat_kernels.experts import ExpertsState, KernelGate, OwnGate, permuted_experts
-from coat_kernels.fp8 import ALIGNMENT
 from coat_kernels.weights import WeightCache
 from megatron_ext.layers.decoder_layer import wait_for_parameters
-from megatron_ext.layers.linear import check_arguments, unfused
-from megatron_ext.layers.mlp import check_activation, kernel_kind
+from megatron_ext.layers.linear import unfused
+from megatron_ext.layers.mlp import kernel_kind
 from megatron_ext.layers.settings import TakesActivations
 
 _PROJECTIONS = ("linear_fc1", "linear_fc2")
@@ -78,36 +77,21 @@ class CoatGroupedMLP(TakesActivations, SequentialMLP):
     attributes of parameters are SequentialMLP's, and so are its state dicts, sharded or not; state dicts of
     Transformer Engine's grouped experts load, too. Any activation made of torch's operations works, gated or
     not, and so do biases.
-
-    Raises ValueError at construction for unsupported options and for sizes that are not whole groups, naming
-    Megatron's argument.
     """
 
     def __init__(self, num_local_experts: int, config, submodules=None, *args, **kwargs):
-        check_arguments(config, "grouped experts")
-        check_activation(config, "grouped experts")
-        _check_experts(config)
         # stock linear layers, for their initial values
         stock = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
         super().__init__(num_local_experts, unfused(config), stock, *args, **kwargs)
         for name in _PROJECTIONS:
             setattr(self, name, GroupedLinear([getattr(expert, name) for expert in self.local_experts]))
         del self.local_experts
-        # ZeRO-3 empties the parameters
-        _, *self._sizes = self.linear_fc2.weight.shape
         self.register_state_dict_post_hook(_to_sequential)
         self.register_load_state_dict_pre_hook(_from_others)
         self.begin()
 
     def take_activations(self, activations: ActivationsConfig) -> None:
         super().take_activations(activations)
-        h, f = self._sizes
-        if h % ALIGNMENT or f % ALIGNMENT:
-            raise ValueError(
-                "grouped experts: expected --hidden-size, and each rank's part of --moe-ffn-hidden-size, to "
-                f"be multiples of {ALIGNMENT}; found {h} and {f}. Change them or "
-                "--expert-tensor-parallel-size, or remove --moe-grouped-gemm."
-            )
         caches = (WeightCache(activations.weight_cache) for _ in _PROJECTIONS)
         self._state = ExpertsState(*caches, fast=activations.fast_accumulation != "none")
         config, gated = self.config, self.config.gated_linear_unit
@@ -235,35 +219,6 @@ class CoatGroupedMLP(TakesActivations, SequentialMLP):
 def _merged(parts: list) -> torch.Tensor:
     """The inverse of `_parts`."""
     return torch.stack([torch.cat(of_one) for of_one in parts])
-
-
-def _check_experts(config) -> None:
-    """Raises ValueError for Megatron's arguments about grouped experts that these experts do not support."""
-    recomputed = config.recompute_granularity == "selective" and "moe_act" in config.recompute_modules
-    offloaded = {"expert_fc1", "moe_act", "fused_group_mlp"} & set(
-        config.fine_grained_activation_offloading and config.offload_modules or ()
-    )
-    found = {
-        "--moe-apply-probs-on-input with --moe-router-topk above 1 is not supported": (
-            config.moe_apply_probs_on_input and config.moe_router_topk > 1
-        ),
-        "'moe_act' of --recompute-modules saves nothing, the activation's output is not kept": recomputed,
-        f"{', '.join(sorted(offloaded))} of --offload-modules is not supported": offloaded,
-        # some releases lack some of these
-        **{
-            f"--{name.replace('_', '-')} is not supported": getattr(config, name, None)
-            for name in (
-                "moe_use_legacy_grouped_gemm",
-                "moe_single_grouped_weight",
-                "moe_single_grouped_bias",
-                "moe_expert_rank_capacity_factor",
-                "moe_ncclep_static_shape",
-            )
-        },
-    }
-    for reason, given in found.items():
-        if given:
-            raise ValueError(f"grouped experts: {reason}; remove it")
 
 
 def _names(module: CoatGroupedMLP, prefix: str) -> Iterator[tuple[str, list[str], list[str]]]:

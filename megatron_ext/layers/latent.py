@@ -5,7 +5,6 @@ Norms save these tensors in 8 bits; a linear layer that follows a norm saves not
 """
 
 import torch
-from megatron.core import __version__
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.tensor_parallel.mappings import (
     gather_from_tensor_model_parallel_region,
@@ -24,27 +23,6 @@ from megatron_ext.layers.attention import check_context_parallel
 from megatron_ext.layers.linear import CoatColumnParallelLinear, CoatRowParallelLinear, keep_bias
 from megatron_ext.layers.norm import CoatNorm
 from megatron_ext.layers.settings import TakesActivations
-from megatron_ext.options import refuse
-
-# since megatron-core 0.19 also queries that are not compressed
-NORMS_ALL_QUERIES = hasattr(MLASelfAttention, "_resolve_qk_norm_config")
-
-
-def check_latent_attention(config) -> None:
-    """Raises ValueError, naming the argument, for options of Megatron's latent attention that COAT's layers
-    and `sdpa_layer_spec` lack."""
-    found = {
-        "--cache-mla-latents (decoding)": config.cache_mla_latents,
-        "--mla-down-proj-fusion": getattr(config, "mla_down_proj_fusion", False),
-    }
-    refuse("megatron_ext.layer_specs", found)
-    if NORMS_ALL_QUERIES and config.qk_layernorm and config.q_lora_rank is None:
-        raise ValueError(
-            "megatron_ext.layer_specs: --qk-layernorm without --q-lora-rank norms queries in a layer of "
-            f"Transformer Engine's in megatron-core {__version__}. Give --q-lora-rank, remove "
-            "--qk-layernorm, or take megatron-core 0.18, which norms keys and values alone."
-        )
-
 
 HAS_TE = Patch(
     "latent attention without Transformer Engine",

@@ -26,7 +26,7 @@ from coat_kernels.parallel import TensorParallel
 from coat_kernels.tensorwise import PredictedScale
 from coat_kernels.weights import WeightCache
 from megatron_ext.layers.settings import TakesActivations
-from megatron_ext.options import layer_activations, refuse
+from megatron_ext.options import layer_activations
 
 _Q_HEADS = "--num-attention-heads, --qk-head-dim or --qk-pos-emb-head-dim"
 # Megatron's arguments that determine the sizes of each layer
@@ -44,23 +44,6 @@ _SIZES = {
 # measured with "qkv": if the input has outliers, fast accumulation multiplies the error of this weight's
 # gradient by 1.3, and does not increase the errors of other weights' gradients
 _CANCELS = frozenset(("qkv", "q_proj", "q_down_proj", "q_up_proj", "kv_down_proj", "kv_up_proj"))
-
-
-def check_arguments(config, name: str) -> None:
-    """Raises ValueError for options that FP8 layers named `name` do not support: sharded weights, deferred
-    embedding and weight gradients, and Megatron's CUDA graphs."""
-    shards, of_experts = (getattr(config, f"{kind}gtp_weight_remat_size", 1) for kind in ("", "expert_"))
-    unsupported = {
-        "--tensor-parallel-num-weight-shards above 1": shards > 1,
-        "--expert-tensor-parallel-num-weight-shards above 1": of_experts > 1,
-        "--defer-embedding-wgrad-compute": config.defer_embedding_wgrad_compute,
-        "--delay-wgrad-compute": config.delay_wgrad_compute,
-        # a replay does not mark the gradients that are in main_grad already, which Megatron's data parallel
-        # hooks check
-        f"--cuda-graph-impl {config.cuda_graph_impl} (COAT layers record CUDA graphs of their own, by "
-        "coat.activations.cuda_graphs)": config.cuda_graph_impl != "none",
-    }
-    refuse(name, unsupported)
 
 
 def unfused(config):

@@ -12,18 +12,6 @@ from coat_kernels.activation import activation
 from coat_kernels.blocks import ActivationOptions, activation_options
 from megatron_ext.layers.linear import CoatColumnParallelLinear, CoatRowParallelLinear, keep_bias
 from megatron_ext.layers.settings import TakesActivations
-from megatron_ext.options import refuse
-
-
-def check_activation(config, name: str) -> None:
-    """Raises ValueError for options that `name` does not support with any activation."""
-    unsupported = {
-        "--use-te-activation-func": config.use_te_activation_func,
-        "--activation-func-fp8-input-store (the activation's input is saved in 8 bits anyway)": (
-            config.activation_func_fp8_input_store
-        ),
-    }
-    refuse(name, unsupported)
 
 
 def kernel_kind(config) -> str | None:
@@ -38,7 +26,6 @@ def kernel_kind(config) -> str | None:
 
 def _kind_of(config) -> str:
     """As `kernel_kind`. Raises ValueError where there is no kernel."""
-    check_activation(config, "CoatMLP")
     kind = kernel_kind(config)
     if kind is None or config.activation_func_clamp_value is not None or config.glu_linear_offset:
         raise ValueError(

@@ -13,7 +13,6 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from coat_ds.patches import Patch
 from megatron_ext.layers.grouped_experts import CoatGroupedMLP
 from megatron_ext.layers.mlp import CoatMLP, fp8_linears
-from megatron_ext.options import refuse
 
 
 def is_moe_layer(config, index: int) -> bool:
@@ -61,13 +60,10 @@ class CoatSharedExpertMLP(SharedExpertMLP, CoatMLP):
 class CoatMoELayer(MoELayer):
     """Megatron's MoELayer with experts in FP8, by `--moe-grouped-gemm` in grouped GEMMs.
 
-    Fits a layer's `mlp` slot. Raises ValueError at construction for shared experts that overlap with the
-    dispatcher, and Megatron's ImportError for a dispatcher whose package is missing.
+    Fits a layer's `mlp` slot. Raises Megatron's ImportError for a dispatcher whose package is missing.
     """
 
     def __init__(self, config, submodules=None, *args, **kwargs):
-        overlap = "--moe-shared-expert-overlap (it runs Megatron's own shared experts, which save BF16)"
-        refuse("coat_layer_spec", {overlap: config.moe_shared_expert_overlap})
         repair_router()
         experts = CoatGroupedMLP if config.moe_grouped_gemm else CoatSequentialMLP
         submodules = submodules or MoESubmodules(experts=experts, shared_experts=CoatSharedExpertMLP)

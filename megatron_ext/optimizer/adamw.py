@@ -13,7 +13,6 @@ import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import FP32Optimizer, MegatronOptimizer
 
-from coat_ds.config import CoatConfigError
 from coat_ds.optim.layouts import Fragment
 from coat_ds.optim.moment import Moment, pair_up
 from coat_ds.optim.optimizer import CoatAdamW
@@ -27,16 +26,14 @@ from coat_kernels.codecs import parts_of
 class MegatronAdamW(CoatAdamW, torch.optim.AdamW):
     """`CoatAdamW` with the arguments that Megatron gives to Transformer Engine's FusedAdam.
 
-    adam_w_mode: only True, decoupled weight decay.
-    exp_avg_dtype, exp_avg_sq_dtype: FP32, Megatron's default, or uint8, its FP8; formats are the block's.
     use_decoupled_grad: gradients are in `decoupled_grad` of each parameter, FP32 or BF16, and parameters
         are the model's own, BF16 with the 16 bits that make an FP32 master in the state.
-    master_weights, store_param_remainders: ignored; they leave nothing to choose.
     counts_in_groups: Megatron reads the step count from the parameter groups, where FusedAdam stores it, and
         not from the states.
     options: `CoatAdamW`'s.
 
-    Raises CoatConfigError for other values, naming Megatron's argument.
+    The other arguments are not read: `unsupported.check_optimizer` has refused all values but one, and the
+    file of `COAT_CONFIG` sets the formats of moments.
     """
 
     def __init__(
@@ -53,18 +50,6 @@ class MegatronAdamW(CoatAdamW, torch.optim.AdamW):
         counts_in_groups: bool = False,
         **options: Any,
     ):
-        if not adam_w_mode:
-            raise CoatConfigError("--no-decoupled-weight-decay: CoatAdamW is AdamW; remove it")
-        for name, dtype in (("exp_avg", exp_avg_dtype), ("exp_avg_sq", exp_avg_sq_dtype)):
-            if dtype not in (torch.float32, torch.uint8):
-                raise CoatConfigError(
-                    f"--{name.replace('_', '-')}-dtype: found {dtype}, expected fp32 or fp8; remove it and "
-                    f"set coat.optimizer.{name}_format in the file of COAT_CONFIG"
-                )
-        if master_weight_dtype != torch.float32:
-            raise CoatConfigError(
-                f"--main-params-dtype: found {master_weight_dtype}, expected fp32; remove it"
-            )
         self._decoupled, self._distributed = use_decoupled_grad, False
         self._counts_in_groups = counts_in_groups
         super().__init__(params, **options)

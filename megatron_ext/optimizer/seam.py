@@ -39,6 +39,7 @@ from coat_ds.patches import Patch, require
 from megatron_ext.optimizer import chain, places
 from megatron_ext.optimizer.adamw import MegatronAdamW, linked
 from megatron_ext.optimizer.chunks import whole_model
+from megatron_ext.unsupported import OPTIMIZER_OFF, check_optimizer
 
 
 def _link(host: MegatronOptimizer, model_chunks: Iterable[torch.nn.Module], config: CoatConfig) -> None:
@@ -69,21 +70,6 @@ def _link(host: MegatronOptimizer, model_chunks: Iterable[torch.nn.Module], conf
             log_rank_0(line, logging.WARNING)
 
 
-def _check_host(host: Any, model_chunks: Iterable[torch.nn.Module]) -> None:
-    """Raises CoatConfigError for a Megatron OptimizerConfig that requests another optimizer, and for a model
-    whose optimizer would hold no registered parameter."""
-    fsdp = any(getattr(chunk.ddp_config, "use_megatron_fsdp", False) for chunk in model_chunks)
-    for argument, found in {
-        f"--optimizer {host.optimizer}": host.optimizer != "adam",
-        "--optimizer-cpu-offload": host.optimizer_cpu_offload,
-        "--use-megatron-fsdp": fsdp,
-    }.items():
-        if found:
-            raise CoatConfigError(
-                f"{argument}: not supported with 8-bit optimizer states. Remove it, {_WAY_OUT}."
-            )
-
-
 _MODULE = "megatron.core.optimizer"
 _patch = functools.partial(Patch, "Megatron's optimizer", "megatron-core")
 BUILD = _patch(
@@ -96,8 +82,7 @@ CHAIN = _patch(
     "all optimizers of a model are watched",
     parameters=("chained_optimizers",),
 )
-_WAY_OUT = 'or write "optimizer": {"enabled": false} in the file of COAT_CONFIG'
-_patch = functools.partial(_patch, remedy=_WAY_OUT)
+_patch = functools.partial(_patch, remedy=OPTIMIZER_OFF)
 _DISTRIBUTED = f"{_MODULE}.distrib_optimizer:DistributedOptimizer"
 GET = _patch(
     f"{_DISTRIBUTED}._get_main_param_and_optimizer_states",
@@ -171,7 +156,7 @@ def install(coat: CoatConfig | None = None) -> None:
     coat = coat or CoatConfig(enabled=True)
     for patch in (*OF_STATES, ADAM, IS_TORCH):
         patch.check()
-    require("megatron-core", f"{_DISTRIBUTED}._get_model_param_range_map", ("param",), _WAY_OUT)
+    require("megatron-core", f"{_DISTRIBUTED}._get_model_param_range_map", ("param",), OPTIMIZER_OFF)
     # `link` sets which tensors keep FP32 moments: Megatron passes no names
     options = {name: getattr(coat.optimizer, name) for name in (*LAYOUT, "offload")}
     options |= {"keep_fp32": (), "in_framework": True}
@@ -191,7 +176,7 @@ def install(coat: CoatConfig | None = None) -> None:
 def _building(coat: CoatConfig, adam: Callable, build: Callable) -> Callable:
     @functools.wraps(build)
     def coat_build(config, model_chunks, *args, **kwargs):
-        _check_host(config, model_chunks)
+        check_optimizer(config, model_chunks)
         with _without_te(VERSION), ADAM.applied(lambda _: adam), IS_TORCH.applied(lambda _: False):
             built = build(config, model_chunks, *args, **kwargs)
         if isinstance(built, MegatronOptimizer):

@@ -98,7 +98,10 @@ def test_patterns_are_of_names_in_the_model(megatron, caplog, mode, bf16):
         ({"optimizer_cpu_offload": True}, "--optimizer-cpu-offload"),
         ({"exp_avg_dtype": torch.bfloat16}, "--exp-avg-dtype"),
         ({"main_params_dtype": torch.float16}, "--main-params-dtype"),
-        ({"use_megatron_fsdp": True}, "--use-megatron-fsdp: not supported with 8-bit optimizer states"),
+        (
+            {"use_megatron_fsdp": True},
+            "8-bit optimizer states: --use-megatron-fsdp is not supported. Remove it, or write",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

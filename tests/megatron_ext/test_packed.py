@@ -256,8 +256,6 @@ def test_what_is_refused(device):
         _, *heads = (t[:, 0] for t in qkv(device, dtype=OURS))
         with pytest.raises(ValueError, match="packed_seq_params runs on FlashAttention"):
             attention(**option)(*heads, packed_seq_params=thd([LENGTH], device))
-        with pytest.raises(ValueError, match="--softmax-type learnable runs on FlashAttention"):
-            attention(softmax_type="learnable", **option)
     _, *heads = (t[:, 0] for t in qkv(device, dtype=OURS))
     attention()(*heads, packed_seq_params=thd([LENGTH], device), attn_mask_type=AttnMaskType.padding_causal)
 

@@ -184,35 +184,13 @@ def megatron(content: object) -> Callable[[Path], object]:
     return run
 
 
-def spec(**arguments) -> Callable[[Path], object]:
-    """The parts of the spec's layer, from Megatron's own config with these fields."""
-
-    def run(folder: Path) -> None:
-        from megatron_ext.layer_specs import coat_parts
-
-        coat_parts(_megatron_config(arguments), experts=False)
-
-    return run
-
-
 def layer(**arguments) -> Callable[[Path], object]:
-    """The spec's layer itself, from the same config."""
+    """The spec's layer, from Megatron's own config with these fields."""
 
     def run(folder: Path) -> None:
         from megatron_ext.layer_specs import coat_layer_spec
 
         coat_layer_spec.module(_megatron_config(arguments))
-
-    return run
-
-
-def grouped_experts(**arguments) -> Callable[[Path], object]:
-    """Experts of `--moe-grouped-gemm`, from the same config."""
-
-    def run(folder: Path) -> None:
-        from megatron_ext.layers.grouped_experts import CoatGroupedMLP
-
-        CoatGroupedMLP(2, _megatron_config(arguments))
 
     return run
 

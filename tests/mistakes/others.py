@@ -16,7 +16,6 @@ from tests.mistakes.makers import (
     differentiable_from_now_on,
     doctor,
     engine_on_an_old_gpu,
-    grouped_experts,
     in_a_folder,
     layer,
     megatron,
@@ -26,7 +25,6 @@ from tests.mistakes.makers import (
     other_megatron,
     saved_by,
     saved_by_a_smaller_model,
-    spec,
     stepped,
 )
 
@@ -159,41 +157,48 @@ MISTAKES = {
             megatron({"coat": BLOCK | {"require": True}}),
             ("coat.require: expected false, found true", "DeepSpeed's engine", "Write false"),
         ),
-        Mistake("`--fp8-format hybrid`", spec(fp8="hybrid"), ("--fp8-format", "its own FP8", "remove it")),
+        Mistake("`--fp8-format hybrid`", layer(fp8="hybrid"), ("--fp8-format", "its own FP8", "Remove it")),
         Mistake(
             "`--cache-mla-latents`",
-            spec(multi_latent_attention=True, cache_mla_latents=True),
-            ("--cache-mla-latents", "remove it"),
+            layer(multi_latent_attention=True, cache_mla_latents=True),
+            ("--cache-mla-latents", "Remove it"),
         ),
         Mistake(
             "`--experimental-attention-variant`",
             layer(experimental_attention_variant="gated_delta_net"),
-            ("--experimental-attention-variant", "remove it"),
+            ("--experimental-attention-variant", "Remove it"),
         ),
         Mistake(
             "layers of different kinds",
             layer(heterogeneous_block_specs=True),
-            ("--heterogeneous-layers-config-path", "remove it"),
+            ("--heterogeneous-layers-config-path", "Remove it"),
         ),
         Mistake(
-            "`--batch-invariant-mode`", spec(batch_invariant_mode=True), ("--batch-invariant", "remove it")
+            "`--batch-invariant-mode`", layer(batch_invariant_mode=True), ("--batch-invariant", "Remove it")
         ),
-        Mistake("kitchen", spec(use_kitchen=True), ("--kitchen-config-file", "remove it")),
+        Mistake("kitchen", layer(use_kitchen=True), ("--kitchen-config-file", "Remove it")),
         Mistake(
             "`--first-last-layers-bf16`",
-            spec(first_last_layers_bf16=True),
-            ("--first-last-layers-bf16", "--te-precision-config-file", "remove it"),
+            layer(first_last_layers_bf16=True),
+            ("--first-last-layers-bf16", "--te-precision-config-file", "Remove it"),
         ),
-        Mistake("`--fp16`", spec(params_dtype=torch.float16), ("--fp16", "take --bf16", "remove it")),
+        Mistake(
+            "`--fp16`", layer(params_dtype=torch.float16), ("--fp16", "Take --bf16", "Megatron's own layers")
+        ),
         Mistake(
             "recompute of norms",
-            spec(recompute_granularity="selective", recompute_modules=["layernorm"]),
-            ("'layernorm' of --recompute-modules", "remove it"),
+            layer(recompute_granularity="selective", recompute_modules=["layernorm"]),
+            ("'layernorm' of --recompute-modules", "Remove it"),
         ),
         Mistake(
             "recompute of the activation of grouped experts",
-            grouped_experts(recompute_granularity="selective", recompute_modules=["moe_act"]),
-            ("'moe_act' of --recompute-modules saves nothing", "remove it"),
+            layer(
+                num_moe_experts=2,
+                moe_grouped_gemm=True,
+                recompute_granularity="selective",
+                recompute_modules=["moe_act"],
+            ),
+            ("'moe_act' of --recompute-modules with --moe-grouped-gemm", "is not kept", "Remove it"),
         ),
         Mistake(
             "a megatron-core of another age",
