@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import fields, replace
 
 from megatron_ext import unsupported
-from megatron_ext.layer_specs import coat_parts, sdpa_parts
+from megatron_ext.layer_specs import coat_parts, configure_layer, sdpa_parts
 
 try:
     from megatron.core.ssm.mlp_layer import MLPLayer
@@ -41,43 +41,49 @@ def _supported(config, parts: Callable, experts: bool) -> TransformerLayerSubmod
     return parts(config, experts)
 
 
-def _declare(layer: TransformerLayer, parts: Callable) -> None:
+def _configure(layer: TransformerLayer, parts: Callable, *settings) -> None:
     if parts is coat_parts:
-        # as in CoatTransformerLayer
-        layer.zero3_unit = False
+        configure_layer(layer, *settings)
 
 
 class AttentionLayer(TransformerLayer):
     """The attention of a layer, '*'. `parts` returns a layer's parts for a config, with experts or without.
+    activations, source: as of `configure_layer`.
 
     Raises ValueError for multi-latent attention, which Megatron's stack builds as another layer.
     """
 
-    def __init__(self, config, submodules=None, *args, parts: Callable, **kwargs):
+    def __init__(
+        self, config, submodules=None, *args, parts: Callable, activations=None, source=None, **kwargs
+    ):
         unsupported.check_hybrid_attention(config)
         whole = _supported(config, parts, experts=False)
         # in a whole layer the addition may be fused with the next norm; here, as after the MLP, none follows
         own = replace(whole, self_attn_bda=whole.mlp_bda, **_NO_MLP)
         super().__init__(config, own, *args, **kwargs)
-        _declare(self, parts)
+        _configure(self, parts, activations, source)
 
 
 class FeedForwardLayer(MLPLayer):
-    """The feed-forward part of a layer, '-'; `parts` as above."""
+    """The feed-forward part of a layer, '-'; arguments as above."""
 
-    def __init__(self, config, submodules=None, *args, parts: Callable, **kwargs):
+    def __init__(
+        self, config, submodules=None, *args, parts: Callable, activations=None, source=None, **kwargs
+    ):
         own = replace(_supported(config, parts, experts=False), **_NO_ATTENTION)
         super().__init__(config, own, *args, **kwargs)
-        _declare(self, parts)
+        _configure(self, parts, activations, source)
 
 
 class ExpertsLayer(TransformerLayer):
-    """The experts of a layer, 'E'; `parts` as above."""
+    """The experts of a layer, 'E'; arguments as above."""
 
-    def __init__(self, config, submodules=None, *args, parts: Callable, **kwargs):
+    def __init__(
+        self, config, submodules=None, *args, parts: Callable, activations=None, source=None, **kwargs
+    ):
         own = replace(_supported(config, parts, experts=True), **_NO_ATTENTION)
         super().__init__(config, own, *args, **kwargs)
-        _declare(self, parts)
+        _configure(self, parts, activations, source)
 
 
 class _NeedsTransformerEngine:
@@ -96,15 +102,15 @@ _others = {
 }
 
 
-def _stack(parts: Callable) -> ModuleSpec:
-    """Megatron's stack with layers made of `parts`."""
+def stack_spec(parts: Callable, **settings) -> ModuleSpec:
+    """Megatron's stack with layers made of `parts`. settings: `activations` and `source` of its layers."""
     ours = {
-        name: ModuleSpec(module, params={"parts": parts}, submodules=TransformerLayerSubmodules())
+        name: ModuleSpec(module, params={"parts": parts, **settings}, submodules=TransformerLayerSubmodules())
         for name, module in _LAYERS.items()
     }
     return replace(hybrid_stack_spec, submodules=replace(hybrid_stack_spec.submodules, **(_others | ours)))
 
 
 replace_final_norm(OF_STACKS)
-coat_hybrid_stack_spec = _stack(coat_parts)
-sdpa_hybrid_stack_spec = _stack(sdpa_parts)
+coat_hybrid_stack_spec = stack_spec(coat_parts)
+sdpa_hybrid_stack_spec = stack_spec(sdpa_parts)

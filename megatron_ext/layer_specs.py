@@ -13,6 +13,9 @@ Engine's, which saves BF16.
 
 from dataclasses import replace
 
+import torch
+
+from coat_ds.config import ActivationsConfig
 from coat_ds.log import log_once
 from coat_ds.versions import MEGATRON_CORE
 from coat_kernels import libraries
@@ -29,7 +32,7 @@ try:
     )
     from packaging.version import Version
 
-    from megatron_ext import unsupported
+    from megatron_ext import options, unsupported
     from megatron_ext.layers.attention import (
         CoatCoreAttention,
         NoCrossAttention,
@@ -48,6 +51,7 @@ try:
     from megatron_ext.layers.norm import CoatHeadNorm, CoatNorm, coat_bias_dropout_add
     from megatron_ext.layers.process_groups import end_graphs_first
     from megatron_ext.layers.self_attention import CoatSelfAttention
+    from megatron_ext.layers.settings import set_activations
     from megatron_ext.layers.torch_norm import OF_BLOCKS, local_norm, replace_final_norm
     from megatron_ext.optimizer import seam
 except ImportError as error:
@@ -130,16 +134,15 @@ class SDPATransformerLayer(TransformerLayer):
 class CoatTransformerLayer(TransformerLayer):
     """Megatron's own local layer with FP8 linears, norms and feed-forward.
 
+    activations, source: as of `configure_layer`.
     Raises ValueError at construction for arguments of Megatron that it does not support
     (`megatron_ext.unsupported`), naming the argument to change.
     """
 
-    # under DeepSpeed's ZeRO-3 (`coat_ds.zero.layer_units`)
-    zero3_unit = False
-
-    def __init__(self, config, submodules=None, *args, **kwargs):
+    def __init__(self, config, submodules=None, *args, activations=None, source=None, **kwargs):
         unsupported.check_layers(config, fp8=True, whole=True)
         super().__init__(config, coat_parts(config, _has_experts(config, *args, **kwargs)), *args, **kwargs)
+        configure_layer(self, activations, source)
         self.graphs = Graphs()
         for line in libraries.conflicts():
             log_once(line)
@@ -151,6 +154,23 @@ class CoatTransformerLayer(TransformerLayer):
         if y is not None:
             return y, None
         return super().forward(*args, **kwargs)
+
+
+def configure_layer(
+    layer: torch.nn.Module, activations: ActivationsConfig | None, source: str | None
+) -> None:
+    """Ends the construction of a layer of COAT modules.
+
+    activations: settings of the spec; None for the defaults. source: where they come from, for messages.
+    Raises CoatConfigError without settings if `COAT_CONFIG` names a file, and ValueError for settings that a
+    module does not support.
+    """
+    # under DeepSpeed's ZeRO-3 (`coat_ds.zero.layer_units`)
+    layer.zero3_unit = False
+    if activations is None:
+        options.check_unread()
+    else:
+        set_activations(layer, activations, source)
 
 
 def sdpa_parts(config, experts: bool) -> TransformerLayerSubmodules:

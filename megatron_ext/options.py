@@ -89,17 +89,14 @@ def _read(path: str | None) -> CoatConfig:
     return config
 
 
-def activations() -> ActivationsConfig:
-    """The settings of layers without other settings.
-
-    Raises CoatConfigError if `COAT_CONFIG` names a file in a script without `megatron_ext.spec`.
-    """
-    if VARIABLE in os.environ and "megatron_ext.spec" not in sys.modules:
+def check_unread() -> None:
+    """Raises CoatConfigError if `COAT_CONFIG` names a file, for layers without settings of
+    `megatron_ext.spec`."""
+    if VARIABLE in os.environ:
         raise CoatConfigError(
             f"{named_file()}: expected layers of megatron_ext.spec, which applies the file; found layers of "
             f"megatron_ext.layer_specs. Take coat_layer_spec from megatron_ext.spec, or unset {VARIABLE}."
         )
-    return coat_config().activations
 
 
 def what_is_on(config: CoatConfig) -> str:

@@ -10,6 +10,8 @@ block has its defaults.
 Importing this module installs the optimizer and the recompute: a pipeline stage may have no layer.
 """
 
+from dataclasses import replace
+
 from coat_ds.log import log_once
 
 # first: they raise RuntimeError where megatron-core is missing or has another version
@@ -19,13 +21,16 @@ from megatron_ext.optimizer import seam
 
 _config = options.coat_config()
 if _config.activations.enabled:
-    coat_layer_spec = layer_specs.coat_layer_spec
-    coat_hybrid_stack_spec = hybrid_specs.coat_hybrid_stack_spec
+    _settings = {"activations": _config.activations, "source": options.named_file()}
+    coat_layer_spec = replace(layer_specs.coat_layer_spec, params=_settings)
+    coat_hybrid_stack_spec = hybrid_specs.stack_spec(layer_specs.coat_parts, **_settings)
 else:
     coat_layer_spec = layer_specs.sdpa_layer_spec
     coat_hybrid_stack_spec = hybrid_specs.sdpa_hybrid_stack_spec
 if _config.optimizer.enabled:
     seam.install(_config)
+else:
+    seam.watch(_config)
 if _config.fp8_activation_checkpointing:
     recompute.install()
 log_once(options.what_is_on(_config))

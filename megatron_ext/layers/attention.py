@@ -27,7 +27,7 @@ from coat_kernels.attention import BACKENDS, Packed, causal_attention, packed_at
 from coat_kernels.autograd.origin import ATTENDED, note, origin_of
 from megatron_ext import options
 from megatron_ext.layers.packed import is_thd, masked_documents, packed_sequences
-from megatron_ext.layers.settings import TakesActivations
+from megatron_ext.layers.settings import Configurable
 
 # --attention-backend
 _BACKENDS = {
@@ -240,7 +240,7 @@ class SDPACoreAttention(torch.nn.Module):
         return packed_attention(q, k, v, packed, sinks=sinks, backends=self.backends, **how)
 
 
-class CoatCoreAttention(TakesActivations, SDPACoreAttention):
+class CoatCoreAttention(Configurable, SDPACoreAttention):
     """`SDPACoreAttention` that saves its tensors in 8 bits if the block's `attention_format` is a format.
 
     With "recompute" q, k and v are recomputed in backward, and only the output is saved, in 8 bits. Only the
@@ -252,7 +252,7 @@ class CoatCoreAttention(TakesActivations, SDPACoreAttention):
 
     def __init__(self, config, *args, **kwargs):
         super().__init__(config, *args, **kwargs)
-        self.begin()
+        self.take_activations(ActivationsConfig())
 
     def take_activations(self, activations: ActivationsConfig) -> None:
         super().take_activations(activations)

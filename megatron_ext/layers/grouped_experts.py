@@ -25,7 +25,7 @@ from coat_kernels.weights import WeightCache
 from megatron_ext.layers.decoder_layer import wait_for_parameters
 from megatron_ext.layers.linear import unfused
 from megatron_ext.layers.mlp import kernel_kind
-from megatron_ext.layers.settings import TakesActivations
+from megatron_ext.layers.settings import Configurable
 
 _PROJECTIONS = ("linear_fc1", "linear_fc2")
 # the axis of an expert's weight that is split over tensor parallel ranks; Megatron refuses biases if it is
@@ -70,7 +70,7 @@ class GroupedLinear(torch.nn.Module):
         return f"weight={list(self.weight.shape)}, bias={self.bias is not None}"
 
 
-class CoatGroupedMLP(TakesActivations, SequentialMLP):
+class CoatGroupedMLP(Configurable, SequentialMLP):
     """Megatron's SequentialMLP with all of a rank's experts in one grouped FP8 GEMM for each projection.
 
     It saves its input and the input of the activation for backward, both in 8 bits. Initial values and
@@ -88,7 +88,7 @@ class CoatGroupedMLP(TakesActivations, SequentialMLP):
         del self.local_experts
         self.register_state_dict_post_hook(_to_sequential)
         self.register_load_state_dict_pre_hook(_from_others)
-        self.begin()
+        self.take_activations(ActivationsConfig())
 
     def take_activations(self, activations: ActivationsConfig) -> None:
         super().take_activations(activations)

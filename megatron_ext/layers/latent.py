@@ -22,7 +22,7 @@ from coat_kernels.parallel import all_reduce
 from megatron_ext.layers.attention import check_context_parallel
 from megatron_ext.layers.linear import CoatColumnParallelLinear, CoatRowParallelLinear, keep_bias
 from megatron_ext.layers.norm import CoatNorm
-from megatron_ext.layers.settings import TakesActivations
+from megatron_ext.layers.settings import Configurable
 
 HAS_TE = Patch(
     "latent attention without Transformer Engine",
@@ -78,7 +78,7 @@ class CoatDownProjection(CoatColumnParallelLinear):
         return (_SummedGradient.apply(y, self.shared, group) if self.shared else y), bias
 
 
-class CoatMLASelfAttention(TakesActivations, MLASelfAttention):
+class CoatMLASelfAttention(Configurable, MLASelfAttention):
     """Megatron's MLASelfAttention with FP8 linear layers; names and checkpoints stay Megatron's.
 
     Raises ValueError at construction for an `attention_format` that is not supported, or that saves what
@@ -98,7 +98,7 @@ class CoatMLASelfAttention(TakesActivations, MLASelfAttention):
             # the ranks. The gradients are whole on each rank: their mean is each rank's gradient.
             for parameter in self.q_layernorm.parameters():
                 parameter.average_gradients_across_tp_domain = True
-        self.begin()
+        self.take_activations(ActivationsConfig())
 
     def take_activations(self, activations: ActivationsConfig) -> None:
         super().take_activations(activations)

@@ -25,7 +25,7 @@ from coat_kernels.linear import LinearOptions, fp8_linear
 from coat_kernels.parallel import TensorParallel
 from coat_kernels.tensorwise import PredictedScale
 from coat_kernels.weights import WeightCache
-from megatron_ext.layers.settings import TakesActivations
+from megatron_ext.layers.settings import Configurable
 from megatron_ext.options import layer_activations
 
 _Q_HEADS = "--num-attention-heads, --qk-head-dim or --qk-pos-emb-head-dim"
@@ -84,7 +84,7 @@ def _owned_by_megatron(weight: torch.Tensor) -> bool:
     )
 
 
-class _CoatLinear(TakesActivations):
+class _CoatLinear(Configurable):
     """The common part of both linears, mixed in before Megatron's class.
 
     On a GPU a layer stays Megatron's if its sizes per rank are not multiples of 16.
@@ -119,7 +119,7 @@ class _CoatLinear(TakesActivations):
                 f"{sizes[1]}{each}. The layer stays Megatron's. Change "
                 f"{_SIZES.get(name, 'the sizes of the layer')}."
             )
-        self.begin()
+        self.take_activations(ActivationsConfig())
         # the input's notes, for `_forward_impl`
         self._attached: dict = {}
 

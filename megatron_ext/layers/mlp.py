@@ -5,13 +5,14 @@ import torch.nn.functional as F
 from megatron.core.activations import quick_gelu, squared_relu
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 
+from coat_ds.config import ActivationsConfig
 from coat_ds.layers.conversion import grouped
 from coat_ds.layers.inventory import Part
 from coat_ds.layers.modules.hooks import after_pre_hooks
 from coat_kernels.activation import activation
 from coat_kernels.blocks import ActivationOptions, activation_options
 from megatron_ext.layers.linear import CoatColumnParallelLinear, CoatRowParallelLinear, keep_bias
-from megatron_ext.layers.settings import TakesActivations
+from megatron_ext.layers.settings import Configurable
 
 
 def kernel_kind(config) -> str | None:
@@ -42,7 +43,7 @@ def fp8_linears() -> MLPSubmodules:
     return MLPSubmodules(linear_fc1=CoatColumnParallelLinear, linear_fc2=CoatRowParallelLinear)
 
 
-class CoatMLP(TakesActivations, MLP):
+class CoatMLP(Configurable, MLP):
     """Megatron's MLP with FP8 linears; parameter names and checkpoints stay Megatron's.
 
     Fits a layer's `mlp` slot. Raises ValueError at construction for an activation without a kernel.
@@ -78,7 +79,7 @@ class CoatMLP(TakesActivations, MLP):
         # Megatron passes fc1's bias to the activation; here the GEMM adds it
         self.linear_fc1.skip_bias_add = False
         keep_bias(self.linear_fc2)
-        self.begin()
+        self.take_activations(ActivationsConfig())
 
     def coat_part(self) -> Part:
         return Part("feed_forward", grouped(self.activations))

@@ -12,10 +12,10 @@ from coat_kernels.autograd.origin import take_stand_in, with_stand_in
 from coat_kernels.blocks import NormOptions, norm_options
 from coat_kernels.head_norm import head_norm
 from coat_kernels.norm import layer_norm, rms_norm
-from megatron_ext.layers.settings import TakesActivations
+from megatron_ext.layers.settings import Configurable
 
 
-class CoatNorm(TakesActivations, torch.nn.Module):
+class CoatNorm(Configurable, torch.nn.Module):
     """RMSNorm or LayerNorm over `hidden_size`, by `config.normalization`;
     `config.layernorm_zero_centered_gamma` means a weight of w + 1.
 
@@ -30,7 +30,7 @@ class CoatNorm(TakesActivations, torch.nn.Module):
                 'Use one of them, or "activations": false for Megatron\'s own layers.'
             )
         self.eps = eps
-        self.begin()
+        self.take_activations(ActivationsConfig())
         self.zero_centered = config.layernorm_zero_centered_gamma
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         settings = {"dtype": config.params_dtype, "device": device}

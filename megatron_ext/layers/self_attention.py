@@ -16,13 +16,13 @@ from megatron_ext.layers.attention import check_context_parallel
 from megatron_ext.layers.linear import keep_bias
 from megatron_ext.layers.norm import CoatHeadNorm
 from megatron_ext.layers.packed import Tables, by_token, packed_sequences
-from megatron_ext.layers.settings import TakesActivations
+from megatron_ext.layers.settings import Configurable
 
 _NORMS = (type(None), IdentityOp, CoatHeadNorm)
 _NO_ARGUMENTS: Mapping[str, object] = MappingProxyType({})
 
 
-class CoatSelfAttention(TakesActivations, SelfAttention):
+class CoatSelfAttention(Configurable, SelfAttention):
     """Megatron's SelfAttention, which applies plain rotary positions to the fused projection's output in one
     pass, or in one pass after the norms of queries and keys. Megatron's own path runs in all other cases:
     inference, gated queries, other norms of queries and keys, interleaved, scaled, partial or multimodal
@@ -34,7 +34,7 @@ class CoatSelfAttention(TakesActivations, SelfAttention):
     def __init__(self, config, *args, **kwargs):
         super().__init__(config, *args, **kwargs)
         keep_bias(self.linear_proj)
-        self.begin()
+        self.take_activations(ActivationsConfig())
 
     def take_activations(self, activations: ActivationsConfig) -> None:
         super().take_activations(activations)

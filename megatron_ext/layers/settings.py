@@ -1,39 +1,38 @@
 """The block's `activations` in the modules of Megatron's layers.
 
-A module begins with those of the file of `COAT_CONFIG`, or with the defaults. `set_activations` changes them
-once the model is built, and so does DeepSpeed's engine (`coat_ds.zero.model_layers`).
+A spec passes them to its layers in its `params`: `megatron_ext.spec` passes those of the file of
+`COAT_CONFIG`. A layer applies them to its modules once they are built, since Megatron builds the modules
+inside a layer from its own config alone. `set_activations` changes them later, and so does DeepSpeed's engine
+(`coat_ds.zero.model_layers`).
 """
 
 import torch
 
 from coat_ds.config import ActivationsConfig
 from coat_ds.layers.inventory import Part
-from megatron_ext import options
 
 
-def set_activations(model: torch.nn.Module, activations: ActivationsConfig) -> None:
+def set_activations(
+    model: torch.nn.Module, activations: ActivationsConfig, source: str | None = "set_activations()"
+) -> None:
     """Applies `activations` to the COAT layers of `model` from now on.
 
+    source: what later messages name as the origin of the settings; None for defaults.
     Raises ValueError for values that a layer does not support.
     """
     for module in model.modules():
-        if isinstance(module, TakesActivations):
+        if isinstance(module, Configurable):
             module.take_activations(activations)
-            module.told_by = "set_activations()"
+            module.told_by = source
 
 
-class TakesActivations:
-    """A module that `set_activations` and `coat_ds.zero.model_layers` configure. Mixed in before Megatron's
-    class, whose constructor runs before `begin`."""
+class Configurable:
+    """A module with settings of the block. Mixed in before Megatron's class; its constructor ends with
+    `take_activations(ActivationsConfig())`, the defaults."""
 
     activations: ActivationsConfig
     # what messages name as the source of the settings; None for the defaults
-    told_by: str | None
-
-    def begin(self) -> None:
-        """Applies the settings of the file of `COAT_CONFIG`, or the defaults."""
-        self.take_activations(options.activations())
-        self.told_by = options.named_file()
+    told_by: str | None = None
 
     def take_activations(self, activations: ActivationsConfig) -> None:
         """Applies `activations` from now on. Drops predicted scales."""

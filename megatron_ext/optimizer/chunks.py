@@ -6,8 +6,10 @@ from collections.abc import Iterable, Iterator
 import torch
 from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
 
-# an attribute of an optimizer: the chunks of the model that it trains
-CHUNKS = "coat_chunks"
+from coat_ds.config import WatchConfig
+
+# an attribute of an optimizer: the chunks of the model that it trains, and the settings of the watch
+MODEL = "coat_model"
 
 
 class ModelChunks(torch.nn.Module):
@@ -59,12 +61,16 @@ def _unwrapped(chunk: torch.nn.Module) -> torch.nn.Module:
     return chunk
 
 
-def chunks_of_chain(chain: ChainedOptimizer) -> list[torch.nn.Module]:
-    """The chunks of the model that the optimizers of a chain train."""
-    return list(dict.fromkeys(itertools.chain.from_iterable(map(_chunks_of, chain.chained_optimizers))))
+def models_of(chain: ChainedOptimizer) -> tuple[list[torch.nn.Module], WatchConfig | None]:
+    """The chunks of the model that the optimizers of a chain train, and the settings of their watch; an empty
+    list and None if `patches.watch` did not run before the optimizers were built."""
+    noted = list(_noted(chain))
+    chunks = dict.fromkeys(itertools.chain.from_iterable(chunks for chunks, _ in noted))
+    return list(chunks), noted[0][1] if noted else None
 
 
-def _chunks_of(part: MegatronOptimizer) -> Iterator[torch.nn.Module]:
+def _noted(part: MegatronOptimizer) -> Iterator[tuple[list[torch.nn.Module], WatchConfig]]:
     for inner in getattr(part, "chained_optimizers", ()):
-        yield from _chunks_of(inner)
-    yield from getattr(part, CHUNKS, ())
+        yield from _noted(inner)
+    if hasattr(part, MODEL):
+        yield getattr(part, MODEL)

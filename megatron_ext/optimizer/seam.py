@@ -44,7 +44,6 @@ from megatron_ext.unsupported import OPTIMIZER_OFF, check_optimizer
 
 def _link(host: MegatronOptimizer, model_chunks: Iterable[torch.nn.Module], config: CoatConfig) -> None:
     inner = host.optimizer
-    host.coat_config = config
     # a rank without parameters has none
     if inner is None:
         return
@@ -133,15 +132,19 @@ def installed() -> bool:
     return GET.is_applied()
 
 
-def watch() -> None:
-    """From now on watches the models of Megatron's optimizers, by the file of `COAT_CONFIG`, or by the
-    defaults. A second call does nothing.
+def watch(coat: CoatConfig | None = None) -> None:
+    """From now on watches the models of Megatron's optimizers, by the watch of `coat` or by the defaults.
+    Does nothing after `install`, which watches by its own block.
 
     Raises RuntimeError, before anything is changed, if this Megatron is not as expected.
     """
+    if installed():
+        return
     for patch in (BUILD, CHAIN):
         patch.check()
-    BUILD.apply(chain.noting_chunks)
+    # in place of the patch of an earlier call
+    BUILD.remove()
+    BUILD.apply(functools.partial(_building, coat or CoatConfig(enabled=True), None))
     CHAIN.apply(chain.watching)
 
 
@@ -162,10 +165,10 @@ def install(coat: CoatConfig | None = None) -> None:
     options |= {"keep_fp32": (), "in_framework": True}
     adam = functools.partial(MegatronAdamW, counts_in_groups=not IS_TORCH.original(), **options)
 
-    watch()
+    watch(coat)
     # in place of the patch of `watch`
     BUILD.remove()
-    BUILD.apply(lambda build: chain.noting_chunks(_building(coat, adam, build)))
+    BUILD.apply(functools.partial(_building, coat, adam))
     GET.apply(_getting)
     SET.apply(_setting)
     POST_INIT.apply(_checking)
@@ -173,14 +176,21 @@ def install(coat: CoatConfig | None = None) -> None:
     LOAD.apply(places.loading)
 
 
-def _building(coat: CoatConfig, adam: Callable, build: Callable) -> Callable:
+def _building(coat: CoatConfig, adam: Callable | None, build: Callable) -> Callable:
+    """Notes the model on the optimizers that Megatron builds for it; with `adam` in place of Megatron's."""
+
     @functools.wraps(build)
     def coat_build(config, model_chunks, *args, **kwargs):
-        check_optimizer(config, model_chunks)
-        with _without_te(VERSION), ADAM.applied(lambda _: adam), IS_TORCH.applied(lambda _: False):
+        if adam is None:
             built = build(config, model_chunks, *args, **kwargs)
+        else:
+            check_optimizer(config, model_chunks)
+            with _without_te(VERSION), ADAM.applied(lambda _: adam), IS_TORCH.applied(lambda _: False):
+                built = build(config, model_chunks, *args, **kwargs)
         if isinstance(built, MegatronOptimizer):
-            _link(built, model_chunks, coat)
+            chain.note_model(built, model_chunks, coat)
+            if adam is not None:
+                _link(built, model_chunks, coat)
         return built
 
     return coat_build

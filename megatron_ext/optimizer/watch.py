@@ -18,7 +18,7 @@ from coat_ds.watch.readings import Out, Reading
 from coat_ds.watch.watch import Watch
 from megatron_ext import options
 from megatron_ext.optimizer.adamw import MegatronAdamW
-from megatron_ext.optimizer.chunks import chunks_of_chain, whole_model
+from megatron_ext.optimizer.chunks import models_of, whole_model
 
 # patched on one chain
 STEP = Patch(
@@ -31,12 +31,12 @@ STEP = Patch(
 
 
 def watch_optimizer(chain: ChainedOptimizer, config: WatchConfig) -> Watch | None:
-    """Watches the model of a chain of optimizers, by `config`. None if `seam.watch` did not run
-    before its optimizers were built, or if "every" is 0.
+    """Watches the model of a chain of optimizers, by `config`. None if the model was not noted on the
+    optimizers (`chain.note_model`), or if "every" is 0.
 
     Call it on every rank. If the chain's optimizers are watched already, that watch ends.
     """
-    chunks = chunks_of_chain(chain)
+    chunks, _ = models_of(chain)
     if not chunks or not config.every:
         return None
     parts = chain.chained_optimizers

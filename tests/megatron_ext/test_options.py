@@ -101,15 +101,16 @@ def _import_specs(folder):
         sys.modules.pop("megatron_ext.spec", None)
         if block is not None:
             with pytest.raises(CoatConfigError, match="Take coat_layer_spec from megatron_ext.spec"):
-                options.activations()
+                options.check_unread()
         lines.clear(), log.forget_logged()
         # as Megatron does
         made = [
             import_module(["megatron_ext.spec", f"coat_{kind}_spec"]) for kind in ("layer", "hybrid_stack")
         ]
-        fp8 = made == [layer_specs.coat_layer_spec, hybrid_specs.coat_hybrid_stack_spec]
-        assert fp8 or made == [layer_specs.sdpa_layer_spec, hybrid_specs.sdpa_hybrid_stack_spec]
-        found[case] = (fp8, seam.installed(), recompute.installed()), list(lines), options.activations()
+        fp8 = made != [layer_specs.sdpa_layer_spec, hybrid_specs.sdpa_hybrid_stack_spec]
+        params = [made[0].params, made[1].submodules.attention_layer.params]
+        given = [(each.get("activations"), each.get("source")) for each in params]
+        found[case] = (fp8, seam.installed(), recompute.installed()), list(lines), given
         seam.uninstall(), recompute.uninstall()
     return found
 
@@ -123,12 +124,15 @@ def imported(tmp_path_factory):
 @pytest.mark.parametrize("case", FEATURES)
 def test_the_block_decides_what_the_spec_installs(imported, case):
     block, wanted = FEATURES[case]
-    installed, (line,), activations = imported[case]
+    installed, (line,), given = imported[case]
     assert installed == wanted
     layers, states, inputs = ("on" if on else "off" for on in wanted)
     assert f"FP8 layers {layers}, 8-bit optimizer states {states}, FP8 inputs of recompute {inputs}" in line
     assert ("defaults: COAT_CONFIG is not set" if block is None else "coat.json") in line
-    assert activations == CoatConfig.from_dict({"enabled": True, **(block or {})}).activations
+    activations = CoatConfig.from_dict({"enabled": True, **(block or {})}).activations
+    settings = {activation for activation, _ in given}
+    assert settings == ({activations} if activations.enabled else {None})
+    assert not activations.enabled or all(bool(source) == (block is not None) for _, source in given)
 
 
 def _precision(content, **matchers):

@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import warnings
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -28,7 +29,7 @@ EXPERTS = {
 }
 
 
-def gpt(told=None, **sizes):
+def gpt(told=None, spec=None, **sizes):
     """A model as a user's script builds it, without the block."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
@@ -53,7 +54,7 @@ def gpt(told=None, **sizes):
         masked_softmax_fusion=False,
     )
     options = {"vocab_size": VOCAB, "max_sequence_length": S, "position_embedding_type": "rope"}
-    model = GPTModel(config, coat_layer_spec, **options).bfloat16()
+    model = GPTModel(config, spec or coat_layer_spec, **options).bfloat16()
     if told is not None:
         set_activations(model, ActivationsConfig(**told))
     return model
@@ -104,8 +105,8 @@ def work(folder):
             reached, default = gpt(**sizes), gpt(**sizes)
             prepare_layers(reached, ActivationsConfig(**wanted), said=True)
             # as the file of COAT_CONFIG does
-            with mock.patch("megatron_ext.options.activations", lambda w=wanted: ActivationsConfig(**w)):
-                built = gpt(**sizes)
+            params = {"activations": ActivationsConfig(**wanted)}
+            built = gpt(spec=replace(layer_specs.coat_layer_spec, params=params), **sizes)
             grads = [gradients(m) for m in (reached, built, default)]
             equal = [[torch.equal(a, b) for a, b in zip(grads[0], g, strict=True)] for g in grads[1:]]
             out[name, number] = all(equal[0]), all(equal[1])
@@ -125,9 +126,9 @@ def work(folder):
         json.dump({"coat": {"enabled": True, "activations": {"backward_format": "e4m3"}}}, file)
     with mock.patch.dict(os.environ, {VARIABLE: path}):
         # with it layers take the file's settings
-        importlib.import_module("megatron_ext.spec")
-        out["file"] = refused(gpt(), activations={"backward_format": "e5m2"})
-        out["file, silent block"] = engine_of(gpt()).coat.layers
+        spec = importlib.import_module("megatron_ext.spec").coat_layer_spec
+        out["file"] = refused(gpt(spec=spec), activations={"backward_format": "e5m2"})
+        out["file, silent block"] = engine_of(gpt(spec=spec)).coat.layers
 
     with mock.patch.object(layer_specs, "coat_layer_spec", layer_specs.sdpa_layer_spec):
         lines.clear()
