@@ -59,12 +59,12 @@ def _parts(
 
 
 def _run(case: Case, stack: Stack, warmup: int, repeats: int) -> dict:
-    from megatron_ext.optimizer import seam
+    from megatron_ext.optimizer import patches
 
     release()
     before = held_bytes()
     if case.ours:
-        seam.install()
+        patches.install()
     try:
         passes, step, adam = _parts(stack, case.config)
         parameters = sum(p.numel() for group in adam.param_groups for p in group["params"])
@@ -74,7 +74,7 @@ def _run(case: Case, stack: Stack, warmup: int, repeats: int) -> dict:
         held = held_bytes() - before
         whole = measure(lambda: (passes(), step()), warmup, repeats)
     finally:
-        seam.uninstall()
+        patches.uninstall()
     return {
         "adam": f"{type(adam).__module__}.{type(adam).__name__}",
         "parameters": parameters,

@@ -39,12 +39,12 @@ def _run(case: Case, stack: Stack, warmup: int) -> dict[str, float]:
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     from coat_ds import CoatConfig
-    from megatron_ext.optimizer import seam
+    from megatron_ext.optimizer import patches
 
     before = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
     with tempfile.TemporaryDirectory() as folder:
         block = {"enabled": True, "watch": {"every": case.every, "folder": folder}}
-        seam.install(CoatConfig.from_dict(block))
+        patches.install(CoatConfig.from_dict(block))
         try:
             model, batch = stack_gpt(stack, "coat_layer_spec")
             settings = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
@@ -54,7 +54,7 @@ def _run(case: Case, stack: Stack, warmup: int) -> dict[str, float]:
                 OptimizerConfig(**common, use_distributed_optimizer=True), [wrapped]
             )
         finally:
-            seam.uninstall()
+            patches.uninstall()
         done = 0
 
         def step() -> None:

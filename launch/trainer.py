@@ -109,7 +109,7 @@ class Trainer:
 
     def _measure_saved_bytes(self, model: torch.nn.Module) -> float:
         """Bytes that a layer saves for backward, per token, by a pass over the first batch."""
-        from megatron_ext.ledger import saved_bytes
+        from megatron_ext.saved_bytes import saved_bytes
 
         first = next(self._batches(self.corpus.train, 0))
         saved = saved_bytes(model, lambda: self._loss(model, first))

@@ -7,6 +7,7 @@ It may import `coat_ds`, `coat_kernels` and megatron-core. Start at spec.py, whi
     layer_specs.py, hybrid_specs.py          its layers and stacks, and those of BF16
     layers/                                  the modules of a layer
     optimizer/                               the optimizer, its checkpoints and the watch
-    options.py                               the file of COAT_CONFIG
-    cpu.py, mpu.py, model.py, ledger.py      Megatron without GPU or in DeepSpeed, small models, saved bytes
+    options.py, unsupported.py               the file of COAT_CONFIG; refused arguments of Megatron
+    cpu.py, mpu.py                           Megatron without a GPU; its groups for DeepSpeed
+    model.py, saved_bytes.py                 small models; bytes that layers save
 """

@@ -53,7 +53,7 @@ try:
     from megatron_ext.layers.self_attention import CoatSelfAttention
     from megatron_ext.layers.settings import set_activations
     from megatron_ext.layers.torch_norm import OF_BLOCKS, local_norm, replace_final_norm
-    from megatron_ext.optimizer import seam
+    from megatron_ext.optimizer import patches
 except ImportError as error:
     # Megatron 0.16 logs an ImportError of a spec's module and continues without the spec
     raise RuntimeError(
@@ -209,6 +209,6 @@ def _head_norms(config) -> dict[str, type]:
 
 
 replace_final_norm(OF_BLOCKS)
-seam.watch()
+patches.watch()
 coat_layer_spec = ModuleSpec(module=CoatTransformerLayer, submodules=TransformerLayerSubmodules())
 sdpa_layer_spec = ModuleSpec(module=SDPATransformerLayer, submodules=TransformerLayerSubmodules())

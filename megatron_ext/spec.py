@@ -17,7 +17,7 @@ from coat_ds.log import log_once
 # first: they raise RuntimeError where megatron-core is missing or has another version
 from megatron_ext import hybrid_specs, layer_specs, options
 from megatron_ext.layers import recompute
-from megatron_ext.optimizer import seam
+from megatron_ext.optimizer import patches
 
 _config = options.coat_config()
 if _config.activations.enabled:
@@ -28,9 +28,9 @@ else:
     coat_layer_spec = layer_specs.sdpa_layer_spec
     coat_hybrid_stack_spec = hybrid_specs.sdpa_hybrid_stack_spec
 if _config.optimizer.enabled:
-    seam.install(_config)
+    patches.install(_config)
 else:
-    seam.watch(_config)
+    patches.watch(_config)
 if _config.fp8_activation_checkpointing:
     recompute.install()
 log_once(options.what_is_on(_config))

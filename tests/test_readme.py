@@ -146,7 +146,7 @@ def megatron_command(page: str) -> list[str]:
 SPEC = """
 import sys
 from megatron.core.transformer.spec_utils import ModuleSpec, import_module
-from megatron_ext.optimizer import seam as optimizer
+from megatron_ext.optimizer import patches as optimizer
 assert isinstance(import_module(sys.argv[1:]), ModuleSpec) and optimizer.installed()
 """
 

@@ -239,7 +239,7 @@ def train_phase(
 
 def saved_by_layers(model: torch.nn.Module, batch) -> dict[str, float]:
     """What the layers keep of one forward without a backward; they are the model's first list of modules."""
-    from megatron_ext.ledger import saved_bytes
+    from megatron_ext.saved_bytes import saved_bytes
 
     layers = next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList))
     saved = saved_bytes(list(layers), lambda: loss_of(model, batch))

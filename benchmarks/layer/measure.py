@@ -125,7 +125,7 @@ class Row:
     def measure_memory(self) -> dict[str, float]:
         """Bytes kept by a forward, of weights' copies, and the peak of both passes, in 10^6."""
         if not torch.cuda.is_available():
-            from megatron_ext.ledger import saved_bytes
+            from megatron_ext.saved_bytes import saved_bytes
 
             kept = saved_bytes([self.layer.module], lambda: self.layer.forward(self.leaf))
             return {"saved_mb": kept.total / 1e6, "weights_mb": 0.0, "peak_mb": 0.0}

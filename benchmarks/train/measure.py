@@ -62,7 +62,7 @@ def flushes() -> int:
 def run_case(case: Case, steps: int) -> dict[str, float]:
     """Trains, and measures on this rank: ms, loss, and bytes by name."""
     import coat_ds
-    from megatron_ext.ledger import cached_weight_bytes, saved_bytes
+    from megatron_ext.saved_bytes import cached_weight_bytes, saved_bytes
 
     torch.manual_seed(0)
     batches = random_batches(case.job, case.micro_batch)

@@ -70,7 +70,7 @@ def scores(setup: Setup, model: torch.nn.Module, data: PictureData, step: int) -
 
 def facts(model: torch.nn.Module, batch: PictureBatch) -> dict[str, object]:
     """What the layers of tower and decoder keep for backward, and what COAT replaced in each part."""
-    from megatron_ext.ledger import saved_bytes
+    from megatron_ext.saved_bytes import saved_bytes
 
     stacks = {"tower": model.model.vision_tower, "decoder": model.model.language_model}
     found: dict[str, object] = {}

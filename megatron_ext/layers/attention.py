@@ -52,11 +52,11 @@ def core_attention_of(config, own: type[torch.nn.Module]) -> type[torch.nn.Modul
 
 def check_context_parallel(config, activations: ActivationsConfig) -> None:
     """Raises ValueError for an `attention_format` that Transformer Engine's attention does not support."""
-    kept, size = activations.attention_format, config.context_parallel_size
-    if size > 1 and kept != "bf16":
+    saved, size = activations.attention_format, config.context_parallel_size
+    if size > 1 and saved != "bf16":
         raise ValueError(
             f"--context-parallel-size is {size}, for which attention is Transformer Engine's, and "
-            f'attention_format is "{kept}". Set "activations": {{"attention_format": "bf16"}}, or remove '
+            f'attention_format is "{saved}". Set "activations": {{"attention_format": "bf16"}}, or remove '
             "--context-parallel-size."
         )
 
@@ -100,9 +100,9 @@ class SDPACoreAttention(torch.nn.Module):
         self.window = _window_of(config, layer_number)
         self.backends = _BACKENDS[getattr(config, "attention_backend", AttnBackend.auto)]
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
-        host = options.megatron_lm()
+        script = options.megatron_lm()
         # a mask that the model gets has documents, which attention reads from it
-        self.resets = host is not None and getattr(host.get_args(), "reset_attention_mask", False)
+        self.resets = script is not None and getattr(script.get_args(), "reset_attention_mask", False)
         self._add_sinks(config, pg_collection)
         # each tensor-parallel rank drops other scores; under sequence parallelism Megatron's block handles it
         self._draws_by_rank = self.dropout > 0 and not config.sequence_parallel
@@ -256,9 +256,9 @@ class CoatCoreAttention(Configurable, SDPACoreAttention):
 
     def take_activations(self, activations: ActivationsConfig) -> None:
         super().take_activations(activations)
-        kept = activations.attention_format
-        self.recomputes = kept == "recompute"
-        self.saved_format = {"bf16": None, "recompute": activations.saved_format}.get(kept, kept)
+        saved = activations.attention_format
+        self.recomputes = saved == "recompute"
+        self.saved_format = {"bf16": None, "recompute": activations.saved_format}.get(saved, saved)
 
     def coat_part(self) -> Part:
         if self.recomputes:

@@ -103,17 +103,17 @@ class CoatMLASelfAttention(Configurable, MLASelfAttention):
     def take_activations(self, activations: ActivationsConfig) -> None:
         super().take_activations(activations)
         check_context_parallel(self.config, activations)
-        kept = activations.attention_format
-        if kept == "recompute":
+        saved = activations.attention_format
+        if saved == "recompute":
             raise ValueError(
                 'attention_format is "recompute", which multi-latent attention does not support. Set '
                 '"activations": {"attention_format": "sqrt8"}, or leave it out and give '
                 "--recompute-granularity selective --recompute-modules mla_up_proj."
             )
-        if kept != "bf16" and self.recompute_up_proj:
+        if saved != "bf16" and self.recompute_up_proj:
             raise ValueError(
                 "--recompute-modules has mla_up_proj, which recomputes queries, keys and values, and "
-                f'attention_format is "{kept}", which keeps them. Remove one of the two.'
+                f'attention_format is "{saved}", which saves them. Remove one of the two.'
             )
 
     def forward(self, hidden_states, *args, **kwargs):

@@ -1,4 +1,4 @@
 """`CoatAdamW` in Megatron's optimizers: how it is built, checkpointed and watched.
 
-It may import `coat_ds.optim`, `coat_ds.watch` and `megatron_ext.options`. Start at seam.py.
+It may import `coat_ds.optim`, `coat_ds.watch` and `megatron_ext.options`. Start at patches.py.
 """

@@ -155,22 +155,22 @@ class MegatronAdamW(CoatAdamW, torch.optim.AdamW):
         ready_state(self, p, group)
 
 
-def linked(host: MegatronOptimizer) -> Iterator[tuple[int, torch.Tensor, torch.Tensor, int]]:
+def linked(optimizer: MegatronOptimizer) -> Iterator[tuple[int, torch.Tensor, torch.Tensor, int]]:
     """Group, parameter of the model, the tensor that the optimizer holds of it, and the tensor's first
     element in the parameter."""
-    if isinstance(host, DistributedOptimizer):
-        for model_param, (group, order) in host.model_param_group_index_map.items():
-            held = host.optimizer.param_groups[group]["params"][order]
-            yield group, model_param, held, host._get_model_param_range_map(model_param)["param"].start
-    elif isinstance(host, FP32Optimizer):
-        for index, group in enumerate(host.optimizer.param_groups):
+    if isinstance(optimizer, DistributedOptimizer):
+        for model_param, (group, order) in optimizer.model_param_group_index_map.items():
+            held = optimizer.optimizer.param_groups[group]["params"][order]
+            yield group, model_param, held, optimizer._get_model_param_range_map(model_param)["param"].start
+    elif isinstance(optimizer, FP32Optimizer):
+        for index, group in enumerate(optimizer.optimizer.param_groups):
             for p in group["params"]:
                 yield index, p, p, 0
     else:
-        mains = zip(host.float16_groups, host.fp32_from_float16_groups, strict=True)
+        mains = zip(optimizer.float16_groups, optimizer.fp32_from_float16_groups, strict=True)
         for index, (models, held) in enumerate(mains):
             for model_param, main_param in zip(models, held, strict=True):
                 yield index, model_param, main_param, 0
-        for index, params in enumerate(host.fp32_from_fp32_groups):
+        for index, params in enumerate(optimizer.fp32_from_fp32_groups):
             for p in params:
                 yield index, p, p, 0

@@ -1,4 +1,7 @@
-"""`coat_ds.watch` in Megatron: the end of a step, and Megatron-LM's writers.
+"""`coat_ds.watch` in Megatron: chains of optimizers, the end of a step, and Megatron-LM's writers.
+
+`patches.watch` makes Megatron run `watching`. From then on a chain of optimizers has `coat_watch`, a `Watch`
+or None.
 
 Sums are over all ranks, under pipeline parallelism by the names of the whole model, so that all ranks have
 the same readings.
@@ -9,30 +12,62 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core.optimizer import ChainedOptimizer
 
 from coat_ds.config import WatchConfig
+from coat_ds.layers.inventory import layers_of
+from coat_ds.log import listed, log_rank_0
 from coat_ds.patches import Patch
 from coat_ds.watch.readings import Out, Reading
 from coat_ds.watch.watch import Watch
 from megatron_ext import options
 from megatron_ext.optimizer.adamw import MegatronAdamW
-from megatron_ext.optimizer.chunks import models_of, whole_model
+from megatron_ext.optimizer.model_chunks import models_of, whole_model
 
+_CHAIN = "megatron.core.optimizer.optimizer:ChainedOptimizer"
+_BEFORE = "the last reading is written before a checkpoint"
 # patched on one chain
-STEP = Patch(
-    "watch of Megatron",
-    "megatron-core",
-    "megatron.core.optimizer.optimizer:ChainedOptimizer.step",
-    "a reading ends with a step",
-    parameters=(),
+STEP, SAVE, SAVE_SHARDED = (
+    Patch("watch of Megatron", "megatron-core", f"{_CHAIN}.{name}", why, parameters=parameters)
+    for name, why, parameters in (
+        ("step", "a reading ends with a step", ()),
+        ("state_dict", _BEFORE, ()),
+        ("sharded_state_dict", _BEFORE, ("model_sharded_state_dict", "...")),
+    )
 )
+# an attribute of a model whose layers the log has counted
+LOGGED = "coat_layers_logged"
+
+
+def watching(init: Callable) -> Callable:
+    """Watches the model of a chain that Megatron constructs."""
+
+    @functools.wraps(init)
+    def coat_init(self, chained_optimizers):
+        init(self, chained_optimizers)
+        # a subclass that distributes layers over ranks is a part of another chain
+        if type(self) is ChainedOptimizer:
+            chunks, config = models_of(self)
+            self.coat_watch = watch_optimizer(self, config) if chunks else None
+            _log_layers(chunks)
+
+    return coat_init
+
+
+def _log_layers(chunks: list[torch.nn.Module]) -> None:
+    """Logs a list on the layers of this rank, as DeepSpeed's engines do, if any is COAT's; once per model,
+    though Megatron may build several chains for it."""
+    layers = layers_of(whole_model(chunks), "Megatron's own")
+    if layers.made and not hasattr(chunks[0], LOGGED):
+        setattr(chunks[0], LOGGED, True)
+        log_rank_0(listed("layers of rank 0", layers.lines()))
 
 
 def watch_optimizer(chain: ChainedOptimizer, config: WatchConfig) -> Watch | None:
     """Watches the model of a chain of optimizers, by `config`. None if the model was not noted on the
-    optimizers (`chain.note_model`), or if "every" is 0.
+    optimizers (`model_chunks.note_model`), or if "every" is 0.
 
     Call it on every rank. If the chain's optimizers are watched already, that watch ends.
     """
@@ -40,30 +75,43 @@ def watch_optimizer(chain: ChainedOptimizer, config: WatchConfig) -> Watch | Non
     if not chunks or not config.every:
         return None
     parts = chain.chained_optimizers
-    ours = [part.optimizer for part in parts if isinstance(part.optimizer, MegatronAdamW)]
-    watch = Watch(whole_model(chunks), ours, config, _writers(), union=_union)
-    # of an earlier watch: Megatron builds a second chain for some optimizers
-    STEP.remove(on=chain)
+    # an earlier watch: Megatron builds a second chain for some optimizers
+    for patch in (STEP, SAVE, SAVE_SHARDED):
+        patch.remove(on=chain)
     for part in parts:
         if getattr(part, "coat_watch", None) is not None:
             part.coat_watch.close()
+    ours = [part.optimizer for part in parts if isinstance(part.optimizer, MegatronAdamW)]
+    watch = Watch(whole_model(chunks), ours, config, _writers(), union=_union)
+    for part in parts:
         part.coat_watch = watch
     STEP.apply(functools.partial(_stepping, watch), on=chain)
+    for patch in (SAVE, SAVE_SHARDED):
+        patch.apply(functools.partial(_saving, watch), on=chain)
     return watch
 
 
 def _stepping(watch: Watch, step: Callable) -> Callable:
     # Megatron-LM counts steps; in a user's own loop the watch does
-    host = options.megatron_lm()
+    script = options.megatron_lm()
 
     @functools.wraps(step)
     def coat_step(*args, **kwargs):
         result = step(*args, **kwargs)
-        before = None if host is None else getattr(host.get_args(), "curr_iteration", None)
+        before = None if script is None else getattr(script.get_args(), "curr_iteration", None)
         watch.end_step(None if before is None else before + 1)
         return result
 
     return coat_step
+
+
+def _saving(watch: Watch, save: Callable) -> Callable:
+    @functools.wraps(save)
+    def coat_save(*args, **kwargs):
+        watch.take_in()
+        return save(*args, **kwargs)
+
+    return coat_save
 
 
 def _union(names: list[str]) -> list[str]:
@@ -75,11 +123,11 @@ def _union(names: list[str]) -> list[str]:
 
 def _writers() -> list[Out]:
     """An out to Megatron-LM's writers, if its arguments name any. The last rank has the writers."""
-    host = options.megatron_lm()
+    script = options.megatron_lm()
     named = ("tensorboard_dir", "wandb_project")
-    if host is None or not any(getattr(host.get_args(), name, None) for name in named):
+    if script is None or not any(getattr(script.get_args(), name, None) for name in named):
         return []
-    return [functools.partial(_to_writers, host.get_tensorboard_writer(), host.get_wandb_writer())]
+    return [functools.partial(_to_writers, script.get_tensorboard_writer(), script.get_wandb_writer())]
 
 
 def _to_writers(tensorboard: Any, wandb: Any, reading: Reading) -> None:

@@ -11,7 +11,7 @@ from coat_ds.config import ActivationsConfig
 from coat_kernels.autograd.origin import maxima_of, share_notes, take_stand_in
 from megatron_ext.layer_specs import coat_layer_spec
 from megatron_ext.layers.norm import CoatNorm
-from megatron_ext.ledger import cached_weight_bytes
+from megatron_ext.saved_bytes import cached_weight_bytes
 from tests.megatron_ext.layers import GPT, LINEARS, B, H, S, batch, build, config, loss_and_grads
 from tests.util import rel_rms
 

@@ -18,8 +18,8 @@ from coat_ds.log import forget_logged
 from coat_kernels.autograd import watching
 from coat_kernels.prepared import PreparedKernel
 from megatron_ext.layer_specs import coat_layer_spec, sdpa_layer_spec
-from megatron_ext.ledger import saved_bytes
 from megatron_ext.model import ModelShape, build_gpt
+from megatron_ext.saved_bytes import saved_bytes
 from tests.megatron_ext.layers import GPT
 from tests.megatron_ext.ranks import join
 from tests.util import rel_rms, run_distributed

@@ -98,7 +98,7 @@ def _weights(model):
 def _optimizers(folder):
     """Whole states of a run with experts one after another, and those of the run with grouped experts that
     loaded them."""
-    from megatron_ext.optimizer import seam as optimizer
+    from megatron_ext.optimizer import patches as optimizer
 
     plain = {"exp_avg_format": "fp32", "exp_avg_sq_format": "fp32"}
     optimizer.install(CoatConfig.from_dict({"enabled": True, "optimizer": plain}))
@@ -120,10 +120,10 @@ def _optimizers(folder):
 def _by_places(folder):
     """Results of loading `dp_reshardable` states: errors, and losses after and before."""
     from coat_ds.config import CoatConfigError
-    from megatron_ext.optimizer import places
-    from megatron_ext.optimizer import seam as optimizer
+    from megatron_ext.optimizer import parameter_order
+    from megatron_ext.optimizer import patches as optimizer
 
-    sharding, found = places.SHARDING, {}
+    sharding, found = parameter_order.SHARDING, {}
     kinds = {"one by one": CONFIG, "grouped": CONFIG | GROUPED}
     for name in ("unmarked", "one by one", "grouped"):
         if name == "one by one":

@@ -11,7 +11,7 @@ from megatron_ext.hybrid_specs import AttentionLayer
 from megatron_ext.layer_specs import coat_layer_spec, coat_parts, sdpa_layer_spec
 from megatron_ext.layers.latent import CoatDownProjection, CoatMLASelfAttention
 from megatron_ext.layers.linear import CoatColumnParallelLinear
-from megatron_ext.ledger import saved_bytes
+from megatron_ext.saved_bytes import saved_bytes
 from megatron_ext.unsupported import NORMS_ALL_QUERIES
 from tests.megatron_ext.conftest import one_megatron_process
 from tests.megatron_ext.layers import (

@@ -19,7 +19,7 @@ from megatron_ext.layer_specs import coat_layer_spec, sdpa_layer_spec
 from megatron_ext.layers.attention import SDPACoreAttention
 from megatron_ext.layers.mlp import CoatMLP
 from megatron_ext.layers.norm import CoatNorm
-from megatron_ext.ledger import cached_weight_bytes, saved_bytes
+from megatron_ext.saved_bytes import cached_weight_bytes, saved_bytes
 from tests.megatron_ext.conftest import one_megatron_process
 from tests.megatron_ext.layers import (
     FFN,

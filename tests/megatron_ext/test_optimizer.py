@@ -14,7 +14,7 @@ from megatron.core.optimizer import distrib_optimizer
 
 from coat_ds.config import CoatConfigError
 from megatron_ext import cpu
-from megatron_ext.optimizer import places
+from megatron_ext.optimizer import parameter_order
 from megatron_ext.optimizer.adamw import linked
 from tests.megatron_ext.ranks import join
 from tests.megatron_ext.trainer import MODES, H, Trainer, installed
@@ -297,12 +297,15 @@ def test_states_of_fewer_or_more_parameters_are_refused(megatron):
     """Megatron pads its buffers, so their sizes may be equal."""
     with installed():
         (host,) = Trainer("distributed").optimizer.chained_optimizers
-        *others, last = own = places._shapes(host)
+        *others, last = own = parameter_order._shapes(host)
         for saved, number, here, there in (
             (others, len(others), last, "none"),
             ([*own, [3]], len(own), "none", [3]),
         ):
-            state = {"param_state_sharding_type": places.SHARDING, "optimizer": {places.SHAPES: saved}}
+            state = {
+                "param_state_sharding_type": parameter_order.SHARDING,
+                "optimizer": {parameter_order.SHAPES: saved},
+            }
             said = re.escape(f"expected parameter {number} of a rank to be {here}, found {there},")
             with pytest.raises(CoatConfigError, match=said):
                 host.load_state_dict(state)

@@ -86,7 +86,7 @@ def _import_specs(folder):
     from coat_ds import log
     from megatron_ext import hybrid_specs, layer_specs
     from megatron_ext.layers import recompute
-    from megatron_ext.optimizer import seam
+    from megatron_ext.optimizer import patches
 
     lines, handler = [], logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
@@ -110,8 +110,8 @@ def _import_specs(folder):
         fp8 = made != [layer_specs.sdpa_layer_spec, hybrid_specs.sdpa_hybrid_stack_spec]
         params = [made[0].params, made[1].submodules.attention_layer.params]
         given = [(each.get("activations"), each.get("source")) for each in params]
-        found[case] = (fp8, seam.installed(), recompute.installed()), list(lines), given
-        seam.uninstall(), recompute.uninstall()
+        found[case] = (fp8, patches.installed(), recompute.installed()), list(lines), given
+        patches.uninstall(), recompute.uninstall()
     return found
 
 

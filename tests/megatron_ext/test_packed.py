@@ -15,7 +15,7 @@ from coat_kernels.attention import whole as kernels
 from megatron_ext import cpu, options
 from megatron_ext.layer_specs import coat_layer_spec, sdpa_layer_spec
 from megatron_ext.layers.attention import SDPACoreAttention
-from megatron_ext.ledger import saved_bytes
+from megatron_ext.saved_bytes import saved_bytes
 from tests.megatron_ext.layers import HEADS, D, S, build, rounding_error
 from tests.megatron_ext.test_attention import S as LENGTH
 from tests.megatron_ext.test_attention import attention, qkv

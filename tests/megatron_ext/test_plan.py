@@ -8,8 +8,8 @@ from coat_ds.config import ActivationsConfig
 from coat_ds.plan.saved import saved_per_token
 from coat_ds.plan.systems import coat
 from megatron_ext.layer_specs import coat_layer_spec
-from megatron_ext.ledger import saved_bytes
 from megatron_ext.model import ModelShape, build_gpt
+from megatron_ext.saved_bytes import saved_bytes
 
 pytestmark = pytest.mark.early
 

@@ -15,7 +15,7 @@ from coat_ds.watch.readings import read
 from megatron_ext import cpu, mpu
 from megatron_ext.layer_specs import coat_layer_spec
 from megatron_ext.model import ModelShape, build_gpt
-from megatron_ext.optimizer import seam
+from megatron_ext.optimizer import patches
 from megatron_ext.optimizer.watch import watch_optimizer
 from tests.megatron_ext.ranks import join
 from tests.megatron_ext.test_moe import ALL_TO_ALL, EACH_ONE, EXPERTS
@@ -32,8 +32,8 @@ EP2 = {"expert_model_parallel_size": 2}
 def watches(watch):
     """Later optimizers are built with this block of the watch."""
     block = {"enabled": True, "optimizer": {"min_numel": 0}, "watch": watch}
-    seam.uninstall()
-    seam.install(CoatConfig.from_dict(block))
+    patches.uninstall()
+    patches.install(CoatConfig.from_dict(block))
 
 
 class Learner(Trainer):
@@ -89,8 +89,10 @@ def watched(folder):
     runs = {"plain": plain.steps(*range(5))}
     trainer = Learner({"every": 7, "folder": folder}).chain_anew()
     losses = trainer.steps(*range(5))
-    # step 7 (number 6) is watched, and its reading is processed after step 8
-    trainer.steps(5, 6, 7)
+    # step 7 (number 6) is watched, and its reading is written after step 8, or before a checkpoint
+    trainer.steps(5, 6)
+    assert trainer.watch.last is None
+    trainer._sharded("dp_reshardable")
     last = trainer.watch.last
     trainer.watch.close()
     return runs | {"watched": losses, "last": last}
@@ -102,9 +104,13 @@ def outlier(folder):
     # a chain that is watched already
     trainer.watch = watch_optimizer(trainer.optimizer, WatchConfig(every=1, folder=folder))
     trainer.inject()
-    trainer.steps(0, 1)
+    trainer.steps(0)
+    assert trainer.watch.last is None
+    # a checkpoint of Megatron's older format
+    trainer.optimizer.state_dict()
+    last = trainer.watch.last
     trainer.watch.close()
-    return trainer.watch.last
+    return last
 
 
 def pipeline(folder):

@@ -12,7 +12,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from coat_ds.config import CoatConfig
 from megatron_ext import cpu, layer_specs
 from megatron_ext.model import ModelShape, build_gpt
-from megatron_ext.optimizer import seam
+from megatron_ext.optimizer import patches
 
 S, B, VOCAB = 16, 2, 128
 H, FFN, HEADS, LAYERS = 64, 96, 4, 2
@@ -27,13 +27,13 @@ MODES = {
 @contextlib.contextmanager
 def installed(**block):
     """Within the context Megatron's adam is CoatAdamW, by this block, and optimizers are built on a CPU."""
-    seam.uninstall()
-    seam.install(CoatConfig.from_dict({"enabled": True, **block}))
+    patches.uninstall()
+    patches.install(CoatConfig.from_dict({"enabled": True, **block}))
     try:
         with cpu.no_cuda():
             yield
     finally:
-        seam.uninstall()
+        patches.uninstall()
 
 
 class Trainer:

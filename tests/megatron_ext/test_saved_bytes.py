@@ -5,7 +5,7 @@ import ctypes
 import torch
 
 from coat_ds.saved_bytes import SavedStorages
-from megatron_ext.ledger import saved_bytes
+from megatron_ext.saved_bytes import saved_bytes
 
 S, B, H = 6, 2, 8
 

@@ -2,14 +2,14 @@
 
 All code that trains with megatron-core gets its optimizer from the function that `BUILD` patches. That
 function receives the model, and takes Adam from globals of `megatron.core.optimizer`. There is no other
-extension point. `watch()` notes the model on the optimizer, which `chain.py` watches. After `install()` the
+extension point. `watch()` notes the model on the optimizer, which `watch.py` watches. After `install()` the
 globals name `MegatronAdamW` while the function runs.
 
 `install()` also patches the two methods through which every format of distributed checkpoints reads and
 writes an optimizer's state. They exchange FP32 tensors of the shard's shape, on the CPU, one at a time. So
 checkpoints are those of stock AdamW, in both directions and at any size. Moments are recovered to the bit
 from their values (`coat_ds/optim/recover.py`), so a resumed run equals an uninterrupted one. Loading states
-into other parameters is refused (`places.py`).
+into other parameters is refused (`parameter_order.py`).
 """
 
 import contextlib
@@ -36,29 +36,31 @@ from coat_ds.optim.options import (
     log_idle_bf16_params,
 )
 from coat_ds.patches import Patch, require
-from megatron_ext.optimizer import chain, places
+from megatron_ext.optimizer import parameter_order
 from megatron_ext.optimizer.adamw import MegatronAdamW, linked
-from megatron_ext.optimizer.chunks import whole_model
+from megatron_ext.optimizer.model_chunks import note_model, whole_model
+from megatron_ext.optimizer.watch import watching
 from megatron_ext.unsupported import OPTIMIZER_OFF, check_optimizer
 
 
-def _link(host: MegatronOptimizer, model_chunks: Iterable[torch.nn.Module], config: CoatConfig) -> None:
-    inner = host.optimizer
+def _link(optimizer: MegatronOptimizer, model_chunks: Iterable[torch.nn.Module], config: CoatConfig) -> None:
+    """Gives the MegatronAdamW inside of `optimizer` the model's parameters, and logs its states."""
+    inner = optimizer.optimizer
     # a rank without parameters has none
     if inner is None:
         return
     names = {p: name for name, p in whole_model(model_chunks).named_parameters()}
     placed = []
-    for index, model_param, held, offset in linked(host):
+    for index, model_param, held, offset in linked(optimizer):
         if held.dtype not in (torch.float32, torch.bfloat16):
             raise CoatConfigError(
                 f"--use-precision-aware-optimizer: found {held.dtype} parameters, expected BF16; use --bf16, "
                 "or remove it"
             )
-        kept = keeps_fp32(config.optimizer.keep_fp32, names.get(model_param), model_param)
-        kept = kept or model_param.numel() < config.optimizer.min_numel
-        placed.append((index, held, Fragment(0, held.numel(), offset, kept, model_param)))
-    inner.link(placed, isinstance(host, DistributedOptimizer))
+        in_fp32 = keeps_fp32(config.optimizer.keep_fp32, names.get(model_param), model_param)
+        in_fp32 = in_fp32 or model_param.numel() < config.optimizer.min_numel
+        placed.append((index, held, Fragment(0, held.numel(), offset, in_fp32, model_param)))
+    inner.link(placed, isinstance(optimizer, DistributedOptimizer))
     log_rank_0(f"{states_line(inner, state_bytes(inner))}\n{inner.layout()}")
     log_idle_bf16_params(
         config.optimizer.bf16_params, [p for _, p, _ in placed], "Add --use-precision-aware-optimizer"
@@ -95,12 +97,12 @@ SET = _patch(
 )
 SAVE = _patch(
     f"{_DISTRIBUTED}.sharded_state_dict",
-    "states that are saved by their places are saved with shapes",
+    "states that are saved without names are saved with shapes",
     keywords=("is_loading", "metadata"),
 )
 LOAD = _patch(
     f"{_DISTRIBUTED}.load_state_dict",
-    "states of other places are refused",
+    "states of other parameters are refused",
     parameters=("state_dict",),
 )
 POST_INIT = _patch(
@@ -145,7 +147,7 @@ def watch(coat: CoatConfig | None = None) -> None:
     # in place of the patch of an earlier call
     BUILD.remove()
     BUILD.apply(functools.partial(_building, coat or CoatConfig(enabled=True), None))
-    CHAIN.apply(chain.watching)
+    CHAIN.apply(watching)
 
 
 def install(coat: CoatConfig | None = None) -> None:
@@ -172,8 +174,8 @@ def install(coat: CoatConfig | None = None) -> None:
     GET.apply(_getting)
     SET.apply(_setting)
     POST_INIT.apply(_checking)
-    SAVE.apply(places.saving)
-    LOAD.apply(places.loading)
+    SAVE.apply(parameter_order.saving)
+    LOAD.apply(parameter_order.loading)
 
 
 def _building(coat: CoatConfig, adam: Callable | None, build: Callable) -> Callable:
@@ -188,7 +190,7 @@ def _building(coat: CoatConfig, adam: Callable | None, build: Callable) -> Calla
             with _without_te(VERSION), ADAM.applied(lambda _: adam), IS_TORCH.applied(lambda _: False):
                 built = build(config, model_chunks, *args, **kwargs)
         if isinstance(built, MegatronOptimizer):
-            chain.note_model(built, model_chunks, coat)
+            note_model(built, model_chunks, coat)
             if adam is not None:
                 _link(built, model_chunks, coat)
         return built

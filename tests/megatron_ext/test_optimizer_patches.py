@@ -18,14 +18,14 @@ from coat_ds.watch.states import StateSampler, figures
 from coat_kernels.adamw import join_master
 from megatron_ext.layer_specs import sdpa_layer_spec
 from megatron_ext.model import ModelShape, build_gpt
-from megatron_ext.optimizer import seam
+from megatron_ext.optimizer import patches
 from megatron_ext.optimizer.adamw import MegatronAdamW
 from tests.megatron_ext.trainer import FFN, MODES, H, S, Trainer, installed
 from tests.util import Made, default_dtype, rel_rms
 
 
 def test_seam_comes_and_goes(megatron):
-    seam.uninstall()
+    patches.uninstall()
 
     def places():
         owners = [host, host.OptimizerConfig, DistributedOptimizer, host.ChainedOptimizer]
@@ -36,13 +36,13 @@ def test_seam_comes_and_goes(megatron):
 
     before, build = places(), (0, "_get_megatron_optimizer_based_on_param_groups")
     for _ in range(2):
-        seam.watch()
-        assert changed() == {build, (3, "__init__")} and not seam.installed()
-    seam.install()
+        patches.watch()
+        assert changed() == {build, (3, "__init__")} and not patches.installed()
+    patches.install()
     during = places()
-    seam.install()
-    seam.watch()
-    assert places() == during and seam.installed()
+    patches.install()
+    patches.watch()
+    assert places() == during and patches.installed()
     assert changed() == {
         build,
         (3, "__init__"),
@@ -52,26 +52,26 @@ def test_seam_comes_and_goes(megatron):
         (2, "sharded_state_dict"),
         (2, "load_state_dict"),
     }
-    seam.uninstall()
-    assert places() == before and not seam.installed()
+    patches.uninstall()
+    assert places() == before and not patches.installed()
 
 
 def test_unknown_megatron_is_refused_before_anything_changes(megatron, monkeypatch):
     name = "_set_main_param_and_optimizer_states"
     monkeypatch.setattr(DistributedOptimizer, name, lambda self, param, tensors: None)
     with pytest.raises(RuntimeError, match=rf"DistributedOptimizer\.{name}: expected .*model_param.*found"):
-        seam.install()
-    assert not seam.installed()
+        patches.install()
+    assert not patches.installed()
     monkeypatch.delattr(DistributedOptimizer, name)
     with pytest.raises(RuntimeError, match=rf"{name}: .*found nothing in megatron-core"):
-        seam.install()
-    assert not seam.installed()
+        patches.install()
+    assert not patches.installed()
     monkeypatch.undo()
     # read, and not patched
     monkeypatch.setattr(DistributedOptimizer, "_get_model_param_range_map", lambda self: None)
     with pytest.raises(RuntimeError, match="_get_model_param_range_map: expected .*param"):
-        seam.install()
-    assert not seam.installed()
+        patches.install()
+    assert not patches.installed()
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
 
-from coat_ds.config import WatchConfig
+from coat_ds.config import CoatConfig, CoatConfigError, WatchConfig
 
 # an attribute of an optimizer: the chunks of the model that it trains, and the settings of the watch
 MODEL = "coat_model"
@@ -59,6 +59,23 @@ def _unwrapped(chunk: torch.nn.Module) -> torch.nn.Module:
     while hasattr(chunk, "module"):
         chunk = chunk.module
     return chunk
+
+
+def note_model(
+    optimizer: MegatronOptimizer, model_chunks: Iterable[torch.nn.Module], coat: CoatConfig
+) -> None:
+    """Notes on an optimizer the model that Megatron built it for, unless the model cannot be watched.
+
+    Raises CoatConfigError if it cannot, and `coat` configures the watch.
+    """
+    if any(getattr(chunk.ddp_config, "use_megatron_fsdp", False) for chunk in model_chunks):
+        if coat.watch.every and coat.watch.folder:
+            raise CoatConfigError(
+                f"coat.watch.folder: found {coat.watch.folder!r} with --use-megatron-fsdp, whose parameters "
+                'come and go. Set "watch": false, or remove --use-megatron-fsdp.'
+            )
+        return
+    setattr(optimizer, MODEL, (list(model_chunks), coat.watch))
 
 
 def models_of(chain: ChainedOptimizer) -> tuple[list[torch.nn.Module], WatchConfig | None]:
