@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from coat_ds.layers.modules.replaced import attributes_of
+from coat_kernels.experts import ExpertsState
 from coat_kernels.graphs import Graphs
 from coat_kernels.groups import Grouped, GroupFormat
 from coat_kernels.tensorwise import PredictedScale
@@ -132,9 +133,15 @@ def _scales_of(model: nn.Module) -> Iterator[tuple[PredictedScale, str]]:
 
 
 def _scales_in(value: Any, path: str) -> Iterator[tuple[PredictedScale, str]]:
-    """Scales in an attribute: in the options of GEMMs, dicts or lists of them, or in a `MergedLinear`."""
+    """Scales in an attribute: in the options of GEMMs, dicts or lists of them, in a `MergedLinear`, or in the
+    state of grouped experts, whose projections are called `gate_up` and `down`."""
     if isinstance(value, PredictedScale):
         yield value, path
+    elif isinstance(value, ExpertsState):
+        # `path` ends with the name of the attribute
+        experts = path.rpartition(".")[0]
+        yield value.x_scale, f"{experts}.gate_up"
+        yield value.a_scale, f"{experts}.down"
     elif isinstance(value, list):
         for i, item in enumerate(value):
             yield from _scales_in(item, f"{path}.{i}")

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 import torch
 
 from coat_kernels.activation import KINDS
+from coat_kernels.autograd import watching
 from coat_kernels.autograd.derivatives import once_differentiable
 from coat_kernels.device import require_fp8
 from coat_kernels.experts.gates import (
@@ -105,10 +106,12 @@ class _Experts(torch.autograd.Function):
         x, weights, trained = x.contiguous(), weights.contiguous(), keeps is not None
         first, second = _Weight(state.gate_up, gate_up, transposed), _Weight(state.down, down, transposed)
         (codes, _, scale, _), largest_x = fp8_operands(x, E4M3, predicted=state.x_scale)
+        _observe("input", state.x_scale, codes)
         w_1, largest_1 = first.forward(trained)
         both = matmul_of_rows((rows.gather(codes), scale), w_1, rows.ends, state.fast)
         del w_1
         a, largest_a, kept = gate.forward(both, weights, gate_up_bias, rows, state.a_scale, trained)
+        _observe("input", state.a_scale, a.rows)
         del both
         w_2, largest_2 = second.forward(trained)
         y = matmul_of_rows((a.rows, a.scale), w_2, rows.ends, state.fast)
@@ -141,6 +144,7 @@ class _Experts(torch.autograd.Function):
         grad_y, places = grad_y.contiguous(), rows.places(weights.numel())
         grad_x = grad_gate_up = grad_down = grad_bias = grad_down_bias = None
         *grad_rows, largest_grad, dots = quantize_each_row(grad_y, rows, down_bias if needs_weights else None)
+        _observe("gradient", state.a_scale, grad_rows[0])
         grad_a = matmul_of_rows(grad_rows, second.backward(largest_2), rows.ends, fast)
         del grad_rows
         needs = Needs(needs_weights, needs_down, needs_x, needs_gate_up or needs_bias)
@@ -165,10 +169,17 @@ class _Experts(torch.autograd.Function):
             grad_bias = _sums(found.columns, places.ends, fast).to(gate_up_bias.dtype)
         found = found._replace(columns=None)
         if needs_x:
+            _observe("gradient", state.x_scale, found.rows[0])
             of_rows = matmul_of_rows(found.rows, first.backward(largest_1), rows.ends, fast)
             grad_x = rows.to_tokens(of_rows)
         grad_weights = found.weights if needs_weights else None
         return grad_x, grad_weights, grad_gate_up, grad_down, grad_bias, grad_down_bias, *(None,) * 5
+
+
+def _observe(role: str, scale: PredictedScale, codes: torch.Tensor) -> None:
+    """Passes the codes of a projection's input or gradient to the observer. `scale` is that of its input."""
+    if (observer := watching.observer()) is not None:
+        observer.codes(role, scale, codes)
 
 
 def _sums(columns: Scaled, ends: torch.Tensor, fast: bool) -> torch.Tensor:

@@ -141,13 +141,15 @@ class Mixture(Trainer):
     """Trains two experts, each on its own rank, on equal tokens, which all go to the same expert. One channel
     of the experts is so large that FP8 loses all other values."""
 
-    def __init__(self, watch):
+    def __init__(self, watch, grouped):
         watches(watch)
-        super().__init__("distributed", "coat", **(EXPERTS | EACH_ONE | ALL_TO_ALL | EP2))
+        config = EXPERTS | EACH_ONE | ALL_TO_ALL | EP2
+        super().__init__("distributed", "coat", **config, moe_grouped_gemm=grouped)
         self.watch = self.optimizer.coat_watch
-        (self.expert,) = self.model.module.decoder.layers[1].mlp.experts.local_experts
+        experts = self.model.module.decoder.layers[1].mlp.experts
+        (self.expert,) = [experts] if grouped else experts.local_experts
         with torch.no_grad():
-            self.expert.linear_fc1.weight[3] *= FACTOR
+            self.expert.linear_fc1.weight[..., 3, :] *= FACTOR
         self.optimizer.reload_model_params()
 
     @staticmethod
@@ -155,10 +157,10 @@ class Mixture(Trainer):
         return torch.full((B, S), 7)
 
 
-def experts(folder):
+def experts(folder, grouped):
     """Two expert-parallel ranks with the alltoall dispatcher."""
-    plain = Mixture(False).steps(0, 1)
-    watched = Mixture({"every": 1, "folder": f"{folder}/watched"})
+    plain = Mixture(False, grouped).steps(0, 1)
+    watched = Mixture({"every": 1, "folder": f"{folder}/watched"}, grouped)
     result = {"plain": plain, "watched": watched.steps(0, 1)}
     result["busy"] = watched.expert.linear_fc1.weight.main_grad.any().item()
     watched.watch.close()
@@ -178,7 +180,8 @@ def everything(folder):
         result["pipeline"] = pipeline(f"{folder}/pipeline")
         parallel_state.destroy_model_parallel()
         join(**EP2)
-        result["experts"] = experts(f"{folder}/experts")
+        for grouped in (False, True):
+            result["experts", grouped] = experts(f"{folder}/experts {grouped}", grouped)
         parallel_state.destroy_model_parallel()
     return result
 
@@ -258,12 +261,15 @@ def test_stages_of_a_pipeline_agree(ranks):
     assert {"embedding.word_embeddings.weight", "output_layer.weight"} <= set(first)
 
 
-def test_experts_of_one_number_have_the_same_figures_on_all_ranks(ranks):
-    first, second = (rank["experts"] for rank in ranks)
+@pytest.mark.parametrize(
+    "grouped, fc2", [(False, "local_experts.*.linear_fc2"), (True, "down")], ids=["sequential", "grouped"]
+)
+def test_experts_have_the_same_figures_on_all_ranks(ranks, grouped, fc2):
+    first, second = (rank["experts", grouped] for rank in ranks)
     # one rank's expert has no tokens
     assert sorted((first["busy"], second["busy"])) == [False, True]
     for found in (first, second):
         assert found["plain"] == found["watched"]
         assert found["last"].groups == first["last"].groups
-        group = found["last"].groups["decoder.layers.*.mlp.experts.local_experts.*.linear_fc2"]
-        assert group["input_flushed"] > 0.9
+        group = found["last"].groups[f"decoder.layers.*.mlp.experts.{fc2}"]
+        assert group["input_flushed"] > 0.9 and group["gradient_flushed"] < 1
