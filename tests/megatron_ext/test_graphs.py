@@ -288,7 +288,7 @@ def test_other_options_are_recorded_anew(device):
     layer, plain = recorded(device)
     for one in (layer, plain):
         for module in reversed(list(one.modules())):
-            if hasattr(module, "configure"):
+            if hasattr(module, "take_activations"):
                 module.take_activations(replace(module.activations, saved_format="e4m3"))
     for x in inputs(device, WARM_UP + 2):
         found = gradients(layer, *run(layer, x), x)
