@@ -259,7 +259,7 @@ def _start(backend: str) -> None:
     cpu.enable()
     deepspeed.init_distributed(backend)
     initialize_model_parallel()
-    deepspeed.checkpointing.take_activations(mpu)
+    deepspeed.checkpointing.configure(mpu)
 
 
 def _gathered() -> dict[str, list[str]]:
