@@ -35,55 +35,52 @@ _NO_ATTENTION = {
 _NO_MLP = {"pre_mlp_layernorm": IdentityOp, "mlp": IdentityOp, "mlp_bda": IdentityFuncOp}
 
 
-def _supported(config, parts: Callable, experts: bool) -> TransformerLayerSubmodules:
-    """The parts of a layer. Raises CoatConfigError for arguments of Megatron that they do not support."""
-    unsupported.check_layers(config, fp8=parts is coat_parts, whole=False)
-    return parts(config, experts)
+class _Layer:
+    """A part of a whole layer, mixed in before Megatron's class.
 
-
-def _configure(layer: TransformerLayer, parts: Callable, *settings) -> None:
-    if parts is coat_parts:
-        configure_layer(layer, *settings)
-
-
-class AttentionLayer(TransformerLayer):
-    """The attention of a layer, '*'. `parts` returns a layer's parts for a config, with experts or without.
+    parts: returns the parts of a whole layer for a config, with experts or without.
     activations, source: as of `configure_layer`.
-
-    Raises ValueError for multi-latent attention, which Megatron's stack builds as another layer.
     """
 
+    experts = False
+
     def __init__(
         self, config, submodules=None, *args, parts: Callable, activations=None, source=None, **kwargs
     ):
+        self.check(config, fp8=parts is coat_parts)
+        super().__init__(config, self.own_parts(parts(config, self.experts)), *args, **kwargs)
+        if parts is coat_parts:
+            configure_layer(self, activations, source)
+
+    def check(self, config, fp8: bool) -> None:
+        """Raises CoatConfigError for arguments of Megatron that the layer does not support."""
+        unsupported.check_layers(config, fp8, whole=False)
+
+    def own_parts(self, whole: TransformerLayerSubmodules) -> TransformerLayerSubmodules:
+        """The parts of this layer, from those of a whole one."""
+        return replace(whole, **_NO_ATTENTION)
+
+
+class AttentionLayer(_Layer, TransformerLayer):
+    """The attention of a layer, '*'."""
+
+    def check(self, config, fp8: bool) -> None:
+        super().check(config, fp8)
         unsupported.check_hybrid_attention(config)
-        whole = _supported(config, parts, experts=False)
+
+    def own_parts(self, whole: TransformerLayerSubmodules) -> TransformerLayerSubmodules:
         # in a whole layer the addition may be fused with the next norm; here, as after the MLP, none follows
-        own = replace(whole, self_attn_bda=whole.mlp_bda, **_NO_MLP)
-        super().__init__(config, own, *args, **kwargs)
-        _configure(self, parts, activations, source)
+        return replace(whole, self_attn_bda=whole.mlp_bda, **_NO_MLP)
 
 
-class FeedForwardLayer(MLPLayer):
-    """The feed-forward part of a layer, '-'; arguments as above."""
-
-    def __init__(
-        self, config, submodules=None, *args, parts: Callable, activations=None, source=None, **kwargs
-    ):
-        own = replace(_supported(config, parts, experts=False), **_NO_ATTENTION)
-        super().__init__(config, own, *args, **kwargs)
-        _configure(self, parts, activations, source)
+class FeedForwardLayer(_Layer, MLPLayer):
+    """The feed-forward part of a layer, '-'."""
 
 
-class ExpertsLayer(TransformerLayer):
-    """The experts of a layer, 'E'; arguments as above."""
+class ExpertsLayer(_Layer, TransformerLayer):
+    """The experts of a layer, 'E'."""
 
-    def __init__(
-        self, config, submodules=None, *args, parts: Callable, activations=None, source=None, **kwargs
-    ):
-        own = replace(_supported(config, parts, experts=True), **_NO_ATTENTION)
-        super().__init__(config, own, *args, **kwargs)
-        _configure(self, parts, activations, source)
+    experts = True
 
 
 class _NeedsTransformerEngine:

@@ -103,12 +103,8 @@ _LAYERS = (
         "overlap_dispatch_backward_with_experts_wgrad",
         reason="Transformer Engine's layers have it",
     ),
-    Unsupported(
-        "--cache-mla-latents",
-        lambda c: c.multi_latent_attention and c.cache_mla_latents,
-        "no cache is read, and decoding is not supported",
-    ),
-    Unsupported("--mla-down-proj-fusion", lambda c: c.multi_latent_attention and c.mla_down_proj_fusion),
+    *_fields("cache_mla_latents", reason="no cache is read, and decoding is not supported"),
+    *_fields("mla_down_proj_fusion"),
     Unsupported(
         "--qk-layernorm without --q-lora-rank",
         lambda c: NORMS_ALL_QUERIES and c.multi_latent_attention and c.qk_layernorm and c.q_lora_rank is None,
@@ -197,9 +193,8 @@ _COAT = (
         lambda c: _recomputes(c, "layernorm"),
         "outputs of norms are not kept",
     ),
-    Unsupported(
-        "--first-last-layers-bf16",
-        lambda c: c.first_last_layers_bf16,
+    *_fields(
+        "first_last_layers_bf16",
         fix='Remove it, and name the layers in --te-precision-config-file with {"coat": {"enabled": false}}',
     ),
     Unsupported(

@@ -303,25 +303,3 @@ def test_attention_is_saved_in_its_own_format(device):
     """The other tensors of the layer are saved in `saved_format`."""
     # queries, keys, values and the output, which the projection also saves as its origin
     assert formats_kept(device, attention_format="sqrt8", saved_format="e4m3")["sqrt8"] == 5
-
-
-@pytest.mark.usefixtures("megatron")
-def test_gradients_go_into_megatrons_buffers(device):
-    model = build()
-    wrapped = DistributedDataParallel(
-        model.config,
-        DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False),
-        model,
-    )
-    tokens, positions, mask = batch(device)
-    found = []
-    for modules in (False, True):
-        handles = take_modules(model) if modules else []
-        wrapped.zero_grad_buffer()
-        for _ in range(2):
-            wrapped(tokens, positions, mask, labels=tokens).float().mean().backward()
-        found.append({name: p.main_grad.clone() for name, p in model.named_parameters()})
-        for handle in handles:
-            handle.remove()
-    blocks, modules = found
-    assert all(torch.equal(blocks[name], grad) for name, grad in modules.items())

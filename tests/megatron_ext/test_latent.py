@@ -180,28 +180,6 @@ def test_saved_bytes_equal_the_arithmetic(device):
     assert kept - recomputed == gone - 2 * (Q + KV + KV + POSITIONS) - 4 * POSITIONS / B
 
 
-@pytest.mark.parametrize(
-    "recompute",
-    [
-        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-        {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
-        {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]},
-    ],
-    ids=["full", "core_attn", "mla_up_proj"],
-)
-def test_recompute_changes_nothing_else(device, recompute):
-    loss, grads = loss_and_grads(build(coat_layer_spec, HEADS, **LATENT), device)
-    again, recomputed = loss_and_grads(build(coat_layer_spec, HEADS, **LATENT, **recompute), device)
-    assert again.equal(loss)
-    for name, grad in grads.items():
-        if "mla_up_proj" in recompute.get("recompute_modules", ()) and "_up_proj" in name:
-            # the input is the norm's output, not one rebuilt from the norm's saved input: one rounding of the
-            # saved input, and one of each result as it enters the GEMM
-            assert rel_rms(recomputed[name], grad) < 3**0.5 * rounding_error(torch.float8_e4m3fn, device)
-        else:
-            assert recomputed[name].equal(grad), name
-
-
 def test_parts_and_checkpoints_are_megatrons(device):
     coat, stock = (build(spec, HEADS, 2, **LATENT, **EXPERTS) for spec in (coat_layer_spec, sdpa_layer_spec))
     attention = coat.decoder.layers[0].self_attention

@@ -204,22 +204,3 @@ def test_layers_of_multi_token_prediction_are_as_the_last(megatron, every, last)
     # some releases mark these layers with is_mtp_layer, others continue the numbers of the layers
     arguments = {"layer_number": 1, "is_mtp_layer": True}
     assert _has_experts(layer.config, **arguments) == last
-
-
-def test_recompute_changes_nothing_else(megatron):
-    tokens = torch.randint(0, VOCAB, (B, S), generator=torch.Generator().manual_seed(5))
-    results = []
-    for modules in (None, ["moe"], ["shared_experts"]):
-        selective = {"recompute_granularity": "selective", "recompute_modules": modules} if modules else {}
-        model = _build(coat_layer_spec, **selective)
-        loss = _loss(model, tokens)
-        loss.backward()
-        results.append((loss.detach(), {name: p.grad for name, p in model.named_parameters()}))
-    (loss, grads), *others = results
-    for again, recomputed in others:
-        assert again.equal(loss)
-        for name, grad in grads.items():
-            # the input of a shared expert's fc1 is then the norm's output itself, not one rebuilt from the
-            # saved input
-            bound = 3**0.5 * rounding_error(torch.float8_e4m3fn, "cpu") if "shared" in name else 0
-            assert rel_rms(recomputed[name], grad) <= bound, name

@@ -1,4 +1,4 @@
-"""FP8 inputs of regions that Megatron recomputes."""
+"""Megatron's recompute in COAT layers: it changes no result, and can save its inputs in FP8."""
 
 import pytest
 import torch
@@ -8,27 +8,71 @@ from coat_kernels.autograd.checkpointing import packed_bytes
 from megatron_ext import layer_specs
 from megatron_ext.layers import recompute
 from megatron_ext.model import ModelShape, build_gpt
+from tests.megatron_ext import layers
 from tests.megatron_ext.ranks import join
+from tests.megatron_ext.test_latent import LATENT as SOME_LATENT
+from tests.megatron_ext.test_moe import EXPERTS as SOME_EXPERTS
 from tests.util import rel_rms, run_distributed
 
 # the smallest input that is packed has 4096 elements
 S, B, H, FFN, HEADS, LAYERS, VOCAB = 64, 2, 64, 96, 4, 2, 64
 GROUP = 128
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+def selective(module):
+    return {"recompute_granularity": "selective", "recompute_modules": [module]}
+
+
 CASES = {
-    "uniform": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-    "block": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
-    "core_attn": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
-    "mlp": {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
-    "experts": {
-        "recompute_granularity": "full",
-        "recompute_method": "uniform",
-        "recompute_num_layers": 1,
-        "num_moe_experts": 8,
-        "moe_router_topk": 2,
-    },
+    "uniform": FULL,
+    "block": FULL | {"recompute_method": "block"},
+    "core_attn": selective("core_attn"),
+    "mlp": selective("mlp"),
+    "experts": FULL | {"num_moe_experts": 8, "moe_router_topk": 2},
 }
 # saved inputs of S * B * H elements: of both layers; of one layer; q, k and v of both; norms' outputs
 KEPT = {"uniform": 2, "block": 1, "core_attn": 6, "mlp": 2, "experts": 2}
+
+
+EXPERTS = {"layers": 2} | SOME_EXPERTS
+LATENT = {"groups": layers.HEADS} | SOME_LATENT
+# a model, what is recomputed, and a part of the names of weights whose gradients may differ: the input of
+# their layer is then the norm's output itself, not one rebuilt from the norm's saved input
+UNCHANGED = {
+    "full": ({}, FULL, None),
+    # linear_proj then saves attention's output in FP8: the codes that it would compute in backward
+    "core_attn": ({}, selective("core_attn"), None),
+    "mlp": ({}, selective("mlp"), "mlp.linear_fc1.weight"),
+    "latent, full": (LATENT, FULL, None),
+    "latent, core_attn": (LATENT, selective("core_attn"), None),
+    "latent, mla_up_proj": (LATENT, selective("mla_up_proj"), "_up_proj"),
+    "moe": (EXPERTS, selective("moe"), "shared"),
+    "shared_experts": (EXPERTS, selective("shared_experts"), "shared"),
+    "moe, grouped": (
+        EXPERTS | {"moe_grouped_gemm": True, "moe_shared_expert_intermediate_size": None},
+        selective("moe"),
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNCHANGED)
+def test_recompute_changes_nothing_else(megatron, device, case):
+    config, recomputed, other = UNCHANGED[case]
+    found = [
+        layers.loss_and_grads(layers.build(layer_specs.coat_layer_spec, **config, **more), device)
+        for more in ({}, recomputed)
+    ]
+    (loss, grads), (again, again_grads) = found
+    assert torch.equal(again, loss)
+    for name, grad in grads.items():
+        if other is None or other not in name:
+            assert torch.equal(again_grads[name], grad), name
+        else:
+            # one rounding of the saved input, and one of each result as it enters the GEMM
+            bound = 3**0.5 * layers.rounding_error(torch.float8_e4m3fn, device)
+            assert rel_rms(again_grads[name], grad) < bound, name
 
 
 @pytest.fixture
@@ -112,10 +156,9 @@ def test_random_states_are_replayed_exactly(megatron, device):
 def _distributed():
     join(2)
     recompute.install()
-    options = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     results = []
     for distribute in (False, True):
-        model = _model("coat_layer_spec", distribute_saved_activations=distribute, **options)
+        model = _model("coat_layer_spec", distribute_saved_activations=distribute, **FULL)
         results.append(_pass(model))
     return results
 
