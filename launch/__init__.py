@@ -1,7 +1,7 @@
 """Pretraining and its launchers, imported as `coat_launch`.
 
 It may import every other package. Start at
-pretrain_gpt.py, which trains, or at cluster.py, which starts it on several nodes.
+pretrain_gpt.py, which trains, or at torchrun_multinode.sh, which starts it on several nodes.
 """
 
 import importlib.resources

@@ -1,7 +1,7 @@
 """Checkpoints that stay valid when processes are killed while writing them.
 
     checkpoints/
-        step300/                   complete: DeepSpeed's files, and manifest.json with the layout of the run
+        step300/                   complete: DeepSpeed's files
         step400.5e1a7c2f.partial/  incomplete; removed before the next save
         latest                     the name of the newest complete one, for DeepSpeed's own tools
 
@@ -14,15 +14,12 @@ Nothing in a checkpoint is executed: torch reads tensors, plain containers, and 
 """
 
 import contextlib
-import dataclasses
-import json
 import os
 import pickle
 import re
 import shutil
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
@@ -30,134 +27,68 @@ import torch
 import torch.distributed as dist
 
 from coat_launch.errors import LaunchError
-from coat_launch.files import atomic_write, read_object
+from coat_launch.files import atomic_write
+from coat_launch.process_group import from_main, is_main
 
-MANIFEST = "manifest.json"
 PARTIAL = ".partial"
 _NAME = re.compile(r"step(\d+)")
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """How a run is distributed. ZeRO checkpoints can only be read with the layout that wrote them."""
-
-    data_parallel_size: int
-    zero_stage: int
-
-
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """A complete checkpoint."""
-
-    path: Path
-    layout: Layout
-
-    @property
-    def step(self) -> int:
-        return _step(self.path)
-
-
-def _step(path: Path) -> int:
+def step_of(path: Path) -> int:
+    """The step in a checkpoint's name; -1 if `path` is no complete checkpoint."""
     match = _NAME.fullmatch(path.name)
     return int(match[1]) if match and path.is_dir() else -1
 
 
-def leave_out_empty_states(model: torch.nn.Module) -> None:
-    """Keeps None, Megatron's extra state of a layer without extra state, out of checkpoints.
-
-    DeepSpeed's conversion to universal checkpoints treats it as a tensor; Megatron adds it on load if
-    missing.
-    """
-
-    def drop(module, state, prefix, metadata):
-        for name in [name for name, value in state.items() if value is None]:
-            del state[name]
-
-    model.register_state_dict_post_hook(drop)
-
-
 def newest(folder: Path) -> Path | None:
-    """The newest checkpoint in the folder. Collective."""
-    return from_main(lambda: next(iter(_named(folder)), None))
+    """The newest checkpoint in the folder, or the folder itself if it is one; None without. Collective."""
+    return from_main(lambda: folder if step_of(folder) >= 0 else next(iter(_complete(folder)), None))
 
 
-def _named(folder: Path) -> list[Path]:
-    """The paths that have a checkpoint's name, the newest first. One without a manifest is another program's:
-    a run must not ignore it and overwrite it."""
-    found = [path for path in folder.iterdir() if _step(path) >= 0] if folder.is_dir() else []
-    return sorted(found, key=_step, reverse=True)
+def _complete(folder: Path) -> list[Path]:
+    """The newest first."""
+    found = [path for path in folder.iterdir() if step_of(path) >= 0] if folder.is_dir() else []
+    return sorted(found, key=step_of, reverse=True)
 
 
-def save(
-    engine, folder: Path, step: int, layout: Layout, client_state: dict, *, keep: int | None = None
-) -> None:
-    """Writes `folder`/step`step` and points `latest` to it. Collective over all ranks.
+def save(engine, folder: Path, client_state: dict, *, keep: int | None = None) -> None:
+    """Writes `folder`/step`client_state["step"]` and points `latest` to it. Collective over all ranks.
 
     client_state: what `load` returns in addition to DeepSpeed's own; plain containers, numbers and tensors.
     keep: how many of the newest checkpoints stay; all without it.
 
     Raises LaunchError, on the rank on which it happens, if a file cannot be written.
     """
-    name = f"step{step}"
+    name = f"step{client_state['step']}"
     partial = folder / from_main(lambda: f"{name}.{uuid.uuid4().hex[:8]}{PARTIAL}")
     with _writing(folder):
         if is_main():
-            folder.mkdir(parents=True, exist_ok=True)
             for rest in folder.glob("*" + PARTIAL):
                 shutil.rmtree(rest)
-        # collective: no rank makes the new folder before
-        state = {**client_state, "rng": _gather(_rng_state())}
-        engine.save_checkpoint(str(folder), tag=partial.name, client_state=state, save_latest=False)
-        # all ranks have written their files
-        dist.barrier()
+        # begins and ends with a barrier
+        engine.save_checkpoint(str(folder), tag=partial.name, client_state=client_state, save_latest=False)
         if is_main():
-            manifest = {"layout": dataclasses.asdict(layout)}
-            atomic_write(partial / MANIFEST, json.dumps(manifest, indent=1).encode())
             for path in (*partial.iterdir(), partial):
                 _sync(path)
             partial.rename(folder / name)
             _sync(folder)
             atomic_write(folder / "latest", name.encode())
-            whole = [path for path in _named(folder) if (path / MANIFEST).is_file()]
-            for old in whole[keep:] if keep else ():
+            for old in _complete(folder)[keep:] if keep else ():
                 # a half-removed checkpoint must not look like a complete one
                 shutil.rmtree(old.rename(old.with_name(old.name + PARTIAL)))
     dist.barrier()
 
 
-def find(folder: Path) -> Checkpoint | None:
-    """The newest checkpoint in the folder, or the folder itself if it is one; None without any. Collective.
+def load(engine, path: Path) -> dict:
+    """Restores the engine; returns the client state. Collective.
 
-    Raises LaunchError for one without a manifest.
+    Raises LaunchError if a file contains more than data, and if it lacks what this run needs.
     """
-    path = folder if _step(folder) >= 0 else newest(folder)
-    if path is None:
-        return None
-    try:
-        saved = read_object(path / MANIFEST)["layout"]
-        return Checkpoint(path, Layout(saved["data_parallel_size"], saved["zero_stage"]))
-    except (ValueError, TypeError, KeyError) as error:
-        raise LaunchError(
-            f"{path}: its {MANIFEST} cannot be used ({error}). Remove this checkpoint: --resume then takes "
-            "the one before it"
-        ) from error
-
-
-def load(engine, found: Checkpoint, layout: Layout) -> dict:
-    """Restores the engine and the random states; returns the client state. Collective.
-
-    Raises LaunchError for a checkpoint of another layout, if a file contains more than data, and if it lacks
-    what this model and this optimizer need.
-    """
-    if found.layout != layout:
-        raise LaunchError(
-            f"{found.path} was written by {found.layout}, this is {layout}. Go on with the sizes and the "
-            "stage it was written with"
-        )
-    with reading(found.path):
+    with reading(path):
         with _data_only():
-            _, state = engine.load_checkpoint(str(found.path.parent), tag=found.path.name)
-        _set_rng_state(state["rng"][dist.get_rank()])
+            _, state = engine.load_checkpoint(str(path.parent), tag=path.name)
+        if state["step"] != step_of(path):
+            raise ValueError(f"the files are of step {state['step']}")
     return state
 
 
@@ -197,8 +128,8 @@ def reading(path: Path) -> Iterator[None]:
         why = str(error).rpartition("WeightsUnpickler error:")[2].strip()
         raise LaunchError(
             f"{path}: it does not hold what this run can load ({type(error).__name__}: {why}). Go on with "
-            "the model and the optimizer that it was written with, or remove it: --resume then takes the one "
-            "before it"
+            "the model, the optimizer, the ZeRO stage and the number of ranks that it was written with, or "
+            "remove it: --resume then takes the one before it"
         ) from error
 
 
@@ -231,38 +162,3 @@ def _stage(kind: object, name: str) -> object:
     if kind is not ZeroStageEnum or name not in ZeroStageEnum.__members__:
         raise pickle.UnpicklingError(f"expected a stage of ZeRO, found {name!r} of {kind}")
     return ZeroStageEnum[name]
-
-
-def _rng_state() -> dict:
-    from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
-    state = {"torch": torch.get_rng_state(), "megatron": get_cuda_rng_tracker().get_states()}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def _set_rng_state(state: dict) -> None:
-    from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
-    torch.set_rng_state(state["torch"])
-    get_cuda_rng_tracker().set_states(state["megatron"])
-    if torch.cuda.is_available() and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"])
-
-
-def is_main() -> bool:
-    return dist.get_rank() == 0
-
-
-def from_main(make: Callable):
-    """The value that rank 0 computes, on every rank. Collective."""
-    box = [make() if is_main() else None]
-    dist.broadcast_object_list(box)
-    return box[0]
-
-
-def _gather(value) -> list:
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values

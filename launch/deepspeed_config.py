@@ -65,32 +65,26 @@ def set_batch_sizes(config: dict, args: argparse.Namespace, ranks: int) -> tuple
 
     As in DeepSpeed, two of the JSON's three keys determine the third.
     """
-
-    def configured(key: str) -> int | None:
-        value = config.get(key, "auto")
-        if value != "auto" and (type(value) is not int or value < 1):
+    keys = ("train_micro_batch_size_per_gpu", "train_batch_size", "gradient_accumulation_steps")
+    given = {key: None if config.get(key) == "auto" else config.get(key) for key in keys}
+    for key, value in given.items():
+        if value is not None and (type(value) is not int or value < 1):
             raise LaunchError(
                 f"{key}: expected a whole number above 0 in the DeepSpeed JSON, found {value!r}"
             )
-        return None if value == "auto" else value
-
-    steps, total = configured("gradient_accumulation_steps"), configured("train_batch_size")
-    changed = args.micro_batch_size or args.global_batch_size
+    micro, total, passes = given.values()
     total = args.global_batch_size or total
-    micro = args.micro_batch_size or configured("train_micro_batch_size_per_gpu")
-    if micro is None:
-        micro = total // (ranks * steps) if total and steps and total % (ranks * steps) == 0 else 4
-    total = total or micro * ranks * (steps or 1)
-    passes, rest = divmod(total, micro * ranks)
-    if rest or (steps not in (None, passes) and not changed):
-        wanted = "a whole number" if changed or steps is None else steps
+    micro = args.micro_batch_size or micro or (total // (ranks * passes) if total and passes else 4)
+    if total and (args.micro_batch_size or args.global_batch_size):
+        passes = None
+    total = total or micro * ranks * (passes or 1)
+    passes = passes or total // (micro * ranks)
+    if micro * ranks * passes != total:
         raise LaunchError(
             f"--global-batch-size or train_batch_size: {total} is not the micro-batch {micro} times {ranks} "
-            f"data-parallel ranks times {wanted} of passes (gradient_accumulation_steps). Change one of them"
+            f"data-parallel ranks times {passes} passes (gradient_accumulation_steps). Change one of them"
         )
-    config.update(
-        train_micro_batch_size_per_gpu=micro, train_batch_size=total, gradient_accumulation_steps=passes
-    )
+    config.update(zip(keys, (micro, total, passes), strict=True))
     return micro, total
 
 

@@ -7,7 +7,6 @@ import math
 import torch
 
 from coat_launch.args import SHAPE_FLAGS
-from coat_launch.checkpoints import leave_out_empty_states
 from coat_launch.data import padded_vocab_size
 from coat_launch.errors import LaunchError
 
@@ -43,8 +42,15 @@ def build_model(args: argparse.Namespace, shape, coat, vocab_size: int) -> torch
         )
     except ValueError as error:
         raise LaunchError(str(error)) from error
-    leave_out_empty_states(model)
+    model.register_state_dict_post_hook(_drop_empty)
     return model
+
+
+def _drop_empty(module, state: dict, prefix, metadata) -> None:
+    """Keeps None, Megatron's extra state of a layer without extra state, out of checkpoints: DeepSpeed's
+    conversion to universal checkpoints treats it as a tensor. Megatron adds it on load if missing."""
+    for name in [name for name, value in state.items() if value is None]:
+        del state[name]
 
 
 def parameter_groups(model: torch.nn.Module) -> list[dict]:

@@ -24,7 +24,7 @@ try:
     from coat_launch import report
     from coat_launch.args import RUNS, parse_args
     from coat_launch.errors import LaunchError
-    from coat_launch.process_group import check_ranks
+    from coat_launch.process_group import check_launcher
     from coat_launch.trainer import Signals, Stopped, Trainer
 except ModuleNotFoundError as error:
     if error.name != "coat_launch":
@@ -118,7 +118,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv, __doc__)
     try:
         check_packages()
-        check_ranks(os.environ)
+        check_launcher(os.environ)
     except LaunchError as error:
         sys.exit(f"error: {error}")
     if args.compare:

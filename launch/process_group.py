@@ -1,27 +1,37 @@
-"""Ranks of the processes that a launcher has started, and their process group."""
+"""The process group of the ranks that a launcher has started, and the comparison of their nodes."""
 
 import datetime
+import hashlib
+import importlib.util
 import os
+import socket
+import uuid
+from collections.abc import Callable
+from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
+from coat_ds.doctor.packages import PYTHON, versions
 from coat_launch.errors import LaunchError
+from coat_launch.files import writing
 
 # variables of a process of mpirun or srun, with the number of processes
 _OTHERS = ("OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
+# NCCL's variables that may differ from node to node
+_OF_NODES = ("NCCL_SOCKET_IFNAME", "NCCL_DEBUG_FILE")
+_PACKAGES = (PYTHON, "torch", "deepspeed", "megatron-core", "triton", "coat-train")
+_ROOMS = ("coat_kernels", "coat_ds", "megatron_ext", "coat_launch")
 
 
-def check_ranks(env: dict[str, str]) -> None:
-    """Raises LaunchError if processes of a launcher would not find each other: each would train alone."""
-    others = (env[name] for name in _OTHERS if int(env.get(name, 1)) > 1)
-    if (count := env.get("WORLD_SIZE") or next(others, None)) is None:
-        return
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        if not env.get(name):
-            raise LaunchError(
-                f"{name}: not set, but this is one of {count} processes. Start them by torchrun or a script "
-                "of launch/, which set it; or train in one process, without the variables of other launchers"
-            )
+def check_launcher(env: dict[str, str]) -> None:
+    """Raises LaunchError for processes of mpirun or srun alone, each of which would train for itself."""
+    count = max(int(env.get(name, 1)) for name in _OTHERS)
+    if count > 1 and not env.get("WORLD_SIZE"):
+        raise LaunchError(
+            f"WORLD_SIZE: not set, but this is one of {count} processes. Start them by torchrun or a script "
+            "of launch/, which set it; or train in one process, without the variables of other launchers"
+        )
 
 
 def start_process_group(timeout: datetime.timedelta) -> torch.device:
@@ -52,7 +62,76 @@ def start_process_group(timeout: datetime.timedelta) -> torch.device:
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if alone:
         # a store in memory needs no free port
-        store = torch.distributed.HashStore()
-        torch.distributed.init_process_group("nccl" if on_gpu else "gloo", store=store, rank=0, world_size=1)
+        dist.init_process_group("nccl" if on_gpu else "gloo", store=dist.HashStore(), rank=0, world_size=1)
     deepspeed.init_distributed(timeout=timeout)
     return device
+
+
+def is_main() -> bool:
+    return dist.get_rank() == 0
+
+
+def from_main(make: Callable):
+    """The value that rank 0 computes, on every rank. Collective."""
+    box = [make() if is_main() else None]
+    dist.broadcast_object_list(box)
+    return box[0]
+
+
+def check_nodes(output: Path) -> None:
+    """Compares versions, sources and NCCL's variables of all nodes. Collective.
+
+    Raises LaunchError, on every rank, if they differ, and if a node does not see the folder `output`.
+    """
+    if dist.get_world_size() == 1:
+        return
+    shared = from_main(lambda: output / f".shared-{uuid.uuid4().hex}")
+    if is_main():
+        with writing(shared):
+            shared.touch()
+    # gloo: NCCL may not work if its variables differ
+    group, nodes = dist.new_group(backend="gloo"), [None] * dist.get_world_size()
+    dist.barrier(group)
+    mine = _node(shared) if int(os.environ["LOCAL_RANK"]) == 0 else None
+    dist.all_gather_object(nodes, mine, group)
+    if is_main():
+        shared.unlink()
+    if found := differences(list(filter(None, nodes)), output):
+        raise LaunchError("\n".join(["the nodes cannot train together:", *found]))
+
+
+def _node(shared: Path) -> dict:
+    """This node's properties, for `differences`."""
+    nccl = {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
+    digest = hashlib.sha256()
+    for room in _ROOMS:
+        folder = Path(importlib.util.find_spec(room).origin).parent
+        for path in sorted(folder.rglob("*.py")):
+            digest.update(f"{room}/{path.relative_to(folder)}\0".encode() + path.read_bytes())
+    return {
+        "host": socket.gethostname(),
+        "sees_output": shared.is_file(),
+        "same": {
+            **versions(_PACKAGES),
+            **{name: value for name, value in nccl.items() if name not in _OF_NODES},
+            "digest of the sources": digest.hexdigest()[:12],
+        },
+    }
+
+
+def differences(nodes: list[dict], output: Path) -> list[str]:
+    """Why these nodes cannot train together; each line names the host and the fix."""
+    first, found = nodes[0], []
+    for node in nodes:
+        for name in sorted(node["same"].keys() | first["same"].keys()):
+            mine, other = (part["same"].get(name) or "missing" for part in (node, first))
+            if mine != other:
+                found.append(
+                    f"{node['host']}: {name} is {mine}, on {first['host']} it is {other}. Make both the same"
+                )
+        if not node["sees_output"]:
+            found.append(
+                f"{node['host']}: does not see {output} of {first['host']}. Set OUTPUT to a folder that all "
+                "nodes share: every rank writes its part of a checkpoint there"
+            )
+    return found

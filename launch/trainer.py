@@ -20,12 +20,18 @@ from coat_launch.deepspeed_config import read_deepspeed_config, set_batch_sizes,
 from coat_launch.errors import LaunchError
 from coat_launch.files import lock_folder, writing
 from coat_launch.model import build_model, load_model_shape, parameter_groups, warmup_cosine
-from coat_launch.process_group import start_process_group
+from coat_launch.process_group import check_nodes, from_main, start_process_group
 
 # the first steps allocate memory and fill caches
 WARM_STEPS = 3
-# a key of the data's identity in a checkpoint that is not an option
-TOKENS = "training tokens"
+# the settings of a run that a checkpoint names, and what to give to go on from it
+IDENTITY = {
+    "seed": "--seed",
+    "seq-length": "--seq-length",
+    "global-batch-size": "--global-batch-size",
+    "training tokens": "the --data and --tokenizer of that run",
+    "ZeRO stage": "the --deepspeed-config of that run",
+}
 
 
 class Stopped(Exception):
@@ -85,8 +91,9 @@ class Trainer:
         """Starts the process groups, after the output is this run's."""
         args, timeout = self.args, datetime.timedelta(seconds=self.args.distributed_timeout)
         self.device = start_process_group(timeout)
-        if (why := checkpoints.from_main(self._take_output)) is not None:
+        if (why := from_main(self._take_output)) is not None:
             raise LaunchError(why)
+        check_nodes(Path(args.output))
         from megatron_ext import mpu
         from megatron_ext.model import initialize_model_parallel
         from megatron_ext.options import VARIABLE
@@ -268,61 +275,50 @@ class Trainer:
             self._log(f"validation loss {val_loss:.4f} after {self.step} steps")
         return val_loss
 
-    def _data_identity(self) -> dict:
-        """The settings that have to be equal for a resumed run to continue with the next data."""
-        return {
-            "seed": self.args.seed,
-            "seq-length": self.args.seq_length,
-            "global-batch-size": self.global_batch_size,
-            TOKENS: self.corpus.train.num_tokens,
-        }
-
-    @property
-    def layout(self) -> checkpoints.Layout:
-        stage = self.config.get("zero_optimization", {}).get("stage", 0)
-        return checkpoints.Layout(self.ranks, stage)
+    def _identity(self) -> dict:
+        """What has to be equal for a resumed run to continue with the next data, and with the same states."""
+        args, stage = self.args, self.engine.zero_optimization_stage()
+        tokens = self.corpus.train.num_tokens
+        values = (args.seed, args.seq_length, self.global_batch_size, tokens, int(stage))
+        return dict(zip(IDENTITY, values, strict=True))
 
     def _save(self) -> None:
-        state = {"step": self.step, "val_loss_start": self.val_loss_start, "data": self._data_identity()}
-        keep = self.args.keep_checkpoints
-        checkpoints.save(self.engine, self.checkpoint_folder, self.step, self.layout, state, keep=keep)
+        state = {"step": self.step, "val_loss_start": self.val_loss_start, "identity": self._identity()}
+        checkpoints.save(self.engine, self.checkpoint_folder, state, keep=self.args.keep_checkpoints)
 
-    def _find_checkpoint(self) -> checkpoints.Checkpoint | None:
+    def _find_checkpoint(self) -> Path | None:
         """The checkpoint to resume from. Refuses to treat an older run's checkpoints as this run's."""
-        found, folder = None, Path(self.args.resume or self.checkpoint_folder)
+        found, newest = None, checkpoints.newest(self.checkpoint_folder)
         if self.args.resume is not None:
-            found = checkpoints.find(folder)
+            found = checkpoints.newest(Path(self.args.resume)) if self.args.resume else newest
         if found is None and self.args.resume:
-            raise LaunchError(f"--resume {folder}: no checkpoint there (no folder named as step100)")
-        newest = checkpoints.newest(self.checkpoint_folder)
-        if newest is not None and (found is None or newest.resolve() != found.path.resolve()):
+            raise LaunchError(
+                f"--resume {self.args.resume}: no checkpoint there (no folder named as step100)"
+            )
+        if newest is not None and (found is None or newest.resolve() != found.resolve()):
             raise LaunchError(
                 f"--output {self.args.output}: {newest} is there, from an earlier run: go on from it with "
                 "--resume, remove it, or choose another folder"
             )
         return found
 
-    def _load(self, checkpoint: checkpoints.Checkpoint) -> None:
+    def _load(self, checkpoint: Path) -> None:
         from coat_kernels.weights import invalidate_weight_caches
 
-        state = checkpoints.load(self.engine, checkpoint, self.layout)
+        state = checkpoints.load(self.engine, checkpoint)
         # the pass that measured saved_bytes has used other weights
         invalidate_weight_caches()
-        now = self._data_identity()
-        with checkpoints.reading(checkpoint.path):
-            data = {key: state["data"][key] for key in now}
+        with checkpoints.reading(checkpoint):
+            saved = {key: state["identity"][key] for key in IDENTITY}
             self.step, self.val_loss_start = state["step"], float(state["val_loss_start"])
-            if self.step != checkpoint.step:
-                raise ValueError(f"the files are of step {self.step}")
-        for key, value in now.items():
-            if data[key] != value:
-                given = f"--{key} {data[key]}" if key != TOKENS else "the --data and --tokenizer of that run"
+        for key, value in self._identity().items():
+            if saved[key] != value:
                 raise LaunchError(
-                    f"--resume {checkpoint.path}: the checkpoint was made with {key} {data[key]}, found "
-                    f"{value}: the data would not go on where they stopped. Give {given}"
+                    f"--resume {checkpoint}: the checkpoint was made with {key} {saved[key]}, found {value}: "
+                    f"the run would not go on as it was. Give {IDENTITY[key]}"
                 )
         if self.is_main:
-            self._log(f"going on from {checkpoint.path}")
+            self._log(f"going on from {checkpoint}")
 
     def _describe(self) -> str:
         kind = torch.cuda.get_device_name() if self.device.type == "cuda" else "CPU"

@@ -84,9 +84,7 @@ def measured(folder: Path) -> dict:
 
 def saved(folder: Path) -> set[str]:
     """Names of complete checkpoints."""
-    return {path.parent.name for path in folder.glob("run/coat/checkpoints/*/manifest.json")} & {
-        f"step{step}" for step in range(100)
-    }
+    return {path.name for path in folder.glob("run/coat/checkpoints/step*") if path.name[4:].isdigit()}
 
 
 @pytest.mark.long("torchrun, which starts two processes that import the frameworks")
@@ -120,7 +118,7 @@ def test_kill_during_save(tmp_path, train, whole):
     kill."""
     folder = tmp_path / "run/coat/checkpoints"
     points = [{"kill_in_save": [0, file]} for file in (0, 1)]
-    points += [{"kill_at_event": [f"{folder}/", index]} for index in range(12)]
+    points += [{"kill_at_event": [f"{folder}/", index]} for index in range(10)]
     seen, before = set(), -1
     for point in points:
         ended = train("--resume", "--keep-checkpoints", 1, **point)
@@ -237,15 +235,14 @@ def test_disk_full_during_save(tmp_path, train, whole):
 
 
 def test_checkpoints_that_cannot_be_loaded(tmp_path, train, whole):
-    """A file without its end, and a folder renamed by hand or without a manifest, end the run with an error
-    that names the checkpoint. Without the checkpoint the run resumes from the one before it."""
+    """A file without its end, and a folder renamed by hand or without files, end the run with an error that
+    names the checkpoint. Without the checkpoint the run resumes from the one before it."""
     shutil.copytree(whole[1] / "run", tmp_path / "run")
     folder = tmp_path / "run/coat/checkpoints"
     os.truncate(folder / "step8/mp_rank_00_model_states.pt", 1000)
     shutil.copytree(folder / "step2", folder / "step9")
-    shutil.copytree(folder / "step2", folder / "step12")
-    (folder / "step12/manifest.json").unlink()
-    for step, why in ((12, "its manifest.json"), (9, "the files are of step 2"), (8, "it does not hold")):
+    (folder / "step12").mkdir()
+    for step, why in ((12, "it does not hold"), (9, "the files are of step 2"), (8, "it does not hold")):
         ended = train("--resume")
         assert ended.codes == [1] and "Traceback" not in ended.text
         assert f"error: {folder}/step{step}: " in ended.text and why in ended.text
@@ -320,8 +317,7 @@ def test_a_checkpoint_of_something_else(tmp_path, train, whole):
     assert f"error: {folder}: it does not hold" in ended.text and "size mismatch" in ended.text
     for changes, why in (
         ({"step": 7}, "of step 7"),
-        ({"data": {}}, "KeyError: 'seed'"),
-        ({"rng": 1}, "TypeError"),
+        ({"identity": {}}, "KeyError: 'seed'"),
     ):
         kept = (folder / "mp_rank_00_model_states.pt").read_bytes()
         forge(folder / "mp_rank_00_model_states.pt", **changes)
@@ -357,8 +353,9 @@ def test_resume_of_every_layout_and_stage(tmp_path, train, layout, stage, device
     assert (ended := train(*arguments, ranks=2)).codes == [0, 0], ended.text
     before = measured(tmp_path)
     shutil.rmtree(tmp_path / "run/coat/checkpoints/step4")
-    ended = train(*arguments)
-    assert ended.codes == [1] and "data_parallel_size=2" in ended.text and "Traceback" not in ended.text
+    if stage:
+        ended = train(*arguments)
+        assert ended.codes == [1] and "a DP world size of 2" in ended.text and "Traceback" not in ended.text
     assert (ended := train(*arguments, ranks=2)).codes == [0, 0], ended.text
     assert "going on from" in ended.text and measured(tmp_path) == before
 

@@ -21,7 +21,7 @@ from coat_launch.args import parse_args
 from coat_launch.deepspeed_config import set_batch_sizes, use_torch_adamw
 from coat_launch.errors import LaunchError
 from coat_launch.model import warmup_cosine
-from coat_launch.process_group import check_ranks
+from coat_launch.process_group import check_launcher
 from tests.launch.ranks import run_ranks
 
 pytestmark = pytest.mark.early
@@ -318,17 +318,14 @@ def test_weights_of_both_runs_decay_alike(given):
     assert built.param_groups[0]["weight_decay"] == coat["weight_decay"]
 
 
-def test_ranks_that_would_not_find_each_other_are_refused(tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("name", ["OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"])
+def test_processes_of_mpirun_or_srun_alone_are_refused(tmp_path, capsys, monkeypatch, name):
     """A batch script of Slurm and an interactive step are one process each, whatever the job requested."""
-    torchrun = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
-    for env in ({}, torchrun, torchrun | {"SLURM_STEP_NUM_TASKS": "2"}, {"SLURM_STEP_NUM_TASKS": "1"}):
-        check_ranks(env)
-    incomplete = [{k: v for k, v in torchrun.items() if k != name} for name in set(torchrun) - {"WORLD_SIZE"}]
-    for env in (*incomplete, {"OMPI_COMM_WORLD_SIZE": "8"}, {"SLURM_STEP_NUM_TASKS": "4"}):
-        with pytest.raises(LaunchError, match=": not set, but this is one of . processes"):
-            check_ranks(env)
-    for name, value in torchrun.items():
-        monkeypatch.setenv(name, value)
+    for env in ({}, {name: "1"}, {name: "2", "WORLD_SIZE": "2"}):
+        check_launcher(env)
+    monkeypatch.setenv(name, "4")
+    assert "WORLD_SIZE: not set, but this is one of 4 processes" in fails(capsys, tmp_path)
+    monkeypatch.setenv("WORLD_SIZE", "4")
     assert "--compare: trains in one process" in fails(capsys, tmp_path, "--compare")
 
 
