@@ -1,6 +1,5 @@
 """A run's outputs: metrics, the loss curves, the comparison."""
 
-import contextlib
 import io
 import json
 import logging
@@ -9,8 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean
 
-from coat_launch.errors import LaunchError
-from coat_launch.files import atomic_write, read_object, writing
+from coat_launch.files import atomic_write, writing
 
 # rows of the comparison: the key in summary.json, the title, its unit and its format
 _ROWS = (
@@ -37,7 +35,7 @@ def show_graphs() -> None:
 
 
 class MetricsWriter:
-    """Appends one JSON object per line and flushes it, so that records survive a crash.
+    """Appends one JSON object per line to a file that is closed in between, so that records survive a crash.
 
     Args:
         path: the file; several runs may share it one after the other.
@@ -54,18 +52,10 @@ class MetricsWriter:
             if record["run"] != run or (resume_step is not None and record["step"] <= resume_step)
         ]
         atomic_write(path, b"".join(map(_line, kept)))
-        with writing(path):
-            self._file = self._path.open("ab")
 
     def write(self, step: int, **values: float | int) -> None:
-        with writing(self._path):
-            self._file.write(_line({"run": self._run, "step": step, **values}))
-            self._file.flush()
-
-    def close(self) -> None:
-        # closing would retry a write that failed on a full disk, which `write` has reported
-        with contextlib.suppress(OSError):
-            self._file.close()
+        with writing(self._path), self._path.open("ab") as file:
+            file.write(_line({"run": self._run, "step": step, **values}))
 
 
 def _line(record: Mapping) -> bytes:
@@ -73,22 +63,8 @@ def _line(record: Mapping) -> bytes:
 
 
 def read_metrics(path: str | os.PathLike) -> list[dict]:
-    """All complete records; a last line that was cut off by a crash is left out.
-
-    Raises LaunchError for a line that is no record.
-    """
-    records = []
-    for number, line in enumerate(Path(path).read_bytes().split(b"\n")[:-1], 1):
-        try:
-            record = json.loads(line)
-            _ = record["run"], record["step"] + 1
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
-            raise LaunchError(
-                f"{path}, line {number}: expected a record with run and step, found {line[:60]!r}: remove "
-                "the line, or choose another folder with --output"
-            ) from error
-        records.append(record)
-    return records
+    """All complete records; a last line that was cut off by a crash is left out."""
+    return [json.loads(line) for line in Path(path).read_bytes().split(b"\n")[:-1]]
 
 
 def plot_runs(metrics: list[dict], path: str | os.PathLike) -> None:
@@ -101,10 +77,11 @@ def plot_runs(metrics: list[dict], path: str | os.PathLike) -> None:
     figure, axes = pyplot.subplots(figsize=(9, 5), layout="constrained")
     for index, run in enumerate(dict.fromkeys(record["run"] for record in metrics)):
         color, name = f"C{index}", run.upper()
-        losses, validations = (_points(metrics, run, key) for key in ("loss", "val_loss"))
-        label = f"{name} training, mean of {_SMOOTHED} steps"
-        axes.plot(list(losses), _means(list(losses.values())), color=color, lw=1, label=label)
-        axes.plot(list(validations), list(validations.values()), "o", color=color, label=f"{name} validation")
+        steps, losses = _points(metrics, run, "loss")
+        # means over the last steps
+        means = [fmean(losses[max(0, i + 1 - _SMOOTHED) : i + 1]) for i in range(len(losses))]
+        axes.plot(steps, means, color=color, lw=1, label=f"{name} training, mean of {_SMOOTHED} steps")
+        axes.plot(*_points(metrics, run, "val_loss"), "o", color=color, label=f"{name} validation")
     axes.set(xlabel="step", ylabel="loss, nats per token")
     axes.grid(alpha=0.3)
     axes.legend()
@@ -114,29 +91,14 @@ def plot_runs(metrics: list[dict], path: str | os.PathLike) -> None:
     atomic_write(path, image.getvalue())
 
 
-def _points(metrics: list[dict], run: str, key: str) -> dict[int, float]:
-    return {record["step"]: record[key] for record in metrics if record["run"] == run and key in record}
-
-
-def _means(values: list[float]) -> list[float]:
-    """Running means over the last `_SMOOTHED` values."""
-    return [fmean(values[max(0, i + 1 - _SMOOTHED) : i + 1]) for i in range(len(values))]
+def _points(metrics: list[dict], run: str, key: str) -> tuple[list[int], list[float]]:
+    found = {record["step"]: record[key] for record in metrics if record["run"] == run and key in record}
+    return list(found), list(found.values())
 
 
 def write_summary(path: str | os.PathLike, summary: Mapping) -> None:
     """Writes `summary`, or `{"bf16": {...}, "coat": {...}}`, each with the keys of the comparison."""
     atomic_write(path, json.dumps(summary, indent=2).encode() + b"\n")
-
-
-def read_summary(path: str | os.PathLike) -> dict:
-    """Reads one run from the file of `write_summary`. Raises LaunchError for any other content."""
-    try:
-        summary = read_object(path)
-        if missing := {key for key, *_ in _ROWS} - summary.keys():
-            raise ValueError(f"no {min(missing)} in it")
-    except ValueError as error:
-        raise LaunchError(f"{path}: {error}: remove it, or choose another folder with --output") from error
-    return summary
 
 
 def comparison_table(summary: Mapping[str, Mapping]) -> str:

@@ -61,11 +61,9 @@ class Trainer:
         coat = CoatConfig.from_dict(self.config.get("coat"))
         self.run = "coat" if coat.enabled else "bf16"
         # readings go to the run's folder unless the block names another, for `coat watch`
-        self._readings = None
         if coat.enabled and coat.watch.every and not coat.watch.folder:
             found = dataclasses.asdict(coat.watch) | {"folder": str(self.folder)}
             self.config["coat"] = {**self.config["coat"], "watch": found}
-            self._readings = self.folder / FILE
         shape = load_model_shape(args)
         self.corpus: Corpus = load_corpus(
             args.data, seq_length=args.seq_length, seed=args.seed, tokenizer=args.tokenizer
@@ -163,23 +161,13 @@ class Trainer:
             with writing(self.folder):
                 self.folder.mkdir(exist_ok=True)
                 # of an earlier run
-                (self.folder / "summary.json").unlink(missing_ok=True)
-                if self._readings is not None and not self.resumed:
-                    self._readings.unlink(missing_ok=True)
+                for name in ("summary.json", *(() if self.resumed else (FILE,))):
+                    (self.folder / name).unlink(missing_ok=True)
             self._metrics = report.MetricsWriter(
                 Path(args.output) / "metrics.jsonl", self.run, self.step if self.resumed else None
             )
             self._log(self._describe())
-        try:
-            val_loss, speeds = self._train_to_the_end(signals)
-        finally:
-            if self.is_main:
-                self._metrics.close()
-        return self._summary(val_loss, speeds)
-
-    def _train_to_the_end(self, signals: Signals) -> tuple[float, list[float]]:
-        """The last validation loss, and the tokens per second of each step."""
-        args, val_loss, speeds = self.args, None, []
+        val_loss, speeds = None, []
         if self.val_loss_start is None:
             self.val_loss_start = self._validate()
         while self.step < args.steps:
@@ -197,7 +185,7 @@ class Trainer:
             if stopping:
                 raise Stopped(f"stopped by a signal after step {self.step}, saved; go on with --resume")
         # None: the previous run ended between its last checkpoint and its summary
-        return self._validate() if val_loss is None else val_loss, speeds
+        return self._summary(self._validate() if val_loss is None else val_loss, speeds)
 
     def _record_step(self, loss: float, speed: float) -> None:
         """Raises LaunchError if training has diverged."""

@@ -9,8 +9,8 @@ import torch
 
 from benchmarks.common.environment import device
 from benchmarks.common.shapes import Stack
+from coat_launch.batches import Batch, Split
 from coat_launch.data import load_corpus, padded_vocab_size
-from coat_launch.split import Batch, Split
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 LR, BETAS, EPS, WEIGHT_DECAY = 1e-3, (0.9, 0.95), 1e-8, 0.1
@@ -49,7 +49,7 @@ class Trained(NamedTuple):
 
 
 def loss_of(model: torch.nn.Module, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """Mean loss of a batch of `coat_launch.split`."""
+    """Mean loss of a batch of `coat_launch.batches`."""
     device = next(model.parameters()).device
     tokens, labels, _, positions = (t.to(device) for t in batch)
     return model(tokens, positions, None, labels=labels).mean()

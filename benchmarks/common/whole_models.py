@@ -12,7 +12,7 @@ from benchmarks.common.training import BETAS, loss_of
 from coat_ds import plan
 from coat_ds.config import CoatConfig
 from coat_ds.plan.systems import FASTEST
-from coat_launch.split import Batch
+from coat_launch.batches import Batch
 
 # different batches, so that scales predicted from the last pass are not always right
 BATCHES = 4

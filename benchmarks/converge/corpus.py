@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from coat_launch.split import Split
-from coat_launch.text import Tokenizer
+from coat_launch.batches import Split
+from coat_launch.data import Tokenizer
 
 SUFFIXES = {".py", ".pyi", ".pyx", ".md", ".rst", ".txt", ".h", ".hpp", ".cuh", ".cu", ".cpp", ".c", ".cc"}
 # larger ones are tables and generated code

@@ -257,14 +257,11 @@ def make_run(run: Run, setup: Setup, conditions: dict, environment: dict) -> boo
     progress = Progress(**json.loads(latest.read_text())) if latest.exists() else Progress()
     metrics = MetricsWriter(setup.runs / f"{run.name}.jsonl", run.name, progress.step or None)
     result: dict[str, object] = {}
-    try:
-        while progress.step < recipe.steps and not result:
-            progress, result = make_phase(run, setup, progress, metrics, checkpoints)
-            if time.monotonic() > setup.deadline and progress.step < recipe.steps and not result:
-                print(f"{run.name}: time is over after step {progress.step} of {recipe.steps}", flush=True)
-                return False
-    finally:
-        metrics.close()
+    while progress.step < recipe.steps and not result:
+        progress, result = make_phase(run, setup, progress, metrics, checkpoints)
+        if time.monotonic() > setup.deadline and progress.step < recipe.steps and not result:
+            print(f"{run.name}: time is over after step {progress.step} of {recipe.steps}", flush=True)
+            return False
     result |= summary_of(setup.runs / f"{run.name}.jsonl", progress, "note" not in result)
     write_summary(
         setup.runs / f"{run.name}.json",

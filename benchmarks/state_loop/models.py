@@ -11,8 +11,8 @@ from benchmarks.converge import corpus, prepare_text
 from benchmarks.converge.recipe import RECIPES, TINY
 from benchmarks.finetune import pretrained
 from benchmarks.numerics import OUTLIERS
+from coat_launch.batches import Split
 from coat_launch.data import load_corpus
-from coat_launch.split import Split
 
 SEED = 1234
 # ids of the model most of whose tokens are rare, and sequences of a step

@@ -27,7 +27,7 @@ from benchmarks.common.whole_models import (
     train_step,
 )
 from benchmarks.train.search import Case, identity, next_case
-from coat_launch.split import Batch
+from coat_launch.batches import Batch
 
 WARMUP = 3
 # bytes that a case may leave allocated for the next one of its process

@@ -11,7 +11,7 @@ from benchmarks import finetune as benchmark
 from benchmarks.finetune import pretrained
 from benchmarks.finetune.table import parse
 from coat_ds import CoatConfig
-from coat_launch.split import Batch
+from coat_launch.batches import Batch
 from tests.benchmarks.test_harness import run
 
 ENDINGS = ("river", "mountain", "village", "garden", "harbour")

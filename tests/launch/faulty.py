@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from coat_launch import pretrain_gpt
-from coat_launch.split import Split
+from coat_launch.batches import Split
 from coat_launch.trainer import Trainer
 
 # events that change a folder; the path is the first argument

@@ -6,10 +6,9 @@ import tokenizers
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from coat_launch.data import load_corpus, padded_vocab_size
+from coat_launch.batches import Split
+from coat_launch.data import Tokenizer, load_corpus, padded_vocab_size, tokenise
 from coat_launch.errors import LaunchError
-from coat_launch.split import Split
-from coat_launch.text import Tokenizer, tokenise
 
 END = 256
 
@@ -171,7 +170,7 @@ def test_lines_that_are_no_documents(tmp_path, line):
 
 def test_blocks_do_not_cut_lines_or_characters(tmp_path, monkeypatch):
     # blocks then end within characters and lines
-    monkeypatch.setattr("coat_launch.text.BLOCK_BYTES", 5)
+    monkeypatch.setattr("coat_launch.data.BLOCK_BYTES", 5)
     text = "äöü ßßß\n" * 50 + "ünfinished"
     (tmp_path / "a.txt").write_text(text, "utf-8")
     corpus = load_corpus([tmp_path / "a.txt"], seq_length=1, seed=0)
