@@ -8,7 +8,7 @@ from triton.runtime.jit import JITFunction
 
 from coat_kernels import activation as act
 from coat_kernels import experts, norm, rope, tensorwise
-from coat_kernels.tensorwise import operands
+from tests.interpreter import take_kernels
 from tests.kernels.producers import PRODUCERS
 
 
@@ -61,18 +61,7 @@ def kernels(takes_kernels, monkeypatch):
     """Runs a test with the references and with the kernels. Each kernel program covers several tiles, the
     last one partial."""
     if takes_kernels:
-        for module in (
-            act.op,
-            experts.gates,
-            experts.order,
-            operands,
-            norm.op,
-            rope.op,
-            tensorwise.scale,
-            tensorwise.quantize,
-            tensorwise.transpose,
-        ):
-            monkeypatch.setattr(module, "uses_kernels", lambda x: True)
+        take_kernels(monkeypatch)
         for tile in ("FORWARD", "BACKWARD", "OPERANDS"):
             monkeypatch.setattr(act.kernels, f"{tile}_ROWS", 16)
             monkeypatch.setattr(act.kernels, f"{tile}_COLUMNS", 32)

@@ -10,13 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from coat_kernels import activation as activation_module
-from coat_kernels import norm, rope, tensorwise
 from coat_kernels.activation import activation
 from coat_kernels.autograd.origin import maxima_of, origin_of
 from coat_kernels.linear import fp8_linear
 from coat_kernels.norm import layer_norm, rms_norm
 from coat_kernels.rope import rotate_qkv
+from tests.interpreter import take_kernels
 from tests.util import rel_rms
 
 ROOT = Path(__file__).parents[2]
@@ -184,16 +183,7 @@ def test_nothing_in_nothing_out(shape, takes_kernels, device, monkeypatch):
     """Experts without tokens and empty batches: results and gradients are empty, gradients of weights are
     zero."""
     if takes_kernels:
-        for module in (
-            tensorwise.scale,
-            tensorwise.quantize,
-            tensorwise.transpose,
-            norm.op,
-            activation_module.op,
-            rope.op,
-            tensorwise.operands,
-        ):
-            monkeypatch.setattr(module, "uses_kernels", lambda x: True)
+        take_kernels(monkeypatch)
     stack, x = Stack(device, with_bias=True), leaf(*shape, device=device)
 
     def whole(x):

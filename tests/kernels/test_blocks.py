@@ -8,8 +8,7 @@ import weakref
 import pytest
 import torch
 
-from coat_kernels import activation as act
-from coat_kernels import blocks, norm, rope, tensorwise
+from coat_kernels import blocks, norm, tensorwise
 from coat_kernels.activation import activation
 from coat_kernels.autograd.origin import Origin, origin_of, with_origin
 from coat_kernels.blocks import ActivationOptions, mlp_block, norm_options, qkv_block
@@ -19,6 +18,7 @@ from coat_kernels.norm import layer_norm, rms_norm
 from coat_kernels.rope import rotate_qkv
 from coat_kernels.tensorwise import PredictedScale, quantize_tensor, together
 from coat_kernels.weights import WeightCache
+from tests.interpreter import take_kernels
 from tests.util import rel_rms
 
 # the number of tokens is no multiple of 16 or of a tile, the number of channels no multiple of the group size
@@ -31,17 +31,7 @@ GROUPS, M, D, R = 2, 2, 16, 16
 def kernels(takes_kernels, monkeypatch):
     """Runs a test with the references and with the kernels. Each kernel program covers several tiles."""
     if takes_kernels:
-        for module in (
-            act.op,
-            tensorwise.operands,
-            norm.op,
-            rope.op,
-            tensorwise.scale,
-            tensorwise.quantize,
-            tensorwise.transpose,
-            together,
-        ):
-            monkeypatch.setattr(module, "uses_kernels", lambda x: True)
+        take_kernels(monkeypatch)
         monkeypatch.setattr(norm.kernels, "FORWARD_TILE", 1024)
         for module in (tensorwise.scale, together):
             monkeypatch.setattr(module, "CORRECTING_PROGRAMS", 3)

@@ -22,6 +22,7 @@ from coat_kernels.fp8 import E4M3, E5M2
 from coat_kernels.linear import LinearFormats, LinearOptions, fp8_linear
 from coat_kernels.tensorwise import PredictedScale, quantize_tensor
 from coat_kernels.weights import WeightCache
+from tests.interpreter import take_kernels
 from tests.kernels.agreement import E4M3_RMS, E5M2_RMS
 from tests.kernels.inputs import check_sums
 from tests.util import rel_rms
@@ -203,8 +204,7 @@ def test_maxima_of_the_producers_are_used(device, monkeypatch):
 def test_predicted_scales_change_no_bit(compiled, device, monkeypatch):
     """Whatever the tensors of the previous pass were. Kernels then make no extra pass for the scale."""
     if not compiled:
-        for module in (tensorwise.operands, tensorwise.scale, tensorwise.quantize, tensorwise.transpose):
-            monkeypatch.setattr(module, "uses_kernels", lambda x: True)
+        take_kernels(monkeypatch)
     scales = {"x_scale": PredictedScale(E4M3), "grad_scale": PredictedScale(E5M2), "cache": WeightCache()}
     x, weight, bias = leaves(torch.randn(33, 64), torch.randn(48, 64), torch.randn(48), device=device)
     grad = torch.randn(33, 48, device=device, dtype=torch.bfloat16)

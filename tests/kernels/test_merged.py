@@ -9,6 +9,7 @@ from coat_kernels.linear import fp8_linear
 from coat_kernels.tensorwise import PredictedScale, predicted
 from coat_kernels.tensorwise.quantize import quantize_tensor_reference
 from coat_kernels.weights import WeightCache, invalidate_weight_caches
+from tests.interpreter import take_kernels
 
 ROWS, K, TOKENS = (48, 16, 32), 64, 24
 
@@ -20,11 +21,10 @@ def weights_of(device, trained=True):
     return tuple(torch.nn.Parameter(w.to(device, torch.bfloat16), requires_grad=trained) for w in weights)
 
 
-@pytest.fixture(params=[False, True], ids=["reference", "kernels"])
-def kernels(request, device, monkeypatch):
-    """Runs a test with the kernels. A GPU uses them anyway."""
-    if request.param:
-        monkeypatch.setattr(quantizing, "uses_kernels", lambda x: True)
+@pytest.fixture
+def kernels(takes_kernels, monkeypatch):
+    if takes_kernels:
+        take_kernels(monkeypatch)
 
 
 @pytest.mark.parametrize("keep", ["none", "fp8"])

@@ -12,6 +12,7 @@ from coat_kernels.autograd.origin import with_maxima
 from coat_kernels.fp8 import E4M3, E5M2
 from coat_kernels.tensorwise import PredictedScale
 from coat_kernels.tensorwise.operands import fp8_operands
+from tests.interpreter import take_kernels
 from tests.kernels.inputs import check_sums, hard
 from tests.kernels.producers import PRODUCERS, same
 from tests.util import default_dtype
@@ -98,8 +99,7 @@ def test_a_right_prediction_leaves_the_codes_alone(layouts, small_tiles, device)
 
 def test_maxima_that_are_known_save_the_prediction(small_tiles, device, monkeypatch):
     """The quantizing launch reads a few maxima; the largest of many maxima is found before it."""
-    for module in (tensorwise.operands, tensorwise.scale, tensorwise.quantize, tensorwise.transpose):
-        monkeypatch.setattr(module, "uses_kernels", lambda x: True)
+    take_kernels(monkeypatch)
     monkeypatch.setattr(tensorwise.operands, "Attempt", None)
     reduced = []
     largest_triton = tensorwise.scale.largest_triton

@@ -7,6 +7,7 @@ from coat_kernels import tensorwise
 from coat_kernels.fp8 import E4M3, E5M2
 from coat_kernels.tensorwise import PredictedScale, together
 from coat_kernels.tensorwise.operands import fp8_operands
+from tests.interpreter import take_kernels
 from tests.kernels.inputs import SHAPES, hard, wide
 
 FORMATS = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda f: f.name)
@@ -18,14 +19,7 @@ def small_tiles(monkeypatch):
     monkeypatch.setattr(together, "BLOCK", 64)
     monkeypatch.setattr(together, "COLUMNS_TILE", (32, 16))
     monkeypatch.setattr(together, "CORRECTING_PROGRAMS", 3)
-    for module in (
-        tensorwise.operands,
-        tensorwise.scale,
-        tensorwise.quantize,
-        tensorwise.transpose,
-        together,
-    ):
-        monkeypatch.setattr(module, "uses_kernels", lambda x: True)
+    take_kernels(monkeypatch)
 
 
 # of very different sizes, ending within tiles; and inputs that have broken quantizers

@@ -8,6 +8,7 @@ from coat_kernels.fp8 import E4M3, E5M2
 from coat_kernels.linear import fp8_linear
 from coat_kernels.tensorwise.quantize import quantize_tensor_reference
 from coat_kernels.weights import WeightCache, invalidate_weight_caches
+from tests.interpreter import take_kernels
 
 
 @pytest.fixture
@@ -28,14 +29,7 @@ def work(monkeypatch):
 @pytest.fixture
 def kernels(takes_kernels, monkeypatch):
     if takes_kernels:
-        for module in (
-            tensorwise.operands,
-            weights,
-            tensorwise.scale,
-            tensorwise.quantize,
-            tensorwise.transpose,
-        ):
-            monkeypatch.setattr(module, "uses_kernels", lambda x: True)
+        take_kernels(monkeypatch)
 
 
 def layer(device):

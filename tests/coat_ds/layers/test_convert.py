@@ -27,6 +27,7 @@ from tests.coat_ds.layers.measures import (
 )
 from tests.coat_ds.layers.parts import plain, rewritten
 from tests.families import FAMILIES
+from tests.interpreter import take_kernels
 from tests.util import default_dtype, rel_rms
 
 LLAMA = FAMILIES["llama"]
@@ -48,8 +49,7 @@ def test_which_products_are_summed_with_fewer_bits(which, monkeypatch):
 
 
 def test_input_and_gradient_have_predictions_of_their_own(device, monkeypatch):
-    for module in (tensorwise.operands, tensorwise.scale, tensorwise.quantize, tensorwise.transpose):
-        monkeypatch.setattr(module, "uses_kernels", lambda x: True)
+    take_kernels(monkeypatch)
     model = coat_ds.convert(nn.Linear(64, 32, bias=False, device=device, dtype=torch.bfloat16))
     x = torch.full((16, 64), 3.0, device=device, dtype=torch.bfloat16)
     grad = torch.full((16, 32), 2.0**-20, device=device, dtype=torch.bfloat16)
