@@ -1,10 +1,10 @@
 """Tables of docs/numerics.md, and of formats on docs/design.md."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from benchmarks.common.pairs import paired
-from benchmarks.tables.blocks import Results, block, data, percent, table
+from benchmarks.tables.blocks import Results, between, block, data, percent, table
 from coat_launch.report import read_metrics
 
 FASTEST, SMALLEST = '"fastest"', '"smallest"'
@@ -84,9 +84,6 @@ def other_runs(results: Results) -> str:
     switched = "125M, 150M tokens, switched half-way"
     lines = [
         _compared(results, "125M, 240M tokens", "converge_long.csv", ("BF16", "COAT"), ("bf16", "coat")),
-        _compared(
-            results, "125M, 150M tokens", "converge.csv", ("COAT", "gradients in E4M3"), ("coat", "coat-e4m3")
-        ),
         _compared(results, switched, "converge.csv", ("BF16", "BF16, then COAT"), ("bf16", "bf16-to-coat")),
         _compared(results, switched, "converge.csv", ("BF16", "COAT, then BF16"), ("bf16", "coat-to-bf16")),
         _compared(results, states, "converge_beta2_150m.csv", ("FP32 moments", "8-bit moments"), moments[:2]),
@@ -192,22 +189,50 @@ def moments(results: Results) -> str:
     return table([head, "bytes per parameter", "error of updates, β2 0.95", "β2 0.999"], *lines)
 
 
-@block("numerics.md", "parts of fine-tuning")
-def parts_of_fine_tuning(results: Results) -> str:
-    """A line for each change, over its seeds, above BF16 of the same seed."""
-    file = "sensitivity.csv"
-    bf16 = {row["seed"]: row["val_loss"] for row in results.rows(file, system="bf16")}
+@block("numerics.md", "gradients")
+def gradients(results: Results) -> str:
+    """A line for each variant: errors of weight gradients, and losses above BF16 of the same seed."""
+    tuned, learned = "sensitivity.csv", "memorize.csv"
+    bf16 = {row["seed"]: row for row in results.rows(tuned, system="bf16")}
+    variants = (
+        # name, in numerics.csv, in converge_stopped.csv, in sensitivity.csv, in memorize.csv
+        ('E5M2 (`"backward_format": "e5m2"`)', "ours", "coat_same_step", "coat", "COAT"),
+        ("E4M3", "ours, gradients E4M3", "val_loss", "coat-e4m3", "COAT, E4M3 gradients"),
+        ("E5M2, first and last layer in BF16", None, None, "coat, first and last layer in BF16", None),
+    )
     lines = []
-    for system, title in (
-        ("coat", "COAT"),
-        ("coat-e4m3", 'gradients in E4M3 (`"backward_format": "e4m3"`)'),
-        ("coat, first and last layer in BF16", "first and last layer in BF16"),
-    ):
-        rows = results.rows(file, system=system)
-        own, stock = (
-            statistics.mean(row[key] - bf16[row["seed"]] for row in rows)
-            for key in ("val_loss", "val_loss_bf16")
-        )
-        lines.append([title, str(len(rows)), f"{own:+.4f}", f"{stock:+.4f}"])
-    title = data(file, "SmolLM2-135M, 10M tokens")
-    return table([title, "seeds", "above BF16 in COAT's layers", "in stock layers"], *lines)
+    for title, error, trained, finetuned, memorized in variants:
+        line = [title]
+        if error is None:
+            line += ["", "", ""]
+        else:
+            row = results.row("numerics.csv", data="trained", layer=error, figure="to TE current")
+            line.append(between([row[f"linear_{name}"] for name in ("qkv", "proj", "fc1", "fc2")], "{:.2f}"))
+            for model in ("125m", "1b"):
+                rows = results.rows("converge_stopped.csv", model=model)
+                line.append(_signed(rows, lambda row, key=trained: row[key] - row["bf16_same_step"]))
+        rows = results.rows(tuned, system=finetuned)
+        line.append(_signed(rows, lambda row: row["val_loss"] - bf16[row["seed"]]["val_loss"]))
+        line.append(_signed(rows, lambda row: row["val_loss_bf16"] - bf16[row["seed"]]["val_loss_bf16"]))
+        for family in ("Mistral", "Qwen3"):
+            rows = results.rows(learned, family=family, system=memorized) if memorized else []
+            line.append(_signed(rows, lambda row: row["over_bf16"]))
+        lines.append(line)
+    head = [
+        "gradients in",
+        data("numerics.csv", "error of weight gradients, TransformerEngine's is 1"),
+        data("converge_stopped.csv", "125M, 134M to 150M tokens"),
+        "1B, 32M of 46M tokens",
+        data(tuned, "SmolLM2, 10M tokens"),
+        "in stock layers",
+        data(learned, "one batch, Mistral's layers"),
+        "Qwen3's",
+    ]
+    return table(head, *lines)
+
+
+def _signed(rows: list[dict], value: Callable[[dict], float]) -> str:
+    """The mean over rows, and the number of seeds."""
+    if not rows:
+        return ""
+    return f"{statistics.mean(map(value, rows)):+.4f} ({len(rows)})"
