@@ -76,15 +76,16 @@ def _weights(model):
     return {name: whole(p, p.detach().clone()) for name, p in model.named_parameters()}
 
 
-def _sharded(model):
+def sharded(model, alone=False):
+    """alone: whether each rank writes its own shard (`singleton_local_shards`)."""
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    return model.sharded_state_dict(metadata={"dp_cp_group": group})
+    return model.sharded_state_dict(metadata={"dp_cp_group": group, "singleton_local_shards": alone})
 
 
 def _places(model):
     """The tensor of the checkpoint and the part of it that each entry stands for."""
     found = {}
-    for name, entry in _sharded(model).items():
+    for name, entry in sharded(model).items():
         parts = entry.build() if isinstance(entry, ShardedTensorFactory) else [entry]
         for i, part in enumerate(parts):
             if isinstance(part, ShardedTensor):
@@ -96,14 +97,14 @@ def _places(model):
     return found
 
 
-def _save(model, folder):
+def save(model, folder, alone=False):
     folder.mkdir(exist_ok=True)
     dist.barrier()
-    dist_checkpointing.save(_sharded(model), str(folder))
+    dist_checkpointing.save(sharded(model, alone), str(folder))
 
 
-def _load(model, folder):
-    model.load_state_dict(dist_checkpointing.load(_sharded(model), str(folder)))
+def load(model, folder, alone=False):
+    model.load_state_dict(dist_checkpointing.load(sharded(model, alone), str(folder)))
 
 
 def _two_ranks(folder):
@@ -126,12 +127,12 @@ def _two_ranks(folder):
             if name in ("llama", "experts"):
                 _shake(stock)
                 found["saved"] = _weights(stock)
-                _save(stock, folder / f"stock {name}")
-                _load(coat, folder / f"stock {name}")
+                save(stock, folder / f"stock {name}")
+                load(coat, folder / f"stock {name}")
                 found["loaded"] = _weights(coat)
-                _save(coat, folder / f"coat {name}")
+                save(coat, folder / f"coat {name}")
                 again = _stock(config, seed=3)
-                _load(again, folder / f"coat {name}")
+                load(again, folder / f"coat {name}")
                 found["loaded again"] = _weights(again)
             result[name] = found
             parallel_state.destroy_model_parallel()
@@ -148,7 +149,7 @@ def _one_rank(folder):
                 ("stock", _build(coat_layer_spec, config, seed=4)),
                 ("coat", _stock(config, seed=5)),
             ):
-                _load(model, folder / f"{source} {name}")
+                load(model, folder / f"{source} {name}")
                 result[name, source] = _weights(model)
     return result
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from coat_ds.config import CoatConfig
-from tests.megatron_ext.test_checkpoints import _build, _shake, _stock
+from tests.megatron_ext.test_checkpoints import _build, _shake, _stock, load, save, sharded
 from tests.megatron_ext.test_grouped_experts import GROUPED
 from tests.megatron_ext.test_moe import EXPERTS, GPT
 from tests.megatron_ext.test_optimizer import _plain
@@ -36,13 +36,6 @@ def _grouped(config, seed):
     return _build(coat_layer_spec, config | GROUPED, seed)
 
 
-def _sharded(model, alone=False):
-    from megatron.core import parallel_state
-
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    return model.sharded_state_dict(metadata={"dp_cp_group": group, "singleton_local_shards": alone})
-
-
 def _flat(parts):
     return [leaf for part in parts for leaf in _flat(part)] if isinstance(parts, list) else [parts]
 
@@ -52,7 +45,7 @@ def _places(model, alone):
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
     found = []
-    for entry in _sharded(model, alone).values():
+    for entry in sharded(model, alone).values():
         for part in _flat(entry.build() if isinstance(entry, ShardedTensorFactory) else entry):
             place = part.key, part.global_shape, part.global_offset, part.replica_id
             if isinstance(part, ShardedTensor):
@@ -61,18 +54,8 @@ def _places(model, alone):
     return sorted(found, key=str)
 
 
-def _save(model, folder, alone=False):
-    from megatron.core import dist_checkpointing
-
-    folder.mkdir(exist_ok=True)
-    dist.barrier()
-    dist_checkpointing.save(_sharded(model, alone), str(folder))
-
-
 def _load(model, folder, alone=False):
-    from megatron.core import dist_checkpointing
-
-    model.load_state_dict(dist_checkpointing.load(_sharded(model, alone), str(folder)))
+    load(model, folder, alone)
     return _weights(model)
 
 
@@ -174,10 +157,10 @@ def _two_ranks(folder):
             }
             for alone in ALONE[layout]:
                 ways = [folder / f"{layout} {name} {alone}" for name in ("stock", "grouped")]
-                _save(stock, ways[0], alone)
+                save(stock, ways[0], alone)
                 loaded = _grouped(config, seed=3)
                 result[layout]["loaded", alone] = _load(loaded, ways[0], alone)
-                _save(loaded, ways[1], alone)
+                save(loaded, ways[1], alone)
                 result[layout]["loaded again", alone] = _load(_stock(config, seed=4), ways[1], alone)
             if layout == "tensor parallel":
                 # each rank has all experts and loads the checkpoints of two ranks with two experts each

@@ -26,6 +26,7 @@ from tests.megatron_ext.test_moe import (
     S,
     _build,
     _loss,
+    train,
 )
 from tests.megatron_ext.test_parallel import whole, without_rounding
 from tests.util import rel_rms, run_distributed
@@ -262,7 +263,6 @@ DISPATCHERS = {"allgather": {}, "alltoall": ALL_TO_ALL, "alltoall, padded": PADD
 
 def _two_ranks():
     from megatron.core import parallel_state
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
     from megatron_ext import cpu
     from megatron_ext.model import initialize_model_parallel
@@ -299,17 +299,7 @@ def _two_ranks():
                 }
         if layout in ("expert parallel", "all to all"):
             model = _build(coat_layer_spec, **(config | sizes | GROUPED))
-            settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, average_in_collective=True)
-            ddp, losses = DistributedDataParallel(model.config, settings, model), []
-            for _ in range(8):
-                ddp.zero_grad_buffer()
-                loss = _loss(ddp, batches["text"])
-                loss.backward()
-                ddp.finish_grad_sync()
-                losses.append(loss.item())
-                for p in model.parameters():
-                    p.data.sub_(0.5 * p.main_grad)
-            result["losses", layout] = losses
+            result["losses", layout] = train(model, batches["text"])
         parallel_state.destroy_model_parallel()
     initialize_model_parallel(**EP2)
     for name, config in DISPATCHERS.items():

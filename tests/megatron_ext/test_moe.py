@@ -63,6 +63,21 @@ def _loss(model, tokens):
     return model(tokens, torch.arange(S, device=tokens.device).expand(B, S), None, labels=tokens).mean()
 
 
+def train(model, tokens):
+    """The losses of eight steps under Megatron's data parallelism."""
+    settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, average_in_collective=True)
+    ddp, losses = DistributedDataParallel(model.config, settings, model), []
+    for _ in range(8):
+        ddp.zero_grad_buffer()
+        loss = _loss(ddp, tokens)
+        loss.backward()
+        ddp.finish_grad_sync()
+        losses.append(loss.item())
+        for p in model.parameters():
+            p.data.sub_(0.5 * p.main_grad)
+    return losses
+
+
 def _run(exact):
     with without_rounding() if exact else contextlib.nullcontext():
         return _measure(exact)
@@ -96,18 +111,7 @@ def _measure(exact):
     result["losses"] = {}
     for dispatcher in ({}, ALL_TO_ALL):
         model = _build(coat_layer_spec, bf16=not exact, expert_model_parallel_size=RANKS, **dispatcher)
-        ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, average_in_collective=True)
-        ddp = DistributedDataParallel(config=model.config, ddp_config=ddp_config, module=model)
-        losses = []
-        for _ in range(8):
-            ddp.zero_grad_buffer()
-            loss = _loss(ddp, text)
-            loss.backward()
-            ddp.finish_grad_sync()
-            losses.append(loss.item())
-            for parameter in model.parameters():
-                parameter.data.sub_(0.5 * parameter.main_grad)
-        result["losses"][model.config.moe_token_dispatcher_type] = losses
+        result["losses"][model.config.moe_token_dispatcher_type] = train(model, text)
     result["weights"] = {name: p.detach().clone() for name, p in model.named_parameters()}
     return result
 

@@ -176,7 +176,6 @@ CASES = {
     "offload": Case(_gpt, zero=OFFLOAD, base=3),
     "secondary partitions": Case(_gpt, zero={"zero_hpz_partition_size": 2}),
     "Megatron's": Case(lambda: _gpt(False), wanted=True),
-    "Megatron's, not asked for": Case(lambda: _gpt(False), units=0),
     "Hugging Face's, converted": Case(_llama, _by_keyword),
     "Qwen3-MoE of 24 experts, converted": Case(FAMILIES["qwen3_moe_grouped"].build, _by_keyword),
 }  # fmt: skip
@@ -359,7 +358,6 @@ def test_the_log_says_which_layers_are_units(two):
         "ZeRO-3 gathers 1 of 2 layers whole; module by module 1 (decoder.layers.0): frozen parameters"
         in said["frozen part"]
     )
-    assert "ZeRO-3" not in said["Megatron's, not asked for"]
     without = two[0]["accumulation"][1]["said"]
     assert "0 of 2 layers whole; module by module 2" in without
     assert "coat.zero3_layer_units is false" in without
@@ -403,6 +401,14 @@ def test_whole_units_are_gathered_ahead_unless_the_config_says_how_much():
     zero, default = DeepSpeedZeroConfig(stage=3), DeepSpeedZeroConfig().prefetch_bucket_size
     with LayerUnits(model[1:], None, zero).building():
         assert zero.prefetch_bucket_size == default
+
+
+def test_layers_of_megatron_are_units_if_the_block_says_so(megatron):
+    model, zero = _gpt(False), SimpleNamespace(stage=3)
+    layers = {f"decoder.layers.{i}" for i in range(LAYERS)}
+    assert set(LayerUnits(model, True, zero).chosen) == layers
+    units = LayerUnits(model, None, zero)
+    assert not units.chosen and units.summary() is None
 
 
 def test_what_cannot_be_a_unit():
