@@ -1,8 +1,10 @@
 """Ranks of the entry point as processes forked from a server that has imported all packages."""
 
+import contextlib
 import multiprocessing
 import multiprocessing.connection
 import os
+import resource
 import sys
 import traceback
 from dataclasses import dataclass
@@ -63,6 +65,17 @@ def run_ranks(argv, folder: Path, *, ranks: int = 1, faults: dict | None = None)
             process.kill()
             process.join()
     return Ended(codes, _printed(folder, ranks))
+
+
+@contextlib.contextmanager
+def full_disk(size: int):
+    """Within the context the kernel refuses to write more bytes to a file, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def _printed(folder: Path, ranks: int) -> str:

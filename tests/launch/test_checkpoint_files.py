@@ -1,9 +1,7 @@
 """The file operations of a save, and how the next save and a load treat the files, with a small engine."""
 
-import contextlib
 import datetime
 import os
-import resource
 import sys
 from unittest import mock
 
@@ -14,6 +12,7 @@ import torch
 from coat_launch import checkpoints
 from coat_launch.errors import LaunchError
 from coat_launch.process_group import start_process_group
+from tests.launch.ranks import full_disk
 from tests.util import run_distributed
 
 
@@ -34,23 +33,12 @@ def small_engine(**sections):
     return deepspeed.initialize(model=torch.nn.Linear(64, 64), config=config)[0]
 
 
-@contextlib.contextmanager
-def full_disk():
-    """Within the context the kernel refuses to write more than 1000 bytes to a file, as on a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 # torch reports another error when the close of a small file fails
 @pytest.mark.parametrize("numbers", [10, 10**5])
 def test_a_full_disk_is_told_from_other_errors(tmp_path, numbers):
     with (
         pytest.raises(LaunchError, match=f"cannot write a checkpoint to {tmp_path} .*: make room"),
-        full_disk(),
+        full_disk(1000),
         checkpoints._writing(tmp_path),
     ):
         torch.save(torch.ones(numbers), tmp_path / "states.pt")

@@ -87,6 +87,18 @@ def saved(folder: Path) -> set[str]:
     return {path.name for path in folder.glob("run/coat/checkpoints/step*") if path.name[4:].isdigit()}
 
 
+def test_two_ranks_give_the_losses_of_one(whole):
+    one, two = (
+        [found["loss"] for step, found in sorted(measured(whole[ranks]).items()) if step] for ranks in (1, 2)
+    )
+    # the first loss sees the same samples and weights; later losses see gradients that were summed in another
+    # order in BF16 (2**-9 relative each), which Adam turns into different small steps. Two ranks also group
+    # the samples into passes differently, and the samples of a pass share FP8 scales: FP8 moves the loss of
+    # an untrained model by 1.5e-4 of itself, and so may another scale in each run.
+    assert two[0] == pytest.approx(one[0], rel=3e-4)
+    assert two == pytest.approx(one, rel=5e-3)
+
+
 @pytest.mark.long("torchrun, which starts two processes that import the frameworks")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_killed_rank_is_started_again(tmp_path, corpus, whole, ranks):
@@ -142,12 +154,14 @@ def test_kill_during_save(tmp_path, train, whole):
     assert {("first cut off", True), ("latest behind", True), ("old one left", True)} <= seen
 
 
-def test_kill_of_another_rank_during_save(tmp_path, train, whole):
+def test_kill_of_another_rank_during_save(tmp_path, train, whole, monkeypatch):
     """Rank 0's files are complete, rank 1's are not: the checkpoint does not count."""
+    # a torchrun with restarts would treat a signal's usual exit code as a failure
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     ended = train("--resume", ranks=2, kill_in_save=[1, 0])
     assert ended.codes[1] == -signal.SIGKILL and not saved(tmp_path)
     ended = train("--resume", ranks=2, signal_at_step=[1, 3, signal.SIGUSR1])
-    assert ended.codes == [pretrain_gpt.STOPPED] * 2, ended.text
+    assert ended.codes == [0, 0], ended.text
     # a signal to one rank stops both ranks, after the step in which it came
     assert saved(tmp_path) == {"step2", "step3"} and "stopped by a signal after step 3" in ended.text
     ended = train("--resume", ranks=2)
@@ -171,15 +185,6 @@ def test_sigterm_of_one_process(tmp_path, train, whole, monkeypatch):
     assert train("--resume").codes == [0]
     after = json.loads(summary.read_text())
     assert (after["val_loss"], after["steps"], after["tokens_per_s"]) == (before["val_loss"], 8, 0)
-
-
-def test_signal_of_one_of_two_ranks_stops_both(tmp_path, train, monkeypatch):
-    # a torchrun with restarts would treat another exit code as a failure
-    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
-    arguments = ["--save-interval", 100, "--distributed-timeout", 30]
-    ended = train(*arguments, ranks=2, signal_at_step=[1, 5, signal.SIGUSR1])
-    assert ended.codes == [0, 0], ended.text
-    assert saved(tmp_path) == {"step5"} and "stopped by a signal after step 5" in ended.text
 
 
 def test_two_runs_of_one_output(tmp_path, train, whole):
@@ -309,7 +314,7 @@ def test_stages_of_checkpoints_that_older_pythons_wrote(tmp_path):
 
 
 def test_a_checkpoint_of_something_else(tmp_path, train, whole):
-    """The files belong to another model or step."""
+    """The files belong to another model, step, text or ZeRO stage, or there are none."""
     shutil.copytree(whole[1] / "run", tmp_path / "run")
     folder = tmp_path / "run/coat/checkpoints/step8"
     ended = train("--resume", "--steps", 9, "--ffn-hidden-size", 256)
@@ -324,6 +329,18 @@ def test_a_checkpoint_of_something_else(tmp_path, train, whole):
         ended = train("--resume", "--steps", 9)
         assert ended.codes == [1] and why in ended.text and "Traceback" not in ended.text
         (folder / "mp_rank_00_model_states.pt").write_bytes(kept)
+    (tmp_path / "other.txt").write_text(9999 * "other text ")
+    config = json.loads((ROOT / "configs/ds_zero1_coat.json").read_text())
+    (tmp_path / "ds.json").write_text(json.dumps(config | {"zero_optimization": {"stage": 2}}))
+    for arguments, why in (
+        (["", "--data", tmp_path / "other.txt"], "Give the --data and --tokenizer of that run"),
+        (["", "--deepspeed-config", tmp_path / "ds.json"], "was made with ZeRO stage 1, found 2"),
+        ([tmp_path], f"error: --resume {tmp_path}: no checkpoint there"),
+        # the run would overwrite the later checkpoints
+        ([folder.with_name("step4")], f"{folder} is there"),
+    ):
+        ended = train("--steps", 9, "--resume", *arguments)
+        assert ended.codes == [1] and why in ended.text and "Traceback" not in ended.text
 
 
 # checkpoint_layout, ZeRO stage, device of the optimizer: every possible pair of values of two of them occurs
@@ -360,10 +377,17 @@ def test_resume_of_every_layout_and_stage(tmp_path, train, layout, stage, device
     assert "going on from" in ended.text and measured(tmp_path) == before
 
 
-def test_loss_that_is_not_finite(tmp_path, train):
+def test_loss_that_is_not_finite(tmp_path, train, monkeypatch):
+    # a torchrun with restarts has to see a failure
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    # from an earlier run
+    earlier = tmp_path / "run/coat/summary.json"
+    earlier.parent.mkdir(parents=True)
+    earlier.touch()
     ended = train(ranks=2, nan_at_step=[1, 3])
     assert 1 in ended.codes and "Traceback" not in ended.text and saved(tmp_path) == {"step2"}
     assert "error: training diverged: loss nan" in ended.text and "at step 3" in ended.text
+    assert max(measured(tmp_path)) == 2 and not earlier.exists()
 
 
 def test_each_step_has_a_batch_of_its_own(tmp_path, train, whole):

@@ -1,6 +1,4 @@
-import contextlib
 import os
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +8,7 @@ import pytest
 from coat_launch import report
 from coat_launch.errors import LaunchError
 from coat_launch.files import atomic_write, lock_folder
+from tests.launch.ranks import full_disk
 
 SUMMARY = {
     run: {
@@ -70,17 +69,6 @@ def test_comparison_table():
     on_cpu = {run: values | {"peak_bytes": None} for run, values in SUMMARY.items()}
     assert not {"MiB", "second"} & set(report.comparison_table(on_cpu).partition("\n\n")[0].split())
     assert "ratio" not in report.comparison_table({"coat": SUMMARY["coat"]})
-
-
-@contextlib.contextmanager
-def full_disk(size: int):
-    """The kernel refuses to write beyond the limit, as on a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_atomic_write_keeps_the_old_file_when_the_disk_is_full(tmp_path):
