@@ -4,7 +4,11 @@ import json
 import re
 import runpy
 from pathlib import Path
+from types import ModuleType
 
+import pytest
+
+import coat_ds
 from coat_ds import CoatAdamW
 from coat_ds.config import CoatConfig
 from coat_ds.doctor import dry_run
@@ -12,16 +16,29 @@ from coat_ds.log import listed
 from coat_ds.optim.accounting import planned_bytes, states_line
 from coat_ds.plan.read import meta_model
 from coat_ds.zero.status import ON
-from tests.test_readme import README, block
+from tests.test_readme import README, block, names_of_examples
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 
 
-def test_configuration_is_that_of_the_dataclasses():
-    made = runpy.run_path(str(DOCS / "configuration.py"))["text"]()
-    assert (DOCS / "configuration.md").read_text() == made, (
-        "run python docs/configuration.py > docs/configuration.md"
-    )
+@pytest.mark.parametrize(
+    "script, page",
+    [
+        ("api.py", "docs/api.md"),
+        ("configuration.py", "docs/configuration.md"),
+        ("notebook.py", "examples/finetune.ipynb"),
+        ("support.py", "docs/support.md"),
+    ],
+)
+def test_a_generated_page_is_that_of_its_script(script, page):
+    made = runpy.run_path(str(DOCS / script))["text"]()
+    assert (DOCS.parent / page).read_text() == made, f"run python docs/{script} > {page}"
+
+
+def test_the_page_of_the_api_has_every_public_name():
+    page = (DOCS / "api.md").read_text()
+    for name in coat_ds.__all__:
+        assert f"`coat_ds.{name}`" in page or isinstance(getattr(coat_ds, name), ModuleType), name
 
 
 def test_pages_show_what_the_readme_shows():
@@ -56,8 +73,5 @@ def test_the_log_that_is_shown_is_that_of_llama_2_7b():
 
 
 def test_the_summary_that_is_shown_is_that_of_a_small_llama(tmp_path):
-    import coat_ds
-    from tests.test_readme import names_of_examples
-
     summary = coat_ds.conversion_of(coat_ds.convert(names_of_examples(str(tmp_path))["model"])).summary()
     assert f"'{summary}'" in " ".join((DOCS / "huggingface.md").read_text().split())

@@ -22,28 +22,22 @@ ROOT = Path(__file__).resolve().parents[1]
 ENVIRONMENT = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
 
-def torchrun(*args):
+def started(*words):
+    """The output of a new process."""
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", *args],
-        cwd=ROOT,
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=300,
+        [sys.executable, *words], cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
+
+
+def torchrun(*args):
+    return started("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", *args)
 
 
 def python(*args):
     """The output of a script that `make test` runs in a process which has imported the frameworks."""
-    if not TEST_ALL:
-        return run_distributed(alone, 1, *args)[0]
-    done = subprocess.run(
-        [sys.executable, *args], cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
+    return started(*args) if TEST_ALL else run_distributed(alone, 1, *args)[0]
 
 
 def main(script, *args):
@@ -135,12 +129,6 @@ def test_finetune(lora, tmp_path):
     assert last < first < 5.7 and abs(stock - last) < 0.05
     # what was saved loads without COAT
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.hidden_size == 64
-
-
-def test_the_notebook_is_that_of_the_script():
-    made = runpy.run_path(str(ROOT / "docs/notebook.py"))["text"]()
-    committed = (ROOT / "examples/finetune.ipynb").read_text()
-    assert committed == made, "run python docs/notebook.py > examples/finetune.ipynb"
 
 
 @pytest.mark.parametrize(
