@@ -74,6 +74,15 @@ class Made(TorchDispatchMode):
         return found
 
 
+@contextlib.contextmanager
+def saved_tensors():
+    """A list of the tensors that autograd saves within the context. They stay alive, so that no address is
+    used twice."""
+    tensors: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: tensors.append(t) or t, lambda t: t):
+        yield tensors
+
+
 def free_port() -> int:
     """A TCP port of this machine that no other process gets before it is used.
 

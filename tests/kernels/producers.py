@@ -96,8 +96,3 @@ PRODUCERS = {
     "activation's gradient": ActivationGradient,
     "rotation's gradient": RotationGradient,
 }
-
-
-def same(actual, expected):
-    assert actual.dtype == expected.dtype and actual.shape == expected.shape
-    torch.testing.assert_close(actual.float(), expected.float(), rtol=0, atol=0, equal_nan=True)

@@ -9,12 +9,10 @@ from coat_kernels.autograd.origin import maxima_of, origin_of
 from coat_kernels.fp8 import E4M3, E5M2
 from coat_kernels.groups.reference import dequantize_groups_reference
 from coat_kernels.tensorwise.quantize import quantize_tensor_reference
-from tests.kernels.agreement import E4M3_RMS, ROUNDING, grouped
+from tests.kernels.agreement import E4M3_RMS, ROUNDING, close, finite_max, grouped, same
 from tests.kernels.inputs import SHAPES, hard, wide
-from tests.util import rel_rms
+from tests.util import rel_rms, saved_tensors
 
-# kernels and references differ by a few roundings of FP32, then in the last bit of BF16 on a tie
-KERNEL_RMS = 1e-3
 FORMATS = pytest.mark.parametrize("fmt", ROUNDING)
 GATED = pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 KIND = pytest.mark.parametrize("kind", act.KINDS)
@@ -39,7 +37,7 @@ def plain(x, kind, gated):
 @KIND
 @GATED
 @FORMATS
-def test_formulas_against_autograd_in_fp64(kind, gated, fmt):
+def test_activation_of_exact_codes_is_torchs_in_fp64(kind, gated, fmt):
     """For values that the codes hold exactly, output and gradient are right to FP32's rounding."""
     roots = torch.randint(-3, 4, (6, 96))
     # the largest magnitude of a group is not 1 or 4, whose roots are inexact in the scale of sqrt8
@@ -60,7 +58,7 @@ def test_formulas_against_autograd_in_fp64(kind, gated, fmt):
 @KIND
 @GATED
 @FORMATS
-def test_against_autograd(kind, gated, fmt, device):
+def test_activation_gradients_see_one_rounding_of_the_input(kind, gated, fmt, device):
     """Backward reads gate and up with one rounding each; slopes, whose own slope is at most 2 |x|, about
     double it."""
     x = torch.randn(40, 160).to(device, torch.bfloat16).requires_grad_()
@@ -72,21 +70,6 @@ def test_against_autograd(kind, gated, fmt, device):
     (found,) = torch.autograd.grad(y, [x], grad)
     (wanted,) = torch.autograd.grad(expected, [exact], grad.float())
     assert found.dtype == torch.bfloat16 and rel_rms(found, wanted) < 2 * ROUNDING[fmt]
-
-
-def same(actual, expected):
-    torch.testing.assert_close(actual.float(), expected.float(), rtol=0, atol=0, equal_nan=True)
-
-
-def close(actual, expected):
-    """Equal where not finite; a small relative error elsewhere."""
-    finite = expected.isfinite()
-    same(actual.masked_fill(finite, 0), expected.masked_fill(finite, 0))
-    assert rel_rms(actual.masked_fill(~finite, 0), expected.masked_fill(~finite, 0)) < KERNEL_RMS
-
-
-def finite_max(x):
-    return torch.where(x.isfinite(), x.float().abs(), 0).amax()
 
 
 def check_kernels(x, grad, kind, gated, keep):
@@ -114,7 +97,7 @@ def check_kernels(x, grad, kind, gated, keep):
 
 @GATED
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_kernels_agree_with_the_references(shape, gated, device, monkeypatch):
+def test_activation_kernels_agree_with_the_references(shape, gated, device, monkeypatch):
     # small tensors: the interpreter also computes masked elements, so tiles are not much larger than the
     # tensors
     for name, rows in (("FORWARD_ROWS", 32), ("BACKWARD_ROWS", 32), ("COLUMNS_M", 32)):
@@ -142,7 +125,7 @@ def test_kernels_agree_with_the_references(shape, gated, device, monkeypatch):
     ],
 )
 @pytest.mark.parametrize("case", hard(64))
-def test_kernels_agree_on_hard_inputs(case, kind, gated, device):
+def test_activation_kernels_agree_on_hard_inputs(case, kind, gated, device):
     x, grad = torch.randn(2, 4, 64, device=device)
     x[1] = hard(64)[case].to(device)
     grad[2] = hard(64)[case].to(device)
@@ -150,7 +133,7 @@ def test_kernels_agree_on_hard_inputs(case, kind, gated, device):
 
 
 @GATED
-def test_full_tiles_and_the_last_of_them(gated, device, monkeypatch):
+def test_activation_kernels_with_full_and_partial_tiles(gated, device, monkeypatch):
     """Programs without masks, and a tensor of several tiles with partial ones at its ends."""
     for name in ("FORWARD", "BACKWARD"):
         monkeypatch.setattr(act.kernels, f"{name}_ROWS", 4)
@@ -163,7 +146,7 @@ def test_full_tiles_and_the_last_of_them(gated, device, monkeypatch):
 
 
 @KIND
-def test_slopes_far_out(kind):
+def test_activation_slopes_of_large_inputs_are_finite(kind):
     """Where the curve is flat or straight, no term overflows into NaN; a NaN of the input is passed on."""
     x = torch.tensor([3e38, 1e30, 1e13, 200.0, -200.0, -1e13, -1e30, -3e38, torch.nan])
     value, slope = act.value_and_slope_reference(x, kind)
@@ -177,7 +160,7 @@ def test_slopes_far_out(kind):
 
 @KIND
 @GATED
-def test_columns_are_the_output_quantized_and_transposed(kind, gated, device):
+def test_activation_columns_are_the_output_quantized_and_transposed(kind, gated, device):
     # many elements, since a few largest ones dominate the error of a product of squares
     x = torch.randn(37, 960, device=device).requires_grad_()
     y = act.activation(x, kind, gated=gated)
@@ -193,10 +176,9 @@ def test_columns_are_the_output_quantized_and_transposed(kind, gated, device):
 
 
 @GATED
-def test_what_is_kept(gated, device):
+def test_activation_saves_codes_and_exponents_alone(gated, device):
     x = torch.randn(8, 64, device=device, dtype=torch.bfloat16).requires_grad_()
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+    with saved_tensors() as kept:
         y = act.activation(x, "gelu", gated=gated)
         assert sum(t.nbytes for t in kept) == 8 * 64 + 8 * 4
         kept.clear()
@@ -208,7 +190,7 @@ def test_what_is_kept(gated, device):
     assert all(maxima_of(t) is not None for t in (y, bare, frozen))
 
 
-def test_gate_and_up_never_share_a_group(device):
+def test_activation_gate_and_up_share_no_group(device):
     x = torch.full((2, 40), 1e-3, device=device)
     x[:, :20] = 100.0
     _, _, q = act.kernels.activation_forward_triton(x, "silu", True, "sqrt8")
@@ -220,7 +202,7 @@ def test_gate_and_up_never_share_a_group(device):
 
 
 @GATED
-def test_operators_for_compile(gated, device):
+def test_activation_operators_pass_opcheck(gated, device):
     x = torch.randn(3, 80, device=device)
     options = "gelu_tanh", gated
     for keep in (None, "sqrt8"):
@@ -231,7 +213,7 @@ def test_operators_for_compile(gated, device):
     torch.library.opcheck(act.op.activation_columns.op, arguments)
 
 
-def test_compiled_equals_eager(device):
+def test_activation_compiled_equals_eager(device):
     x, grad = torch.randn(2, 3, 40, device=device), torch.randn(2, 3, 20, device=device)
 
     def run(f):

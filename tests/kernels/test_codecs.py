@@ -44,7 +44,7 @@ def log2_error_bound(storage, x):
 
 @pytest.mark.parametrize("run", [by_reference, by_kernel])
 @pytest.mark.parametrize("name", ["fp8_expanded", "log8"])
-def test_largest_of_each_group_is_exact(name, run, device):
+def test_codec_keeps_the_largest_of_each_group_exactly(name, run, device):
     """Constant groups, groups of one element and the maxima of all groups are restored bit for bit."""
     codec = get_codec(name)
     x = wide(GROUP * 3 + 1).to(device)
@@ -60,7 +60,7 @@ def test_largest_of_each_group_is_exact(name, run, device):
 
 
 @pytest.mark.parametrize("run", [by_reference, by_kernel])
-def test_zero_in_front_does_not_widen_the_range(run, device):
+def test_expanded_codec_ignores_zeros_in_its_range(run, device):
     """The public kernel's minimum starts with the first lane even if it is zero; k then falls to about
     0.19."""
     codec = get_codec("fp8_expanded")
@@ -72,7 +72,7 @@ def test_zero_in_front_does_not_widen_the_range(run, device):
 
 @pytest.mark.parametrize("name", list(CODECS))
 @pytest.mark.parametrize("n", SIZES)
-def test_kernel_agrees_with_the_reference(name, n, device):
+def test_codec_kernel_agrees_with_the_reference(name, n, device):
     """Approximate logarithms may move k by one sixteenth and, rarely, a code by one step."""
     codec = get_codec(name)
     for case, x in hard(n, codec.signed).items():
@@ -99,20 +99,20 @@ def test_kernel_agrees_with_the_reference(name, n, device):
         torch.testing.assert_close(decoded, reference, rtol=2**-13, atol=1e-44, equal_nan=True, msg=case)
 
 
-def test_state_costs_at_most_the_promised_bytes():
+def test_codec_takes_at_most_the_promised_bytes():
     for name in ("fp8_expanded", "log8"):
         storage = get_codec(name).zeros(2**20)
         assert 2 * storage.nbytes / 2**20 <= 2.08
 
 
-def test_zeros_are_what_encoding_zeros_gives():
+def test_codec_zeros_are_encoded_zeros():
     for codec in CODECS.values():
         zeros, encoded = codec.zeros(200), codec.encode(torch.zeros(200))
         assert decode_reference(codec, zeros).equal(torch.zeros(200))
         assert zeros.exponent.equal(encoded.exponent) and zeros.codes.equal(encoded.codes)
 
 
-def test_bound_is_not_vacuous():
+def test_expanded_codec_bound_is_a_sixteenth_over_k():
     """In the middle of the range the derived bound is a sixteenth, divided by k."""
     codec = get_codec("fp8_expanded")
     x = torch.logspace(0, 2, GROUP)
@@ -120,36 +120,3 @@ def test_bound_is_not_vacuous():
     k = storage.exponent.item() / 16
     assert k == pytest.approx(math.log2(448**2 / 2) / math.log2(100), abs=1 / 16)
     assert log2_error_bound(storage, x)[-1] < 0.1 / k
-
-
-@pytest.mark.parametrize("run", [by_reference, by_kernel])
-@pytest.mark.parametrize("n", SIZES)
-def test_expanded_error_is_within_the_derived_bound(n, run, device):
-    codec = get_codec("fp8_expanded")
-    for case, x in hard(n).items():
-        x = x.to(device)
-        storage, decode = run(codec, x)
-        decoded = decode(storage)
-        finite = x.isfinite()
-        assert decoded[~finite].isnan().all(), case
-        assert (decoded[finite] == 0).equal(x[finite] == 0), f"{case}: a zero appeared or vanished"
-        assert decoded[finite].sign().equal(x[finite].sign()), f"{case}: a sign changed"
-        live = finite & (x != 0)
-        error = (decoded[live].abs().log2() - x[live].abs().log2()).abs()
-        bound = log2_error_bound(storage, x)[live]
-        # magnitudes below 2^-120 are raised to 2^-120; the only requirement is that they do not vanish
-        normal = x[live].abs() >= 2.0**-120
-        assert (error <= bound)[normal].all(), f"{case}: {(error / bound)[normal].max()} of the bound"
-
-
-@pytest.mark.parametrize("run", [by_reference, by_kernel])
-@pytest.mark.parametrize("name", list(CODECS))
-def test_stored_metadata_gives_the_same_codes_again(name, run, device):
-    """Resuming is exact because decoding and then encoding with the same scale and exponent changes
-    nothing."""
-    codec = get_codec(name)
-    for case, x in hard(1000, codec.signed).items():
-        storage, decode = run(codec, x.to(device))
-        again = encode_reference(codec, decode(storage), storage)
-        first, second = (comparable(codec, s.codes).float() for s in (storage, again))
-        torch.testing.assert_close(second, first, rtol=0, atol=0, equal_nan=True, msg=case)

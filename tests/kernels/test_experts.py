@@ -10,7 +10,7 @@ from coat_kernels.experts import ExpertsState, KernelGate, OwnGate, grouped_expe
 from coat_kernels.experts.reference import experts_reference
 from coat_kernels.weights import WeightCache
 from tests.kernels.agreement import BF16_RMS, EXPERTS_BACKWARD, EXPERTS_FORWARD, ROUNDING
-from tests.util import rel_rms
+from tests.util import rel_rms, saved_tensors
 
 T, K, E, HIDDEN, FFN = 50, 3, 7, 48, 64
 
@@ -33,7 +33,11 @@ def own(both, limit=3.0):
     return (up + 1) * gate * torch.sigmoid(1.702 * gate)
 
 
+SILU = KernelGate("silu")
 GPT_OSS = KernelGate("quick_gelu", limit=3.0, offset=1.0, interleaved=True)
+
+
+GATES = pytest.mark.parametrize("gate", [SILU, GPT_OSS, OwnGate(own)], ids=["kernels", "gpt-oss", "own"])
 
 
 def permuted(x, chosen, weights, **rest):
@@ -66,16 +70,22 @@ def run(function, chosen, tensors, grad, gate):
     return y, dict(zip(tensors, torch.autograd.grad(y, list(tensors.values()), grad), strict=True))
 
 
-def compare(chosen, tensors, gate, reference, fmt="sqrt8", function=grouped_experts):
-    grad = torch.randn(T, HIDDEN, device=chosen.device).bfloat16()
-    y, grads = run(function, chosen, tensors, grad, gate)
+def exactly(chosen, tensors, gate, grad):
+    """The reference's output and gradients in FP64."""
     exact = {name: t.detach().double().requires_grad_() for name, t in tensors.items()}
-    expected, wanted = run(experts_reference, chosen, exact, grad.double(), reference)
-    assert y.dtype == torch.bfloat16 and rel_rms(y, expected) < EXPERTS_FORWARD
+    return run(experts_reference, chosen, exact, grad.double(), gate)
+
+
+def compare(chosen, tensors, gate, reference, fmt="sqrt8", function=grouped_experts, few=1.0):
+    """few: by how much bounds are wider, since errors and values are not averaged over many tokens."""
+    grad = torch.randn(len(tensors["x"]), HIDDEN, device=chosen.device).bfloat16()
+    y, grads = run(function, chosen, tensors, grad, gate)
+    expected, wanted = exactly(chosen, tensors, reference, grad)
+    assert y.dtype == torch.bfloat16 and rel_rms(y, expected) < few * EXPERTS_FORWARD
     for name, t in tensors.items():
         assert grads[name].dtype == t.dtype, name
-        bound = EXPERTS_BACKWARD[fmt]
-        if chosen.shape[1] == 1 and name == "weights":
+        bound = few * EXPERTS_BACKWARD[fmt]
+        if few == 1 and chosen.shape[1] == 1 and name == "weights":
             # one gradient for each of T tokens:
             # the sizes of T errors and of T gradients both spread by 1 / sqrt(2 T), so their ratio spreads by
             # 1 / sqrt(T): twice that. Squared ReLU's tails make 17 % of it where T is 50, but its error comes
@@ -89,7 +99,7 @@ def compare(chosen, tensors, gate, reference, fmt="sqrt8", function=grouped_expe
 @pytest.mark.pairwise
 @pytest.mark.parametrize("kind", PLAIN)
 @pytest.mark.parametrize("fmt", ROUNDING)
-def test_against_the_reference(kind, fmt, device, kernels):
+def test_grouped_experts_agree_with_the_reference(kind, fmt, device, kernels):
     chosen, tensors = inputs(device)
     gate = KernelGate(kind, saved_format=fmt)
     grads = compare(chosen, tensors, gate, functools.partial(plain, kind), fmt)
@@ -105,7 +115,7 @@ def test_against_the_reference(kind, fmt, device, kernels):
     ids=["tokens", "rows"],
 )
 @pytest.mark.parametrize("weights_in", [torch.float32, torch.bfloat16])
-def test_biases_and_the_gate_of_gpt_oss(function, chosen, limit, weights_in, device, kernels):
+def test_experts_with_biases_and_gpt_oss_gate(function, chosen, limit, weights_in, device, kernels):
     chosen, tensors = inputs(device, chosen, weights_in, biases=True)
     gate, reference = GPT_OSS._replace(limit=limit), functools.partial(own, limit=limit)
     compare(chosen, tensors, gate, reference, function=function)
@@ -113,21 +123,21 @@ def test_biases_and_the_gate_of_gpt_oss(function, chosen, limit, weights_in, dev
 
 # E4M3 is too coarse near a clamp for a bound
 @pytest.mark.parametrize("fmt, gate", [("sqrt8", own), ("e4m3", functools.partial(plain, "silu"))])
-def test_biases_and_gates_of_torchs_operations(fmt, gate, device):
+def test_grouped_experts_with_biases_and_own_gate(fmt, gate, device):
     chosen, tensors = inputs(device, biases=True)
     compare(chosen, tensors, OwnGate(gate, saved_format=fmt), gate, fmt)
 
 
 @pytest.mark.parametrize("weights_in", [torch.float32, torch.bfloat16])
-def test_one_expert_may_get_all_tokens(weights_in, device):
+def test_grouped_experts_with_one_expert_for_all_tokens(weights_in, device):
     chosen, tensors = inputs(device, torch.full((T, 1), 2), weights_in)
-    compare(chosen, tensors, KernelGate("silu"), functools.partial(plain, "silu"))
+    compare(chosen, tensors, SILU, functools.partial(plain, "silu"))
 
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize("kind, gated", [("silu", True), ("gelu_tanh", True), ("squared_relu", False)])
 @pytest.mark.parametrize("fmt", ROUNDING)
-def test_rows_in_order_against_the_reference(kind, gated, fmt, device, kernels):
+def test_permuted_experts_agree_with_the_reference(kind, gated, fmt, device, kernels):
     chosen, tensors = inputs(device, IN_ORDER, gated=gated)
     reference = functools.partial(plain, kind) if gated else lambda x: x.relu().square()
     gate = KernelGate(kind, saved_format=fmt, gated=gated)
@@ -137,18 +147,16 @@ def test_rows_in_order_against_the_reference(kind, gated, fmt, device, kernels):
 
 
 @pytest.mark.parametrize("weights_in", [torch.float32, torch.bfloat16])
-def test_rows_in_order_with_biases_and_a_gate_of_torchs_operations(weights_in, device):
+def test_permuted_experts_with_biases_and_own_gate(weights_in, device):
     chosen, tensors = inputs(device, IN_ORDER, weights_in, biases=True)
     # not clamped: with one expert per token, the few values that cross the clamp are not averaged
     gate = functools.partial(plain, "silu")
     compare(chosen, tensors, OwnGate(gate), gate, function=permuted)
 
 
-@pytest.mark.parametrize(
-    "gate", [KernelGate("silu"), GPT_OSS, OwnGate(own)], ids=["kernels", "gpt-oss", "own"]
-)
+@GATES
 @pytest.mark.parametrize("biases", [False, True])
-def test_without_rows_gradients_are_zero(gate, biases, device):
+def test_permuted_experts_without_rows_have_zero_gradients(gate, biases, device):
     _, tensors = inputs(device, biases=biases)
     tensors |= {"weights": torch.zeros(0, device=device, requires_grad=True)}
     rows = torch.zeros(0, HIDDEN, dtype=torch.bfloat16, device=device, requires_grad=True)
@@ -160,11 +168,11 @@ def test_without_rows_gradients_are_zero(gate, biases, device):
 
 
 @pytest.mark.parametrize("keep", ["none", "fp8"])
-def test_transposed_weights_are_the_same(keep, device):
+def test_grouped_experts_with_transposed_weights(keep, device):
     """To the bit: all elements of a weight have one scale."""
     chosen, tensors = inputs(device)
     grad = torch.randn(T, HIDDEN, device=device).bfloat16()
-    y, grads = run(grouped_experts, chosen, tensors, grad, KernelGate("silu"))
+    y, grads = run(grouped_experts, chosen, tensors, grad, SILU)
     stored = {
         n: tensors[n].detach().transpose(1, 2).contiguous().requires_grad_() for n in ("gate_up", "down")
     }
@@ -172,15 +180,15 @@ def test_transposed_weights_are_the_same(keep, device):
     state = ExpertsState(WeightCache(keep), WeightCache(keep))
     call = functools.partial(grouped_experts, transposed=True, state=state)
     for _ in range(2):
-        found, of_all = run(call, chosen, tensors | parameters, grad, KernelGate("silu"))
+        found, of_all = run(call, chosen, tensors | parameters, grad, SILU)
         assert rel_rms(found, y) < BF16_RMS
         for name, t in grads.items():
             assert rel_rms(of_all[name].mT if name in stored else of_all[name], t) < BF16_RMS, name
     with torch.no_grad():
-        assert call(chosen=chosen, gate=KernelGate("silu"), **tensors | parameters).equal(found)
+        assert call(chosen=chosen, gate=SILU, **tensors | parameters).equal(found)
 
 
-def test_weights_are_quantized_once_a_step(device, monkeypatch):
+def test_grouped_experts_quantize_cached_weights_once_a_step(device, monkeypatch):
     """Kept codes and predicted scales change no bit, and follow a step and a change of the weights."""
     chosen, tensors = inputs(device)
     for name in ("gate_up", "down"):
@@ -196,11 +204,9 @@ def test_weights_are_quantized_once_a_step(device, monkeypatch):
     for step in range(2):
         for micro_batch in range(2):
             before = len(quantized)
-            y, grads = run(
-                functools.partial(grouped_experts, state=state), chosen, tensors, grad, KernelGate("silu")
-            )
+            y, grads = run(functools.partial(grouped_experts, state=state), chosen, tensors, grad, SILU)
             kept = len(quantized) - before
-            expected, wanted = run(grouped_experts, chosen, tensors, grad, KernelGate("silu"))
+            expected, wanted = run(grouped_experts, chosen, tensors, grad, SILU)
             assert y.equal(expected) and all(g.equal(wanted[name]) for name, g in grads.items())
             # backward asks twice, and gets what is kept
             assert kept == 2 + 2 * (micro_batch == 0)
@@ -210,71 +216,61 @@ def test_weights_are_quantized_once_a_step(device, monkeypatch):
 
 
 @pytest.mark.parametrize("tokens, count, k", [(1, 9, 4), (7, 5, 2), (17, 1, 1)])
-def test_few_tokens(tokens, count, k, device, kernels):
+def test_grouped_experts_with_few_tokens(tokens, count, k, device, kernels):
     chosen = torch.stack([torch.randperm(count)[:k] for _ in range(tokens)])
     _, tensors = inputs(device)
     tensors["x"], tensors["weights"] = tensors["x"].detach()[:tokens], torch.rand(tokens, k, device=device)
     for name in ("gate_up", "down"):
         tensors[name] = tensors[name].detach()[torch.arange(count) % E]
     tensors = {name: t.clone().requires_grad_() for name, t in tensors.items()}
-    grad = torch.randn(tokens, HIDDEN, device=device).bfloat16()
-    y, grads = run(grouped_experts, chosen.to(device), tensors, grad, KernelGate("silu"))
-    exactly = {name: t.detach().double().requires_grad_() for name, t in tensors.items()}
-    expected, wanted = run(
-        experts_reference, chosen.to(device), exactly, grad.double(), functools.partial(plain, "silu")
-    )
     # the sizes of errors and of values in few tokens each spread by 1 / sqrt(2 n)
     few = 1 + 2 / (tokens * k) ** 0.5
-    assert rel_rms(y, expected) < few * EXPERTS_FORWARD
-    for name, t in grads.items():
-        assert rel_rms(t, wanted[name]) < few * EXPERTS_BACKWARD["sqrt8"], name
+    compare(chosen.to(device), tensors, SILU, functools.partial(plain, "silu"), few=few)
 
 
-def test_tokens_with_small_gradients_keep_their_precision(device):
+def test_grouped_experts_scale_each_gradient_row_by_itself(device):
     """With one scale for all rows, those of 2^-17 of the largest would vanish."""
     chosen, tensors = inputs(device)
     sizes = torch.exp2(torch.linspace(0, -40, T, device=device))[:, None]
     grad = (torch.randn(T, HIDDEN, device=device) * sizes).bfloat16()
-    _, grads = run(grouped_experts, chosen, tensors, grad, KernelGate("silu"))
-    exactly = {name: t.detach().double().requires_grad_() for name, t in tensors.items()}
-    _, wanted = run(experts_reference, chosen, exactly, grad.double(), functools.partial(plain, "silu"))
+    _, grads = run(grouped_experts, chosen, tensors, grad, SILU)
+    _, wanted = exactly(chosen, tensors, functools.partial(plain, "silu"), grad)
     for name in ("x", "weights"):
         assert rel_rms(grads[name] / sizes, wanted[name] / sizes) < EXPERTS_BACKWARD["sqrt8"], name
 
 
 @pytest.mark.parametrize("power", [-30, 30])
-def test_scales_follow_tensors_of_any_size(power, device):
+def test_grouped_experts_scales_follow_tensors_of_any_size(power, device):
     """Scales are a constant times a power of two, so powers of two change no other bit."""
     chosen, tensors = inputs(device)
     grad, factor = torch.randn(T, HIDDEN, device=device).bfloat16(), 2.0**power
-    y, grads = run(grouped_experts, chosen, tensors, grad, KernelGate("silu"))
+    y, grads = run(grouped_experts, chosen, tensors, grad, SILU)
     factors = {"x": factor, "gate_up": 1 / factor, "weights": 1.0, "down": factor}
     scaled = {name: (t.detach() * factors[name]).requires_grad_() for name, t in tensors.items()}
-    found, of_all = run(grouped_experts, chosen, scaled, grad, KernelGate("silu"))
+    found, of_all = run(grouped_experts, chosen, scaled, grad, SILU)
     assert found.equal(y * factor)
     for name, t in grads.items():
         assert of_all[name].equal(t * (factor / factors[name])), name
 
 
-def test_zeros_and_constants(device):
+def test_grouped_experts_of_zeros_and_constants(device):
     chosen, tensors = inputs(device)
     grad = torch.full((T, HIDDEN), -0.5, device=device).bfloat16()
     for value in (0.0, 0.25):
         with torch.no_grad():
             tensors["x"].fill_(value)
-        y, grads = run(grouped_experts, chosen, tensors, grad, KernelGate("silu"))
-        exactly = {name: t.detach().double() for name, t in tensors.items()}
-        expected = experts_reference(chosen=chosen, gate=functools.partial(plain, "silu"), **exactly)
+        y, grads = run(grouped_experts, chosen, tensors, grad, SILU)
+        expected, _ = exactly(chosen, tensors, functools.partial(plain, "silu"), grad)
         assert rel_rms(y, expected) < EXPERTS_FORWARD
         assert all(t.isfinite().all() and bool(t.any()) == bool(value) for t in grads.values())
 
 
-def test_weights_in_fp32_are_quantized_as_they_are(device):
+def test_grouped_experts_with_fp32_weights(device):
     chosen, tensors = inputs(device)
     grad = torch.randn(T, HIDDEN, device=device).bfloat16()
-    y, grads = run(grouped_experts, chosen, tensors, grad, KernelGate("silu"))
+    y, grads = run(grouped_experts, chosen, tensors, grad, SILU)
     wide = {name: tensors[name].detach().float().requires_grad_() for name in ("gate_up", "down")}
-    found, of_all = run(grouped_experts, chosen, tensors | wide, grad, KernelGate("silu"))
+    found, of_all = run(grouped_experts, chosen, tensors | wide, grad, SILU)
     assert found.equal(y) and all(of_all[name].equal(t) for name, t in grads.items() if name not in wide)
     for name in wide:
         assert of_all[name].dtype == torch.float32 and of_all[name].equal(grads[name].float())
@@ -286,7 +282,7 @@ def test_weights_in_fp32_are_quantized_as_they_are(device):
 )
 @pytest.mark.parametrize("skewed", [False, True])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_the_gpu_computes_what_the_emulation_does(sizes, skewed, transposed):
+def test_grouped_experts_on_a_gpu_agree_with_the_emulation(sizes, skewed, transposed):
     """From the same codes: FP32 sums in another order, and with fast accumulation 2^-13 of partial sums of
     each 128 terms, move few codes by one step."""
     count, k, tokens, h, f = sizes
@@ -308,33 +304,33 @@ def test_the_gpu_computes_what_the_emulation_does(sizes, skewed, transposed):
     for device in ("cpu", "cuda:0"):
         given = {name: t.detach().to(device).requires_grad_() for name, t in tensors.items()}
         call = functools.partial(grouped_experts, transposed=transposed)
-        y, grads = run(call, chosen.to(device), given, grad.to(device), KernelGate("silu"))
+        y, grads = run(call, chosen.to(device), given, grad.to(device), SILU)
         found.append({"y": y} | grads)
     for name, t in found[0].items():
         assert rel_rms(found[1][name], t) < 0.2 * EXPERTS_FORWARD, name
 
 
 @pytest.mark.gpu
-def test_the_gpu_is_not_waited_for():
+def test_grouped_experts_do_not_wait_for_the_gpu():
     chosen, tensors = inputs("cuda:0", biases=True)
     grad = torch.randn(T, HIDDEN, device="cuda:0").bfloat16()
     # compiles kernels
-    run(grouped_experts, chosen, tensors, grad, KernelGate("silu"))
+    run(grouped_experts, chosen, tensors, grad, SILU)
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        run(grouped_experts, chosen, tensors, grad, KernelGate("silu"))
+        run(grouped_experts, chosen, tensors, grad, SILU)
     finally:
         torch.cuda.set_sync_debug_mode(before)
 
 
-def test_what_is_not_finite_shows_in_its_tokens_alone(device):
+def test_grouped_experts_show_non_finite_values_in_their_tokens_alone(device):
     chosen, tensors = inputs(device)
     with torch.no_grad():
         tensors["x"][3, 5] = torch.nan
         tensors["x"][7, 0] = torch.inf
     grad = torch.randn(T, HIDDEN, device=device).bfloat16()
-    y, grads = run(grouped_experts, chosen, tensors, grad, KernelGate("silu"))
+    y, grads = run(grouped_experts, chosen, tensors, grad, SILU)
     broken = torch.zeros(T, dtype=torch.bool, device=device)
     broken[[3, 7]] = True
     assert not y[broken].isfinite().all(1).any() and y[~broken].isfinite().all()
@@ -344,10 +340,8 @@ def test_what_is_not_finite_shows_in_its_tokens_alone(device):
     assert grads["gate_up"][~touched].isfinite().all() and not grads["gate_up"][touched].isfinite().all()
 
 
-@pytest.mark.parametrize(
-    "gate", [KernelGate("silu"), GPT_OSS, OwnGate(own)], ids=["kernels", "gpt-oss", "own"]
-)
-def test_frozen_parts_get_no_gradient_and_others_the_same(gate, device):
+@GATES
+def test_grouped_experts_with_frozen_parts(gate, device):
     chosen, tensors = inputs(device, biases=True)
     grad = torch.randn(T, HIDDEN, device=device).bfloat16()
     _, everything = run(grouped_experts, chosen, tensors, grad, gate)
@@ -361,23 +355,14 @@ def test_frozen_parts_get_no_gradient_and_others_the_same(gate, device):
 
 def kept(call, tensors):
     """The bytes that autograd saves in `call()`, without `tensors`."""
-    known, found = {t.data_ptr() for t in tensors.values()}, {}
-
-    def pack(t):
-        if t.data_ptr() not in known:
-            # held, so that no address is used twice
-            found[t.data_ptr()] = t
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+    known = {t.data_ptr() for t in tensors.values()}
+    with saved_tensors() as saved:
         call()
-    return sum(t.nbytes for t in found.values())
+    return sum({t.data_ptr(): t.nbytes for t in saved if t.data_ptr() not in known}.values())
 
 
-@pytest.mark.parametrize(
-    "gate", [KernelGate("silu"), GPT_OSS, OwnGate(own)], ids=["kernels", "gpt-oss", "own"]
-)
-def test_backward_keeps_eight_bits_and_the_input(gate, device):
+@GATES
+def test_grouped_experts_save_8_bits_and_the_input(gate, device):
     chosen, tensors = inputs(device)
     call = functools.partial(grouped_experts, chosen=chosen, gate=gate, **tensors)
     # the order, the ends, and the amax of the input, of the gate's output and of two weights
@@ -389,7 +374,7 @@ def test_backward_keeps_eight_bits_and_the_input(gate, device):
 
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("gated", [False, True])
-def test_backward_keeps_eight_bits_of_rows_in_order(gated, frozen, device):
+def test_permuted_experts_save_8_bits(gated, frozen, device):
     chosen, tensors = inputs(device, IN_ORDER, gated=gated)
     tensors["gate_up"].requires_grad_(not frozen)
     call = functools.partial(permuted, chosen=chosen, gate=KernelGate("silu", gated=gated), **tensors)
@@ -398,9 +383,9 @@ def test_backward_keeps_eight_bits_of_rows_in_order(gated, frozen, device):
     assert kept(call, tensors) == T * (1 + gated) * FFN * 17 // 16 + codes + others
 
 
-def test_second_derivatives_are_refused(device):
+def test_grouped_experts_refuse_second_derivatives(device):
     chosen, tensors = inputs(device)
-    y = grouped_experts(chosen=chosen, gate=KernelGate("silu"), **tensors)
+    y = grouped_experts(chosen=chosen, gate=SILU, **tensors)
     with pytest.raises(RuntimeError, match="cannot be differentiated again"):
         torch.autograd.grad(y.sum(), [tensors["x"]], create_graph=True)
 
@@ -414,23 +399,21 @@ def test_second_derivatives_are_refused(device):
     ],
     ids=["kind", "dtype", "sizes"],
 )
-def test_what_cannot_be_is_refused(change, message):
+def test_grouped_experts_refuse(change, message):
     chosen, tensors = inputs("cpu")
     with pytest.raises(ValueError, match=message):
-        grouped_experts(**{"chosen": chosen, "gate": KernelGate("silu"), **tensors} | change)
+        grouped_experts(**{"chosen": chosen, "gate": SILU, **tensors} | change)
 
 
-def test_counts_of_other_experts_are_refused():
+def test_permuted_experts_refuse_counts_of_other_experts():
     _, tensors = inputs("cpu", IN_ORDER)
     weights = tensors.pop("weights")[:, 0]
     with pytest.raises(ValueError, match="and 6 experts"):
-        permuted_experts(
-            tensors.pop("x"), torch.tensor(OF_EACH[:-1]), weights, gate=KernelGate("silu"), **tensors
-        )
+        permuted_experts(tensors.pop("x"), torch.tensor(OF_EACH[:-1]), weights, gate=SILU, **tensors)
 
 
-def test_gradients_of_weights_in_fp32_are_not_rounded(device):
+def test_grouped_experts_router_gradient_is_not_rounded_to_bf16(device):
     chosen, tensors = inputs(device)
-    y = grouped_experts(chosen=chosen, gate=KernelGate("silu"), **tensors)
+    y = grouped_experts(chosen=chosen, gate=SILU, **tensors)
     (grad,) = torch.autograd.grad(y.float().sum(), [tensors["weights"]])
     assert not grad.equal(grad.bfloat16().float())

@@ -10,14 +10,11 @@ from coat_kernels import norm
 from coat_kernels.groups.reference import GROUP_SIZE, dequantize_groups_reference
 from coat_kernels.head_norm import head_norm
 from coat_kernels.rope import rotate
-from tests.kernels.agreement import ROUNDING
+from tests.kernels.agreement import KERNEL_RMS, ROUNDING, close, same
 from tests.kernels.inputs import hard, wide
-from tests.util import rel_rms
+from tests.util import rel_rms, saved_tensors
 
 EPS = 1e-6
-# kernels and references differ by the order of FP32 sums and by fused products, then in the last bit of BF16
-# on a tie
-KERNEL_RMS = 1e-3
 # tokens, batch, heads, channels, rotated channels: all or none
 SHAPES = [(1, 1, 1, 4, 4), (5, 2, 3, 16, 16), (7, 3, 4, 20, 20), (9, 1, 5, 66, 66), (3, 2, 2, 7, 0)]
 FORMATS = pytest.mark.parametrize("fmt", ROUNDING)
@@ -42,7 +39,7 @@ def plain(x, weight, cos, sin, zero_centered=False):
 @FORMATS
 @pytest.mark.parametrize("zero_centered", [False, True])
 @pytest.mark.parametrize("r", [32, 0], ids=["turns", "stays"])
-def test_formulas_against_autograd_in_fp64(r, zero_centered, fmt):
+def test_head_norm_of_exact_codes_is_torchs_in_fp64(r, zero_centered, fmt):
     """For values that the codes hold exactly, output and gradients are right to FP32's rounding."""
     roots = torch.randint(-3, 4, (5, 2, 3, 32))
     roots[..., ::16] = 3
@@ -61,7 +58,7 @@ def test_formulas_against_autograd_in_fp64(r, zero_centered, fmt):
 
 
 @FORMATS
-def test_gradients_against_autograd(fmt, device):
+def test_head_norm_gradients_see_one_rounding_of_the_input(fmt, device):
     """Backward reads x with one rounding of its format; the error enters a product of two terms."""
     x = torch.randn(20, 2, 4, 64, device=device).bfloat16().requires_grad_()
     weight = (1 + 0.1 * torch.randn(64, device=device)).bfloat16().requires_grad_()
@@ -77,34 +74,24 @@ def test_gradients_against_autograd(fmt, device):
         assert a.dtype == torch.bfloat16 and rel_rms(a, e) < 2 * ROUNDING[fmt]
 
 
-def close(actual, expected):
-    """Equal where not finite; a small relative error elsewhere."""
-    finite = expected.isfinite()
-    ends = [t.float().masked_fill(finite, 0) for t in (actual, expected)]
-    torch.testing.assert_close(*ends, rtol=0, atol=0, equal_nan=True)
-    assert rel_rms(actual.masked_fill(~finite, 0), expected.masked_fill(~finite, 0)) < KERNEL_RMS
-
-
 def check_kernels(x, grad, weight, cos, sin, zero_centered=False, keep="sqrt8"):
     inputs = x, weight, cos, sin, EPS, zero_centered, keep
     expected, q, rstd = heads.reference.head_norm_forward_reference(*inputs)
     actual, found_q, found_rstd = heads.kernels.head_norm_forward_triton(*inputs)
     close(actual, expected)
     close(found_rstd, rstd)
-    kept = [dequantize_groups_reference(t, GROUP_SIZE) for t in (found_q, q)]
-    torch.testing.assert_close(*kept, rtol=0, atol=0, equal_nan=True)
+    same(*(dequantize_groups_reference(t, GROUP_SIZE) for t in (found_q, q)))
     arguments = grad, q, rstd, weight, cos, sin, zero_centered
     for a, e in zip(
         heads.kernels.head_norm_backward_triton(*arguments),
         heads.reference.head_norm_backward_reference(*arguments),
         strict=True,
     ):
-        assert a.shape == e.shape and a.dtype == e.dtype
         close(a, e)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_kernels_agree_with_the_references(shape, device):
+def test_head_norm_kernels_agree_with_the_references(shape, device):
     *shape, r = shape
     cos, sin = tables(shape[0], r, device)
     x, grad = wide(*shape).to(device), torch.randn(shape, device=device)
@@ -118,7 +105,7 @@ def test_kernels_agree_with_the_references(shape, device):
 
 
 @pytest.mark.parametrize("case", hard(64))
-def test_kernels_agree_on_hard_inputs(case, device):
+def test_head_norm_kernels_agree_on_hard_inputs(case, device):
     """The rest of the tensor is ordinary: an error in one row does not spread to other rows."""
     x, grad = torch.randn(2, 4, 1, 2, 64, device=device).bfloat16()
     x[1, 0, 1] = hard(64)[case].to(x)
@@ -126,7 +113,7 @@ def test_kernels_agree_on_hard_inputs(case, device):
     check_kernels(x, grad, torch.randn(64, device=device), *tables(4, 64, device))
 
 
-def test_rows_of_many_tiles_and_programs(device, monkeypatch):
+def test_head_norm_kernels_with_many_tiles_and_programs(device, monkeypatch):
     """Backward programs process several tiles of rows each; the last tile is partial."""
     monkeypatch.setattr(heads.kernels, "PROGRAMS", 3)
     monkeypatch.setattr(heads.kernels, "BACKWARD_TILE", 256)
@@ -136,7 +123,7 @@ def test_rows_of_many_tiles_and_programs(device, monkeypatch):
         check_kernels(x, grad, torch.randn(128, device=device), *tables(s, 128, device))
 
 
-def test_without_turning_it_is_the_norm_of_rows(device):
+def test_head_norm_without_rotation_is_rms_norm(device):
     x, grad = torch.randn(2, 6, 2, 3, 48, device=device).bfloat16()
     weight, (cos, sin) = torch.randn(48, device=device), tables(6, 0, device)
     found, expected = x.clone().requires_grad_(), x.clone().requires_grad_()
@@ -148,12 +135,11 @@ def test_without_turning_it_is_the_norm_of_rows(device):
     assert rel_rms(found.grad, expected.grad) < KERNEL_RMS
 
 
-def test_what_is_kept(device):
+def test_head_norm_saves_nothing_that_backward_does_not_need(device):
     def kept(x, weight):
-        sizes = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.nbytes) or t, lambda t: t):
+        with saved_tensors() as tensors:
             y = head_norm(x, weight, cos, sin, EPS)
-        return y, sum(sizes)
+        return y, sum(t.nbytes for t in tensors)
 
     cos, sin = tables(8, 64, device)
     x, weight = torch.randn(8, 2, 3, 64, device=device).bfloat16(), torch.ones(64, device=device)
@@ -178,7 +164,7 @@ def test_what_is_kept(device):
     assert torch.autograd.grad(before.float().sum(), weight)[0].isfinite().all()
 
 
-def test_inputs_that_are_views(device):
+def test_head_norm_of_a_view(device):
     x = torch.randn(2, 6, 3, 32, device=device).transpose(0, 1).requires_grad_()
     weight, (cos, sin) = torch.ones(32, device=device), tables(6, 32, device)
     y = head_norm(x, weight, cos, sin, EPS)
@@ -189,7 +175,7 @@ def test_inputs_that_are_views(device):
     assert torch.autograd.grad(y, x, grad)[0].equal(torch.autograd.grad(expected, copy, grad)[0])
 
 
-def test_a_zero_sized_batch(device):
+def test_head_norm_of_an_empty_batch(device):
     x = torch.empty(4, 0, 2, 16, device=device).requires_grad_()
     weight = torch.ones(16, device=device).requires_grad_()
     y = head_norm(x, weight, *tables(4, 16, device), EPS)
@@ -207,7 +193,7 @@ def test_a_zero_sized_batch(device):
         ((5, 2, 8), 8, (5, 8), r"x has shape \[5, 2, 8\]"),
     ],
 )
-def test_what_does_not_belong_together(shape, width, table, words):
+def test_head_norm_refuses_wrong_shapes(shape, width, table, words):
     with pytest.raises(ValueError, match=words):
         head_norm(torch.ones(shape), torch.ones(width), torch.ones(table), torch.ones(table), EPS)
     with pytest.raises(ValueError, match=r"found \[5, 8\] and \[5, 6\]"):

@@ -25,7 +25,7 @@ from coat_kernels.weights import WeightCache
 from tests.interpreter import take_kernels
 from tests.kernels.agreement import E4M3_RMS, E5M2_RMS
 from tests.kernels.inputs import check_sums
-from tests.util import rel_rms
+from tests.util import rel_rms, saved_tensors
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 
@@ -56,17 +56,16 @@ def test_linear_against_autograd(tokens, bias, device):
         assert a.dtype == torch.bfloat16 and rel_rms(a, e) < bound
 
 
-def test_frozen_linear_keeps_no_input(device):
+def test_linear_with_a_frozen_weight_saves_no_input(device):
     x, weight = leaves(torch.randn(16, 32), torch.randn(32, 32), device=device)
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+    with saved_tensors() as kept:
         y = fp8_linear(x, weight.detach())
     assert [t.numel() for t in kept] == [32 * 32, 1]
     (grad_x,) = torch.autograd.grad(y.sum(), [x])
     assert grad_x.shape == x.shape
 
 
-def test_backward_of_a_bad_gradient_shows_it(device):
+def test_linear_backward_shows_a_gradient_that_is_not_finite(device):
     x, weight = leaves(torch.randn(32, 32), torch.randn(32, 32), device=device)
     grad = torch.randn(32, 32, device=device, dtype=torch.bfloat16)
     grad[3, 4] = torch.inf
@@ -76,13 +75,13 @@ def test_backward_of_a_bad_gradient_shows_it(device):
 
 
 @pytest.mark.gpu
-def test_sizes_that_fp8_products_cannot_take_are_refused():
+def test_linear_refuses_sizes_that_are_no_multiples_of_16():
     x, weight = torch.randn(4, 24, device="cuda"), torch.randn(40, 24, device="cuda")
     with pytest.raises(ValueError, match="multiples of 16, found a weight of 40 x 24"):
         fp8_linear(x, weight)
 
 
-def test_shapes_that_do_not_belong_together_are_refused(device):
+def test_linear_refuses_wrong_shapes(device):
     x, weight = leaves(torch.randn(16, 32), torch.randn(48, 32), device=device)
     with pytest.raises(ValueError, match="the weight takes 32 columns, x has 16"):
         fp8_linear(x[:, :16], weight)
@@ -95,7 +94,7 @@ def test_shapes_that_do_not_belong_together_are_refused(device):
         y.sum().backward()
 
 
-def test_frozen_weight_or_input_costs_no_product(device, monkeypatch):
+def test_linear_runs_no_gemm_for_a_frozen_weight_or_input(device, monkeypatch):
     """LoRA's frozen weights need no weight gradient, a first layer needs no input gradient."""
     x, weight = leaves(torch.randn(16, 32), torch.randn(32, 32), device=device)
     products = []
@@ -107,7 +106,7 @@ def test_frozen_weight_or_input_costs_no_product(device, monkeypatch):
         assert len(products) == 2
 
 
-def test_cpus_take_any_sizes():
+def test_linear_takes_any_sizes_on_a_cpu():
     """A weight whose size is no multiple of 16 is padded for the gradient of the input."""
     inputs = leaves(torch.randn(10, 20), torch.randn(24, 20), device="cpu")
     exact = [t.detach().float().requires_grad_() for t in inputs]
@@ -119,7 +118,7 @@ def test_cpus_take_any_sizes():
 
 
 @pytest.mark.parametrize("trains", [(True, True), (False, True), (True, False), (False, False)], ids=str)
-def test_a_bias_gets_the_sum_over_the_tokens(trains, device):
+def test_linear_bias_gradient_is_the_sum_over_the_tokens(trains, device):
     """Whatever else is frozen; the sum is FP32 if the bias is FP32. If only the bias is trained, there is no
     GEMM."""
     x, weight = (torch.randn(shape, device=device).bfloat16() for shape in ((3, 7, 32), (48, 32)))
@@ -132,7 +131,7 @@ def test_a_bias_gets_the_sum_over_the_tokens(trains, device):
     assert (x.grad is not None, weight.grad is not None) == trains
 
 
-def test_linear_behind_an_origin_keeps_only_that_and_the_scale(device):
+def test_linear_saves_the_origin_of_its_input(device):
     x, weight = leaves(torch.randn(512, 128), torch.randn(64, 128), device=device)
     made = []
 
@@ -140,8 +139,7 @@ def test_linear_behind_an_origin_keeps_only_that_and_the_scale(device):
         made.append(largest.item())
         return quantize_tensor(kept, largest, fmt, rows=False, columns=True)
 
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+    with saved_tensors() as kept:
         y = fp8_linear(x, weight, origin=Origin((x.detach(),), columns))
     assert [t.numel() for t in kept] == [weight.numel(), 1, x.numel(), 1]
     grad = torch.randn_like(y)
@@ -151,7 +149,7 @@ def test_linear_behind_an_origin_keeps_only_that_and_the_scale(device):
     assert made == [x.abs().max().item()]
 
 
-def test_what_is_attached_is_lost_by_any_change():
+def test_origin_and_maxima_are_lost_by_any_change():
     x = torch.randn(4, 32)
     with_origin(x, Origin((), None))
     with_maxima(x, x.abs().amax(1))
@@ -164,14 +162,14 @@ def test_what_is_attached_is_lost_by_any_change():
         assert origin_of(x) is None and maxima_of(x) is None
 
 
-def test_a_view_is_the_whole_if_it_has_all_in_the_same_order():
+def test_whole_of_takes_views_of_all_elements_in_order():
     x = torch.randn(4, 32)
     assert whole_of(x) is x and whole_of(x.view(4, 32)) is x and whole_of(x[:]) is x
     for other in (x[:2], x[2:], x.view(2, 64), x[:1].expand(4, 32), x.t()):
         assert whole_of(other) is None
 
 
-def test_what_is_noted_of_a_tensor_is_noted_of_its_alias():
+def test_share_notes_with_an_alias():
     x = torch.randn(4, 32)
     maxima, stand_in = x.abs().amax(1), x.view_as(x)
     with_maxima(x, maxima)
@@ -185,7 +183,7 @@ def test_what_is_noted_of_a_tensor_is_noted_of_its_alias():
     assert maxima_of(x) is None and take_stand_in(x) is x
 
 
-def test_maxima_of_the_producers_are_used(device, monkeypatch):
+def test_linear_uses_the_maxima_of_its_producers(device, monkeypatch):
     x, weight = leaves(torch.randn(16, 32), torch.randn(32, 32), device=device)
     grad = torch.randn(16, 32, device=device, dtype=torch.bfloat16)
     expected = torch.autograd.grad(fp8_linear(x, weight), [x, weight], grad)
@@ -201,7 +199,7 @@ def test_maxima_of_the_producers_are_used(device, monkeypatch):
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_predicted_scales_change_no_bit(compiled, device, monkeypatch):
+def test_linear_with_predicted_scales_has_the_same_bits(compiled, device, monkeypatch):
     """Whatever the tensors of the previous pass were. Kernels then make no extra pass for the scale."""
     if not compiled:
         take_kernels(monkeypatch)
@@ -226,7 +224,7 @@ def test_predicted_scales_change_no_bit(compiled, device, monkeypatch):
             assert a.equal(e)
 
 
-def test_formats_and_autocast(device):
+def test_linear_formats_and_autocast(device):
     """E4M3 gradients have half of E5M2's error; autocast decides the dtype of the GEMM's output."""
     x, weight = leaves(torch.randn(64, 192), torch.randn(256, 192), device=device)
     grad = torch.randn(64, 256, device=device, dtype=torch.bfloat16)
@@ -242,7 +240,7 @@ def test_formats_and_autocast(device):
     assert exact[0].grad.dtype == torch.float32
 
 
-def test_gradients_of_fp32_weights_are_not_rounded_to_bf16(device):
+def test_linear_gradient_of_an_fp32_weight_is_not_rounded_to_bf16(device):
     weight = torch.randn(48, 32, device=device, requires_grad=True)
     for dtype in (torch.float32, torch.bfloat16):
         with torch.autocast(device.type, torch.bfloat16):
@@ -253,7 +251,7 @@ def test_gradients_of_fp32_weights_are_not_rounded_to_bf16(device):
 
 @pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_weight_gradient_goes_where_it_is_told(compiled, fast, device):
+def test_linear_adds_the_weight_gradient_to_weight_grad_into(compiled, fast, device):
     """Other gradients are the same bits, and the placeholder that autograd gets for the weight takes no
     memory."""
     formats = LinearFormats(fast_weight_grad=fast)
@@ -278,7 +276,7 @@ def test_weight_gradient_goes_where_it_is_told(compiled, fast, device):
     assert main.bfloat16().float().equal(main) == (not fast or device.type == "cuda")
 
 
-def test_weight_gradient_goes_into_what_is_there_in_backward(device):
+def test_linear_calls_weight_grad_into_in_backward(device):
     x, weight = leaves(torch.randn(16, 32), torch.randn(48, 32), device=device)
     first, second = torch.zeros(2, 48, 32, device=device)
     into = [first]
@@ -292,7 +290,7 @@ def test_weight_gradient_goes_into_what_is_there_in_backward(device):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not HOPPER, reason="others write the product first")
-def test_fast_weight_gradients_take_no_memory():
+def test_linear_fast_weight_gradient_takes_no_memory():
     n = 8192
     weight = torch.randn(n, n, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     x, grad = torch.randn(2, 64, n, device="cuda", dtype=torch.bfloat16)
@@ -307,7 +305,7 @@ def test_fast_weight_gradients_take_no_memory():
     assert main.count_nonzero() > 0
 
 
-def test_no_grad_keeps_nothing_and_equals_training(device):
+def test_linear_without_gradients_equals_training(device):
     x, weight = leaves(torch.randn(33, 64), torch.randn(48, 64), device=device)
     y = fp8_linear(x, weight)
     with torch.no_grad():
@@ -315,13 +313,13 @@ def test_no_grad_keeps_nothing_and_equals_training(device):
     assert z.grad_fn is None and z.equal(y)
 
 
-def test_compiled_calls_can_make_options():
+def test_linear_options_have_constant_defaults():
     """torch.compile of torch 2.11 can construct a dataclass only if its defaults are constants."""
     defaults = {field.default for field in dataclasses.fields(LinearOptions)}
     assert defaults == {None, dataclasses.MISSING}
 
 
-def test_compiled_equals_eager(device):
+def test_linear_compiled_equals_eager(device):
     x, weight, bias = leaves(torch.randn(33, 64), torch.randn(48, 64), torch.randn(48), device=device)
     grad = torch.randn(33, 48, device=device, dtype=torch.bfloat16)
     compiled = torch.compile(fp8_linear, backend="aot_eager", fullgraph=True)

@@ -12,13 +12,11 @@ from coat_kernels.linear import fp8_linear
 from coat_kernels.tensorwise import PredictedScale
 from coat_kernels.tensorwise.operands import fp8_operands
 from coat_kernels.tensorwise.quantize import quantize_tensor_reference
-from tests.kernels.agreement import E4M3_RMS, ROUNDING
+from tests.kernels.agreement import E4M3_RMS, KERNEL_RMS, ROUNDING, close, finite_max, same
 from tests.kernels.inputs import SHAPES, hard, wide
-from tests.util import rel_rms
+from tests.util import rel_rms, saved_tensors
 
 EPS = 1e-5
-# kernels and references differ by the order of FP32 sums, then in the last bit of BF16 on a tie
-KERNEL_RMS = 1e-3
 FORMATS = pytest.mark.parametrize("fmt", ROUNDING)
 LAYER_NORM = pytest.mark.parametrize("layer_norm", [False, True], ids=["rms", "layer"])
 
@@ -53,7 +51,7 @@ def exactly_kept(x, layer_norm):
 @LAYER_NORM
 @FORMATS
 @pytest.mark.parametrize("zero_centered,residual", [(False, False), (True, True)])
-def test_formulas_against_autograd_in_fp64(layer_norm, fmt, zero_centered, residual):
+def test_norm_of_exact_codes_is_torchs_in_fp64(layer_norm, fmt, zero_centered, residual):
     """For values that the codes hold exactly, output and gradients are right to FP32's rounding."""
     x, _ = exactly_kept(torch.empty(6, 48), layer_norm)
     weight, bias, grad = torch.randn(48), torch.randn(48) if layer_norm else None, torch.randn(6, 48)
@@ -80,7 +78,7 @@ def test_formulas_against_autograd_in_fp64(layer_norm, fmt, zero_centered, resid
 
 @pytest.mark.parametrize("layer_norm,bias", [(False, False), (True, False), (True, True)])
 @FORMATS
-def test_gradients_against_autograd(layer_norm, bias, fmt, device):
+def test_norm_gradients_see_one_rounding_of_the_input(layer_norm, bias, fmt, device):
     """Backward reads the centered input with one rounding of its format; the error enters a product of two
     terms. A large mean adds no error in LayerNorm, since only the deviation is saved."""
     x = torch.randn(40, 80) + (30 if layer_norm else 0)
@@ -97,23 +95,12 @@ def test_gradients_against_autograd(layer_norm, bias, fmt, device):
         assert a.dtype == torch.bfloat16 and rel_rms(a, e) < 2 * ROUNDING[fmt]
 
 
-def same(actual, expected):
-    torch.testing.assert_close(actual.float(), expected.float(), rtol=0, atol=0, equal_nan=True)
-
-
-def close(actual, expected):
-    """Equal where not finite; a small relative error elsewhere."""
-    finite = expected.isfinite()
-    same(actual.masked_fill(finite, 0), expected.masked_fill(finite, 0))
-    assert rel_rms(actual.masked_fill(~finite, 0), expected.masked_fill(~finite, 0)) < KERNEL_RMS
-
-
 def check_kernels(x, grad, grad_residual, weight, bias, layer_norm, zero_centered, keep):
     options = layer_norm, zero_centered
     expected = norm.reference.norm_forward_reference(x, weight, bias, EPS, *options, keep)
     actual = norm.kernels.norm_forward_triton(x, weight, bias, EPS, *options, keep)
     close(actual[0], expected[0])
-    assert actual[1].amax() == torch.where(actual[0].isfinite(), actual[0].float().abs(), 0).amax()
+    assert actual[1].amax() == finite_max(actual[0])
     close(actual[3], expected[3])
     # a mean summed in another order moves deviations by 2^-24 of the row's largest value, and few of them to
     # another code
@@ -124,7 +111,7 @@ def check_kernels(x, grad, grad_residual, weight, bias, layer_norm, zero_centere
     found = norm.kernels.norm_backward_triton(grad, grad_residual, *kept, *options)
     for i in (0, 2, 3):
         close(found[i], reference[i])
-    assert found[1].amax() == torch.where(found[0].isfinite(), found[0].float().abs(), 0).amax()
+    assert found[1].amax() == finite_max(found[0])
     largest = expected[1].amax(0, keepdim=True)
     fmt = E5M2 if keep == "e4m3" else E4M3
     made = norm.kernels.norm_columns_triton(*kept, bias, largest, zero_centered, fmt)
@@ -136,7 +123,7 @@ def check_kernels(x, grad, grad_residual, weight, bias, layer_norm, zero_centere
 
 @LAYER_NORM
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_kernels_agree_with_the_references(shape, layer_norm, device):
+def test_norm_kernels_agree_with_the_references(shape, layer_norm, device):
     x, grad, grad_residual = (t.to(device) for t in (wide(*shape), torch.randn(shape), wide(*shape)))
     weight, bias = torch.randn(2, shape[1], device=device)
     # with and without a residual, either dtype of weights and of the rest
@@ -148,7 +135,7 @@ def test_kernels_agree_with_the_references(shape, layer_norm, device):
 
 @LAYER_NORM
 @pytest.mark.parametrize("case", hard(64))
-def test_kernels_agree_on_hard_inputs(case, layer_norm, device):
+def test_norm_kernels_agree_on_hard_inputs(case, layer_norm, device):
     """The rest of the tensor is ordinary: an error in one row does not spread to other rows."""
     x, grad = torch.randn(2, 4, 64, device=device)
     x[1] = hard(64)[case].to(device)
@@ -160,7 +147,7 @@ def test_kernels_agree_on_hard_inputs(case, layer_norm, device):
 
 
 @LAYER_NORM
-def test_a_row_of_many_tiles_and_programs(layer_norm, device, monkeypatch):
+def test_norm_kernels_with_many_tiles_and_programs(layer_norm, device, monkeypatch):
     """Backward programs process several tiles of rows each; the last tile is partial."""
     monkeypatch.setattr(norm.kernels, "PROGRAMS", 3)
     monkeypatch.setattr(norm.kernels, "BACKWARD_TILE", 256)
@@ -170,7 +157,7 @@ def test_a_row_of_many_tiles_and_programs(layer_norm, device, monkeypatch):
 
 
 @LAYER_NORM
-def test_columns_are_the_output_quantized_and_transposed(layer_norm, device):
+def test_norm_columns_are_the_output_quantized_and_transposed(layer_norm, device):
     x, weight, bias = torch.randn(37, 48, device=device), *torch.randn(2, 48, device=device)
     y = apply(x.requires_grad_(), weight, bias, layer_norm)
     origin, largest = origin_of(y), maxima_of(y).amax(0, keepdim=True)
@@ -184,10 +171,9 @@ def test_columns_are_the_output_quantized_and_transposed(layer_norm, device):
 
 
 @LAYER_NORM
-def test_nothing_is_kept_that_nothing_needs(layer_norm, device):
+def test_norm_saves_nothing_that_backward_does_not_need(layer_norm, device):
     def kept(x, weight, bias):
-        tensors = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: tensors.append(t) or t, lambda t: t):
+        with saved_tensors() as tensors:
             y = apply(x, weight, bias, layer_norm)
         assert maxima_of(y) is not None
         return y, sum(t.nbytes for t in tensors)
@@ -207,7 +193,7 @@ def test_nothing_is_kept_that_nothing_needs(layer_norm, device):
 
 
 @LAYER_NORM
-def test_gradients_that_are_not_wanted_are_not_made(layer_norm, device):
+def test_norm_computes_only_the_gradients_that_are_needed(layer_norm, device):
     x, weight, bias = torch.randn(8, 64, device=device), torch.ones(64, device=device), None
     if layer_norm:
         bias = torch.zeros(64, device=device)
@@ -227,7 +213,7 @@ def test_gradients_that_are_not_wanted_are_not_made(layer_norm, device):
 
 
 @LAYER_NORM
-def test_residual_gradients_join_in_any_combination(layer_norm, device):
+def test_norm_residual_gradients_are_added(layer_norm, device):
     x = torch.randn(8, 64, device=device, dtype=torch.bfloat16).requires_grad_()
     weight = torch.ones(64, device=device).requires_grad_()
     grad, other = torch.randn(2, 8, 64, device=device).bfloat16()
@@ -261,7 +247,7 @@ class Look(torch.autograd.Function):
         return grad
 
 
-def test_maxima_travel_with_the_gradient(device):
+def test_norm_notes_maxima_on_its_gradient(device):
     Look.seen.clear()
     x = torch.randn(2, 5, 64, device=device, dtype=torch.bfloat16).requires_grad_()
     y = norm.rms_norm(Look.apply(x), torch.ones(64, device=device), EPS)
@@ -273,7 +259,7 @@ def test_maxima_travel_with_the_gradient(device):
 
 @LAYER_NORM
 @pytest.mark.parametrize("changed", ["weight", "bias"])
-def test_an_output_is_not_made_again_of_what_has_changed(layer_norm, changed, device):
+def test_norm_origin_is_dropped_after_a_parameter_changed(layer_norm, changed, device):
     """The linear layer that reads the norm's output saves its own input, and its weight's gradient is that of
     the forward values."""
     parameters = {name: torch.ones(64, device=device, requires_grad=True) for name in ("weight", "bias")}
@@ -289,7 +275,7 @@ def test_an_output_is_not_made_again_of_what_has_changed(layer_norm, changed, de
 
 
 @LAYER_NORM
-def test_operators_for_compile(layer_norm, device):
+def test_norm_operators_pass_opcheck(layer_norm, device):
     x, weight, bias = torch.randn(3, 40, device=device), *torch.randn(2, 40, device=device)
     options = layer_norm, False
     for keep in ROUNDING:
@@ -303,7 +289,7 @@ def test_operators_for_compile(layer_norm, device):
 
 
 @LAYER_NORM
-def test_compiled_equals_eager(layer_norm, device):
+def test_norm_compiled_equals_eager(layer_norm, device):
     weight, bias = (torch.randn(40, device=device).requires_grad_() for _ in range(2))
     x, grad = torch.randn(2, 6, 40, device=device)
     parameters = [weight, bias] if layer_norm else [weight]
@@ -320,7 +306,7 @@ def test_compiled_equals_eager(layer_norm, device):
 
 @LAYER_NORM
 @pytest.mark.parametrize("h", [96, 128, 576])
-def test_every_way_to_an_output_gives_the_same_bits(layer_norm, h, device):
+def test_norm_output_has_the_same_bits_trained_frozen_and_quantized(layer_norm, h, device):
     """With trained and with frozen weights, and quantized by the norm itself."""
     weight, bias = (torch.randn(h, device=device, dtype=torch.bfloat16).requires_grad_() for _ in range(2))
     x = torch.randn(2048, h, device=device, dtype=torch.bfloat16)

@@ -13,7 +13,7 @@ from coat_kernels.autograd.origin import origin_of
 from coat_kernels.fp8 import E4M3
 from coat_kernels.tensorwise.quantize import quantize_tensor
 from tests.kernels.agreement import E4M3_RMS, ROUNDING
-from tests.util import rel_rms
+from tests.util import rel_rms, saved_tensors
 
 N, D = 4, 32
 packed_attention = partial(attention, batch_first=True)
@@ -30,27 +30,32 @@ def packed(lengths, device, window=None) -> Packed:
     return Packed(starts, max(lengths), window)
 
 
-def qkv(tokens, device, groups=N, dtype=torch.bfloat16):
+def qkv(tokens, device, groups=N, dtype=torch.bfloat16, sinks=False):
+    """Queries, keys and values, and the sinks of the heads if there are some."""
     torch.manual_seed(0)
     shapes = [(1, tokens, n, D) for n in (N, groups, groups)]
-    return [torch.randn(s).to(device, dtype).requires_grad_() for s in shapes]
+    inputs = [torch.randn(s).to(device, dtype).requires_grad_() for s in shapes]
+    if sinks:
+        inputs.append(torch.tensor([-9.0, 0.0, 1.0, 4.0]).to(device, dtype).requires_grad_())
+    return inputs
 
 
-def one_by_one(inputs, lengths, window=None, scale=None, sinks=None) -> torch.Tensor:
+def one_by_one(q, k, v, sinks=None, *, lengths, window=None, scale=None) -> torch.Tensor:
     """Each document by torch's attention in FP64. A sink is the score of a key of zeros, whose value is
     zero."""
     found = []
-    for q, k, v in zip(*(x[0].double().split(lengths) for x in inputs), strict=True):
-        seen = torch.ones(len(q), len(q), dtype=torch.bool, device=q.device).tril()
+    for heads in zip(*(x[0].double().split(lengths) for x in (q, k, v)), strict=True):
+        q, *others = (x.transpose(0, 1)[None] for x in heads)
+        length = q.shape[2]
+        seen = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
         mask = seen if window is None else seen.triu(-window)
-        heads = [x.transpose(0, 1)[None] for x in (q, k, v)]
         if sinks is not None:
-            heads[1:] = (F.pad(x, (0, 0, 0, 1)) for x in heads[1:])
+            others = [F.pad(x, (0, 0, 0, 1)) for x in others]
             scores = torch.zeros_like(mask, dtype=torch.float64).masked_fill(~mask, -torch.inf)
             mask = torch.cat(
-                [scores.expand(N, -1, -1), sinks.double().view(N, 1, 1).expand(-1, len(q), 1)], 2
+                [scores.expand(N, -1, -1), sinks.double().view(N, 1, 1).expand(-1, length, 1)], 2
             )
-        y = F.scaled_dot_product_attention(*heads, attn_mask=mask, scale=scale, enable_gqa=True)
+        y = F.scaled_dot_product_attention(q, *others, attn_mask=mask, scale=scale, enable_gqa=True)
         found.append(y[0].transpose(0, 1).flatten(1))
     return torch.cat(found)[None]
 
@@ -68,29 +73,33 @@ def check_origin(y, fmt):
 
 
 @LAYOUTS
-@pytest.mark.parametrize("groups", [N, 2])
+@pytest.mark.parametrize("groups, sinks", [(N, False), (2, False), (2, True)])
 @pytest.mark.parametrize("window", [None, 8])
-def test_documents_are_attended_one_by_one(window, groups, lengths, device):
-    inputs = qkv(sum(lengths), device, groups)
+def test_packed_attention_attends_within_documents(window, groups, sinks, lengths, device):
+    inputs = qkv(sum(lengths), device, groups, sinks=sinks)
     grad = torch.randn(1, sum(lengths), N * D, dtype=torch.bfloat16, device=device)
-    expected = one_by_one(inputs, lengths, window, scale=0.3)
-    y = packed_attention(*inputs, packed(lengths, device, window), scale=0.3)
-    # The output is rounded to BF16. Tensor cores also round probabilities and, in backward, gradients of
-    # scores. Each rounding is at most 2^-9 of its number.
-    assert rel_rms(y, expected) < 2**-8
+    scale = None if sinks else 0.3
+    expected = one_by_one(*inputs, lengths=lengths, window=window, scale=scale)
+    how = {"scale": scale, "sinks": inputs[3] if sinks else None}
+    y = packed_attention(*inputs[:3], packed(lengths, device, window), **how)
+    # The output is rounded to BF16, with sinks twice. Tensor cores also round probabilities and, in backward,
+    # gradients of scores. Each rounding is at most 2^-9 of its number.
+    assert rel_rms(y, expected) < 2**-8 * 2 ** (sinks / 2)
     found = torch.autograd.grad(y, inputs, grad)
     for a, e in zip(found, torch.autograd.grad(expected, inputs, grad.double()), strict=True):
         assert rel_rms(a, e) < 2**-6
 
 
-@pytest.mark.parametrize("rows", [1, 2])
-def test_the_reference_is_exact(rows):
+@pytest.mark.parametrize("rows, sinks", [(1, False), (2, False), (1, True)])
+def test_packed_attention_reference_is_exact(rows, sinks):
     """Documents may lie in several rows of a batch."""
     lengths = [7, 13, 20]
-    inputs = [x.detach().view(rows, -1, *x.shape[2:]) for x in qkv(40, "cpu", 2, torch.float64)]
+    given = [x.detach() for x in qkv(40, "cpu", 2, torch.float64, sinks)]
+    inputs = [x.view(rows, -1, *x.shape[2:]) for x in given[:3]] + given[3:]
     inputs = [x.requires_grad_() for x in inputs]
-    y = packed_attention(*inputs, packed(lengths, "cpu", 5))
-    expected = one_by_one([x.view(1, 40, *x.shape[2:]) for x in inputs], lengths, 5).view(y.shape)
+    y = packed_attention(*inputs[:3], packed(lengths, "cpu", 5), sinks=inputs[3] if sinks else None)
+    whole = [x.view(1, 40, *x.shape[2:]) for x in inputs[:3]]
+    expected = one_by_one(*whole, *inputs[3:], lengths=lengths, window=5).view(y.shape)
     grad = torch.randn_like(y)
     pairs = [(y, expected), *zip(*(torch.autograd.grad(t, inputs, grad) for t in (y, expected)), strict=True)]
     # sums of at most 40 x 32 terms in FP64
@@ -98,37 +107,9 @@ def test_the_reference_is_exact(rows):
         assert rel_rms(a, e) < 40 * 32 * 2**-53
 
 
-@LAYOUTS
-@pytest.mark.parametrize("window", [None, 8])
-def test_sinks_are_scores_without_values(window, lengths, device):
-    inputs, sinks = qkv(sum(lengths), device, 2), torch.tensor([-9.0, 0.0, 1.0, 4.0], device=device)
-    inputs.append(sinks.bfloat16().requires_grad_())
-    grad = torch.randn(1, sum(lengths), N * D, dtype=torch.bfloat16, device=device)
-    expected = one_by_one(inputs[:3], lengths, window, sinks=inputs[3])
-    y = packed_attention(*inputs[:3], packed(lengths, device, window), sinks=inputs[3])
-    # the roundings of the test above, and one more of the output to BF16
-    assert rel_rms(y, expected) < 2**-8 * 2**0.5
-    found = torch.autograd.grad(y, inputs, grad)
-    for a, e in zip(found, torch.autograd.grad(expected, inputs, grad.double()), strict=True):
-        assert rel_rms(a, e) < 2**-6
-
-
-def test_the_reference_of_sinks_is_exact():
-    lengths = [7, 13, 20]
-    inputs = [x.detach().requires_grad_() for x in qkv(40, "cpu", 2, torch.float64)]
-    inputs.append(torch.tensor([-9.0, 0.0, 1.0, 4.0], dtype=torch.float64).requires_grad_())
-    y = packed_attention(*inputs[:3], packed(lengths, "cpu", 5), sinks=inputs[3])
-    expected = one_by_one(inputs[:3], lengths, 5, sinks=inputs[3])
-    grad = torch.randn_like(y)
-    pairs = [(y, expected), *zip(*(torch.autograd.grad(t, inputs, grad) for t in (y, expected)), strict=True)]
-    for a, e in pairs:
-        # sums of at most 40 x 32 terms in FP64
-        assert rel_rms(a, e) < 40 * 32 * 2**-53
-
-
 @pytest.mark.parametrize("fmt", [None, "sqrt8"])
 @pytest.mark.parametrize("sinks", [False, True])
-def test_the_order_of_megatron(sinks, fmt, device):
+def test_packed_attention_takes_megatrons_order(sinks, fmt, device):
     """Two sequences, whose tokens alternate in memory, give the bits of one after the other."""
     inputs, documents = qkv(2 * 37, device, 2), packed([30, 7, 20, 17], device, 8)
     how = {"sinks": torch.arange(N, device=device).bfloat16() if sinks else None, "saved_format": fmt}
@@ -146,7 +127,7 @@ def test_the_order_of_megatron(sinks, fmt, device):
 
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("fmt", [None, "sqrt8"])
-def test_equal_documents_are_whole_sequences(fmt, batch_first, device):
+def test_packed_attention_of_equal_documents_is_causal_attention(fmt, batch_first, device):
     """With the bits of `causal_attention`, whose backends are faster."""
     inputs = qkv(4 * 9, device, 2)
     grad = torch.randn(4, 9, N * D, dtype=torch.bfloat16, device=device)
@@ -163,7 +144,7 @@ def test_equal_documents_are_whole_sequences(fmt, batch_first, device):
 
 
 @pytest.mark.parametrize("window", [None, 8])
-def test_torchs_flash_attention_takes_these_arguments(window):
+def test_packed_attention_arguments_fit_torchs_flash_attention(window):
     """In this release of torch, by its shapes alone."""
     q, k, v = (torch.empty(96, n, D, dtype=torch.bfloat16, device="meta") for n in (N, 2, 2))
     documents = packed([5, 91], "meta", window)
@@ -175,7 +156,7 @@ def test_torchs_flash_attention_takes_these_arguments(window):
 
 @LAYOUTS
 @pytest.mark.parametrize("fmt", ROUNDING)
-def test_gradients_see_one_rounding_of_each_tensor(fmt, lengths, device):
+def test_packed_attention_gradients_see_one_rounding_of_each_tensor(fmt, lengths, device):
     inputs, documents = qkv(sum(lengths), device, 2), packed(lengths, device)
     exact = packed_attention(*inputs, documents)
     grad = torch.randn_like(exact)
@@ -190,31 +171,27 @@ def test_gradients_see_one_rounding_of_each_tensor(fmt, lengths, device):
 
 
 @pytest.mark.parametrize("fmt", [None, "sqrt8"])
-def test_what_is_saved(fmt, device):
+def test_packed_attention_saves_no_mask(fmt, device):
     """q, k, v and the output, a number for each head of a token, and the borders: no mask."""
-    lengths, kept = LENGTHS["ends inside of groups"], {}
+    lengths = LENGTHS["ends inside of groups"]
     tokens = sum(lengths)
-
-    def pack(x):
-        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-        return x
-
     inputs, documents = qkv(tokens, device, 2), packed(lengths, device)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+    with saved_tensors() as tensors:
         packed_attention(*inputs, documents, saved_format=fmt)
+    kept = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     elements = tokens * D * (2 * N + 2 * 2)
     heads = 2 * elements if fmt is None else elements + elements // 16 * 2
     assert sum(kept.values()) <= heads + 4 * N * tokens + 4 * (len(lengths) + 1)
 
 
 @pytest.mark.parametrize("fmt", [None, "sqrt8"])
-def test_the_output_has_its_origin(fmt, device):
+def test_packed_attention_output_has_its_origin(fmt, device):
     """The output projection recomputes its input from what attention has saved."""
     y = packed_attention(*qkv(37, device), packed([30, 7], device), saved_format=fmt)
     check_origin(y, fmt)
 
 
-def test_heads_that_flash_attention_does_not_take():
+def test_takes_packed_refuses_heads_beyond_flash_attention():
     gpu, half = torch.device("cuda"), torch.bfloat16
     assert takes_packed(torch.float32, torch.device("cpu"), 20, 12)
     for dtype, d, e in ((torch.float32, 64, 64), (half, 64, 32), (half, 20, 20), (half, 512, 512)):

@@ -13,8 +13,9 @@ from coat_kernels.fp8 import E4M3, E5M2
 from coat_kernels.tensorwise import PredictedScale
 from coat_kernels.tensorwise.operands import fp8_operands
 from tests.interpreter import take_kernels
+from tests.kernels.agreement import same
 from tests.kernels.inputs import check_sums, hard
-from tests.kernels.producers import PRODUCERS, same
+from tests.kernels.producers import PRODUCERS
 from tests.util import default_dtype
 
 pytestmark = pytest.mark.early

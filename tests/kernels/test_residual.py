@@ -10,9 +10,9 @@ from coat_kernels.norm import residual
 from coat_kernels.norm.op import NormOptions, norm_operands
 from coat_kernels.norm.residual import Addends, residual_add_reference
 from coat_kernels.tensorwise import PredictedScale
+from tests.kernels.agreement import close, same
 from tests.kernels.inputs import SHAPES, hard, wide
-from tests.kernels.producers import same
-from tests.kernels.test_norm import EPS, LAYER_NORM, close
+from tests.kernels.test_norm import EPS, LAYER_NORM
 
 
 @pytest.fixture

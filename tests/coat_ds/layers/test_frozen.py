@@ -18,7 +18,7 @@ from tests.coat_ds.layers.measures import (
 )
 from tests.coat_ds.layers.parts import plain
 from tests.families import FAMILIES, LAYERS
-from tests.util import rel_rms
+from tests.util import rel_rms, saved_tensors
 
 LLAMA = FAMILIES["llama"]
 
@@ -31,8 +31,7 @@ def test_frozen_weights_save_no_input():
         block.norm.requires_grad_(False)
     x = torch.randn(64, 64).bfloat16().requires_grad_()
     coat_ds.convert(model, {"weight_cache": "fp8"})
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+    with saved_tensors() as kept:
         y = model(x)
     # inputs of norms and activations, in groups
     wide = [t for t in kept if t.numel() >= x.numel() and not t.is_leaf]
