@@ -1,4 +1,4 @@
-"""What a stored moment owes to the exact one, and the published formula, which owes more than it pays.
+"""What a stored moment owes to the exact one.
 
 The bound. With M and m the largest and smallest non-zero magnitude of a group, k = floor(16 s) / 16 with
 s = log2(448^2 / 2) / log2(M / m), and y = 448 (|x| / M)^k, so that y >= 448 / (448^2 / 2) = 0.0045. E4M3
@@ -58,40 +58,6 @@ def assert_faithful(stored: torch.Tensor, exact: torch.Tensor) -> None:
     nonzero, exact = good & (exact != 0), raised(exact)
     error = (stored[nonzero] / exact[nonzero] - 1).abs()
     assert (error <= relative_bound(exact)[nonzero]).all(), f"relative error {error.max():.3g}"
-
-
-def _smallest(group: list[float]) -> float:
-    """The published reduction: an incoming zero is skipped, a lane's own zero stays."""
-    lanes = group + [3.4e38] * (GROUP - len(group))
-
-    def reduce(values):
-        offset = len(values) // 2
-        while offset:
-            values = [
-                min(own, values[i + offset]) if values[i + offset] != 0 else own
-                for i, own in enumerate(values[:offset])
-            ]
-            offset //= 2
-        return values[0]
-
-    return reduce([reduce(lanes[w : w + 32]) for w in range(0, GROUP, 32)])
-
-
-def published_round_trip(x: torch.Tensor) -> torch.Tensor:
-    """Stores and reads `x` (flat, FP32) by the formula of the public COAT code."""
-    out = []
-    for group in x.split(GROUP):
-        magnitude = group.abs()
-        # maxima in CUDA ignore NaN
-        largest = torch.where(magnitude.isnan(), 0, magnitude).max() + 1e-30
-        smallest = torch.tensor(_smallest(magnitude.tolist())) + 1e-30
-        k = torch.floor(SPAN / (largest / smallest).log2() * 16) / 16
-        middle = largest.sqrt() * smallest.sqrt()
-        scale = (largest / middle) ** k / 448
-        y = torch.where(group < 0, -1.0, 1.0) * (magnitude / middle) ** k
-        t = (y / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
-        out.append(torch.where(t < 0, -1.0, 1.0) * t.abs() ** (1 / k) * middle)
-    return torch.cat(out)
 
 
 def ratio_bound(exact: torch.Tensor, second: torch.Tensor) -> torch.Tensor:

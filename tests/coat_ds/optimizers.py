@@ -18,11 +18,22 @@ def parameters(dtype=torch.float32, device="cpu"):
     return [torch.nn.Parameter(p) for p in made]
 
 
-def set_grads(params, seed):
+def set_grads(params, seed, scale=1.0):
+    """Gradients that BF16 can represent, so that parameters of either type get the same ones."""
     generator = torch.Generator().manual_seed(seed)
     for p in params:
-        g = torch.randn(p.shape, generator=generator) * torch.rand(p.shape, generator=generator)
-        p.grad = g.to(p.device, p.dtype)
+        p.grad = (scale * torch.randn(p.shape, generator=generator)).to(p.device, torch.bfloat16).to(p.dtype)
+
+
+def start(device, *sizes):
+    generator = torch.Generator().manual_seed(7)
+    return [torch.nn.Parameter((0.02 * torch.randn(n, generator=generator)).to(device)) for n in sizes]
+
+
+def train(params, optimizer, steps=4, first=0):
+    for step in range(first, first + steps):
+        set_grads(params, step)
+        optimizer.step()
 
 
 def codes(optimizer):
@@ -35,20 +46,24 @@ def codes(optimizer):
     ]
 
 
+def all_equal(xs, ys):
+    return all(torch.equal(x, y) for x, y in zip(xs, ys, strict=True))
+
+
 def assert_equal(xs, ys):
     for x, y in zip(xs, ys, strict=True):
         assert torch.equal(x, y)
 
 
 FP32 = {"exp_avg_format": "fp32", "exp_avg_sq_format": "fp32"}
+# a power of two is the same rate in FP32 and FP64
+OPTIONS = {"lr": 2.0**-10, "betas": (0.9, 0.95), "weight_decay": 0.1}
 
 
 def trained(steps=3, **options):
     params = parameters()
     optimizer = CoatAdamW(params, min_numel=100, **options)
-    for step in range(steps):
-        set_grads(params, step)
-        optimizer.step()
+    train(params, optimizer, steps)
     return params, optimizer
 
 

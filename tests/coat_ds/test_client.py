@@ -4,7 +4,6 @@ import gc
 import warnings
 import weakref
 
-import deepspeed
 import pytest
 import torch
 from deepspeed.ops import op_builder
@@ -15,6 +14,7 @@ import coat_ds
 from coat_ds import CoatAdamW, CoatConfigError
 from coat_ds.config import OptimizerConfig
 from coat_ds.zero.convert_optimizer import check, convert_
+from tests.coat_ds.engines import STATES, engine_of
 from tests.hosts import TorchAdam
 from tests.util import run_distributed
 
@@ -68,7 +68,7 @@ def trained(config, make_scheduler, convert=True):
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_schedulers_keep_working(name):
+def test_converted_optimizer_keeps_its_scheduler(name):
     exact = OptimizerConfig(exp_avg_format="fp32", exp_avg_sq_format="fp32")
     stock, options, _ = trained(exact, SCHEDULERS[name], convert=False)
     ours, same_options, optimizer = trained(exact, SCHEDULERS[name])
@@ -79,7 +79,7 @@ def test_schedulers_keep_working(name):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
 
 
-def test_formats_come_from_the_block_and_groups_win():
+def test_converted_optimizer_takes_formats_of_block_and_groups():
     net = model()
     optimizer = torch.optim.AdamW([{**groups(net)[0], "min_numel": 64}, groups(net)[1]])
     net[2].weight.requires_grad_(False)
@@ -93,7 +93,7 @@ def test_formats_come_from_the_block_and_groups_win():
     assert convert_(optimizer, OptimizerConfig(), keep_fp32=KEEP).state[net[0].weight] is again
 
 
-def test_an_empty_state_is_no_step():
+def test_convert_takes_an_empty_state_for_no_step():
     net = model()
     optimizer = torch.optim.AdamW(net.parameters())
     # a look makes an empty state
@@ -101,7 +101,7 @@ def test_an_empty_state_is_no_step():
     assert type(convert_(optimizer, OptimizerConfig(), keep_fp32=KEEP)) is CoatAdamW
 
 
-def test_groups_that_are_added_later_have_the_defaults():
+def test_converted_optimizer_gives_later_groups_the_defaults():
     net, given = model(), {"lr": 3e-4, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.3}
     stock = torch.optim.AdamW(net[0].parameters(), **given, fused=True)
     optimizer = convert_(stock, OptimizerConfig(), keep_fp32=KEEP)
@@ -110,7 +110,7 @@ def test_groups_that_are_added_later_have_the_defaults():
     assert given.items() <= optimizer.param_groups[1].items()
 
 
-def test_a_group_of_frozen_parameters_stays():
+def test_converted_optimizer_keeps_a_group_of_frozen_parameters():
     """Schedulers have a number for each group."""
     net = model()
     net[0].requires_grad_(False)
@@ -119,7 +119,7 @@ def test_a_group_of_frozen_parameters_stays():
     assert [(g["lr"], len(g["params"])) for g in optimizer.param_groups] == [(5e-4, 0), (1e-3, 2)]
 
 
-def test_named_parameters_keep_their_names():
+def test_converted_optimizer_keeps_names():
     net = model()
     net[0].weight.requires_grad_(False)
     optimizer = torch.optim.AdamW(net.named_parameters())
@@ -130,7 +130,7 @@ def test_named_parameters_keep_their_names():
     assert kept == ["fp32", "ratio8", "fp32"]
 
 
-def test_what_is_converted_is_freed():
+def test_converted_optimizer_is_freed():
     net = model()
     optimizer = convert_(torch.optim.AdamW(net.parameters()), OptimizerConfig(), keep_fp32=KEEP)
     lr_scheduler.ConstantLR(optimizer)
@@ -185,14 +185,14 @@ def replaced(params):
         "no-optimizer",
     ],
 )
-def test_refused(make, words):
+def test_convert_refuses_other_optimizers(make, words):
     with pytest.raises(CoatConfigError) as error:
         convert_(make(model().parameters()), OptimizerConfig(), keep_fp32=KEEP)
     for word in (*words, "coat.optimizer.enabled", "coat_ds.CoatAdamW"):
         assert word in str(error.value)
 
 
-def test_adam_without_decay_is_converted():
+def test_convert_takes_adam_without_decay():
     made = convert_(torch.optim.Adam(model().parameters()), OptimizerConfig(), keep_fp32=KEEP)
     assert type(made) is CoatAdamW and made.param_groups[0]["decoupled_weight_decay"]
 
@@ -205,7 +205,7 @@ def not_compiled(monkeypatch):
 
 
 @pytest.mark.parametrize("cls", [FusedAdam, DeepSpeedCPUAdam])
-def test_deepspeeds_adamw_is_converted(cls, not_compiled):
+def test_convert_takes_deepspeeds_adamw(cls, not_compiled):
     optimizer = cls(groups(model()), lr=2e-3, betas=(0.8, 0.9))
     assert type(convert_(optimizer, OptimizerConfig(), keep_fp32=KEEP)) is CoatAdamW
     options = [(g["lr"], g["betas"], g["weight_decay"]) for g in optimizer.param_groups]
@@ -222,7 +222,7 @@ def test_deepspeeds_adamw_is_converted(cls, not_compiled):
     ],
     ids=["fused-with-decay", "fused-uncorrected", "cpu-with-decay", "cpu-uncorrected"],
 )
-def test_adams_of_deepspeed_with_other_steps_are_refused(make, words, not_compiled):
+def test_convert_refuses_deepspeeds_adam_with_other_steps(make, words, not_compiled):
     with pytest.raises(CoatConfigError, match=words):
         check(make(model().parameters()))
 
@@ -234,19 +234,12 @@ def engines():
         net = model()
         optimizer = torch.optim.AdamW(groups(net), lr=1e-3)
         scheduler = SCHEDULERS["exponential"](optimizer)
-        config = {
-            "train_batch_size": 2,
-            "bf16": {"enabled": True},
-            "zero_optimization": {"stage": stage},
-            "coat": {"enabled": True, "activations": False},
+        given = {
+            "optimizer": (lambda p: torch.optim.AdamW(p, lr=1e-3)) if as_function else optimizer,
+            "model_parameters": net.parameters() if as_function else None,
+            "lr_scheduler": SCHEDULERS["exponential"] if as_function else scheduler,
         }
-        engine, *_ = deepspeed.initialize(
-            model=net,
-            config=config,
-            optimizer=(lambda p: torch.optim.AdamW(p, lr=1e-3)) if as_function else optimizer,
-            model_parameters=net.parameters() if as_function else None,
-            lr_scheduler=SCHEDULERS["exponential"] if as_function else scheduler,
-        )
+        engine = engine_of(net, stage, STATES, given, optimizer=None)
         for i in range(3):
             x = torch.randn(2, 64, generator=torch.Generator().manual_seed(i))
             share = x[torch.distributed.get_rank() :: torch.distributed.get_world_size()]
@@ -259,7 +252,7 @@ def engines():
     return out
 
 
-def test_engines():
+def test_engines_convert_the_scripts_optimizer():
     for built in run_distributed(engines, 2):
         for (converted, same, held, rates), as_function in zip(built, (0, 1, 0, 0), strict=True):
             assert converted and same and held == {"ratio8", "log8", "fp32"}

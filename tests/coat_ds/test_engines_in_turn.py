@@ -9,25 +9,15 @@ import torch
 import coat_ds
 from coat_ds.layers.modules.replaced import replaced
 from coat_ds.zero.recompute import compress_inputs, keep_inputs
+from tests.coat_ds.engines import engine_of
 from tests.util import run_distributed
+
+COMPRESSES = {"fp8_activation_checkpointing": True}
 
 
 def model():
     nn = torch.nn
     return nn.Sequential(nn.Linear(32, 64), nn.LayerNorm(64), nn.Linear(64, 32))
-
-
-def engine_of(net, stage=1, **block):
-    import deepspeed
-
-    config = {
-        "train_batch_size": 1,
-        "bf16": {"enabled": True},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "zero_optimization": {"stage": stage},
-        "coat": {"enabled": True, **block},
-    }
-    return deepspeed.initialize(model=net, config=config)[0]
 
 
 def made(net) -> tuple[int, bool]:
@@ -44,7 +34,7 @@ def step(engine) -> None:
 def in_turn(stage):
     """What the model is after each step of its life."""
     net, found = model(), []
-    first = engine_of(net, stage, fp8_activation_checkpointing=True)
+    first = engine_of(net, stage, COMPRESSES)
     step(first)
     found.append(made(net))
     second = engine_of(net, stage)
@@ -61,7 +51,7 @@ def in_turn(stage):
 def told_by_the_script():
     """A model that the script has converted stays converted; of the engines each has its own inputs."""
     net, found = coat_ds.convert(model().bfloat16()), []
-    engines = [engine_of(net), engine_of(net, fp8_activation_checkpointing=True)]
+    engines = [engine_of(net), engine_of(net, block=COMPRESSES)]
     for engine in engines:
         engine.destroy()
         found.append(made(net))
@@ -71,16 +61,13 @@ def told_by_the_script():
 def failed():
     """What is left of an engine that could not be built."""
     net, found = model(), []
-    import deepspeed
-
-    config = {"train_batch_size": 1, "bf16": {"enabled": True}, "coat": {"enabled": True}}
     for kind in (OSError, KeyboardInterrupt):
 
         def fails(parameters, kind=kind):
             raise kind("no room")
 
         with pytest.raises(kind, match="no room"):
-            deepspeed.initialize(model=net, optimizer=fails, model_parameters=net.parameters(), config=config)
+            engine_of(net, given={"optimizer": fails, "model_parameters": net.parameters()}, optimizer=None)
         found.append(made(net))
     # and the way on is not barred
     engine = engine_of(net)
@@ -91,20 +78,15 @@ def failed():
 
 def failed_units():
     """What a layer is to ZeRO-3 that was to be a unit of an engine that could not be built."""
-    import deepspeed
 
     def fails(parameters):
         raise OSError("no room")
 
     layer = Unit(*model())
-    config = {
-        "train_batch_size": 1,
-        "bf16": {"enabled": True},
-        "zero_optimization": {"stage": 3},
-        "coat": {"enabled": True},
-    }
     with pytest.raises(OSError, match="no room"):
-        deepspeed.initialize(model=layer, optimizer=fails, model_parameters=layer.parameters(), config=config)
+        engine_of(
+            layer, 3, given={"optimizer": fails, "model_parameters": layer.parameters()}, optimizer=None
+        )
     return layer.zero3_unit, layer._z3_leaf
 
 
@@ -113,7 +95,7 @@ def refused():
     nn = torch.nn
     net = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16))
     with pytest.raises(coat_ds.CoatConfigError, match="require"):
-        engine_of(net, require=True)
+        engine_of(net, block={"require": True})
     return made(net)
 
 
@@ -165,22 +147,22 @@ def found():
 
 
 @pytest.mark.parametrize("stage", [0, 2])
-def test_the_last_engine_has_the_model(found, stage):
+def test_last_engine_of_a_model_decides_its_layers(found, stage):
     compressing, converted, stock = (3, True), (3, False), (0, False)
     assert found[f"stage {stage}"] == [compressing, converted, converted, stock, stock]
 
 
-def test_what_the_script_has_converted_stays(found):
+def test_engine_keeps_layers_that_the_script_converted(found):
     assert found["script"] == [(3, True), (3, False)]
 
 
-def test_an_engine_that_fails_leaves_nothing(found):
+def test_engine_that_fails_leaves_the_model_unchanged(found):
     assert found["failed"] == [(0, False), (0, False), (3, False), (0, False)]
     assert found["failed units"] == (False, False)
     assert found["refused"] == (0, False)
 
 
-def test_units_of_zero3_end_with_their_engine(found):
+def test_zero3_units_end_with_their_engine(found):
     (*during, after), said = found["units"]
     for unit in during:
         # three modules' weights and biases; the hook is one of several
@@ -189,7 +171,7 @@ def test_units_of_zero3_end_with_their_engine(found):
     assert ["ZeRO-3 gathers 1 of 1 layers whole" in line for line in said] == [True, False]
 
 
-def test_nothing_was_compressed():
+def test_keep_inputs_leaves_other_forwards_alone():
     net = model()
     for own in (lambda x: x, functools.partial(torch.add, 1)):
         net.forward = own
@@ -197,7 +179,7 @@ def test_nothing_was_compressed():
         assert net.forward is own
 
 
-def test_a_forward_that_compresses_has_its_own_signature():
+def test_compress_inputs_keeps_the_signature():
     """Hugging Face's Trainer leaves out columns that it does not name."""
     net = model()
     own = inspect.signature(net.forward)

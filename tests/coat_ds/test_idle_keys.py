@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import coat_ds
-from tests.util import run_distributed
+from tests.coat_ds.engines import engine_of
+from tests.util import listening, run_distributed
 
 OTHER = {"min_numel": 64, "checkpoint_layout": "compressed", "keep_fp32": ["*0*"]}
 
@@ -16,51 +17,36 @@ def model():
     return nn.Sequential(nn.Linear(32, 64), nn.LayerNorm(64), nn.Linear(64, 32))
 
 
-def engine_of(stage=1, optimizer=None, net=None, block=None, **more):
-    import deepspeed
-
-    net = model() if net is None else net
-    config = {
-        "train_batch_size": 1,
-        "bf16": {"enabled": True},
-        "zero_optimization": {"stage": stage},
-        "coat": {"enabled": True, **(block or {})},
-        **more,
-    }
-    if optimizer is None:
-        config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-3}}
-    deepspeed.initialize(model=net, config=config, optimizer=optimizer and optimizer(net))[0].destroy()
-
-
-def own(**options):
-    return lambda net: coat_ds.CoatAdamW(net.named_parameters(), **options)
+def of_own(block=None, **options):
+    """An engine with the script's own optimizer."""
+    net = model()
+    optimizer = coat_ds.CoatAdamW(net.named_parameters(), **options)
+    return engine_of(net, 1, block, {"optimizer": optimizer}, optimizer=None)
 
 
 def work():
     import deepspeed
-
-    from tests.util import listening
 
     deepspeed.init_distributed("gloo")
     coat_ds.install()
     rounded = {"optimizer": {"bf16_params": "stochastic"}}
     masters = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
     runs = {
-        "FP32 masters": lambda: engine_of(1, block=rounded),
-        "BF16 masters": lambda: engine_of(2, block=rounded, bf16=masters),
-        "units, ZeRO 2": lambda: engine_of(2, block={"zero3_layer_units": True}),
-        "units, ZeRO 3": lambda: engine_of(3, block={"zero3_layer_units": True}),
-        "own": lambda: engine_of(1, own(), block={"optimizer": OTHER}),
-        "own, without keys": lambda: engine_of(1, own(**OTHER)),
+        "FP32 masters": lambda: engine_of(model(), 1, block=rounded),
+        "BF16 masters": lambda: engine_of(model(), 2, block=rounded, bf16=masters),
+        "units, ZeRO 2": lambda: engine_of(model(), 2, block={"zero3_layer_units": True}),
+        "units, ZeRO 3": lambda: engine_of(model(), 3, block={"zero3_layer_units": True}),
+        "own": lambda: of_own(block={"optimizer": OTHER}),
+        "own, without keys": lambda: of_own(**OTHER),
     }
     found = {}
     with listening(logging.WARNING) as lines:
         for name, run in runs.items():
             lines.clear()
-            run()
+            run().destroy()
             found[name] = [line for line in lines if "of no effect" in line]
         with pytest.raises(coat_ds.CoatConfigError) as error:
-            engine_of(1, net=torch.nn.Sequential(torch.nn.Conv2d(8, 8, 3)), block={"require": True})
+            engine_of(torch.nn.Sequential(torch.nn.Conv2d(8, 8, 3)), block={"require": True})
         found["no linear layer, required"] = [str(error.value)]
     return found
 
@@ -82,7 +68,7 @@ def found():
         ("no linear layer, required", ["coat.activations.enabled"]),
     ],
 )
-def test_keys_of_an_engine(found, run, keys):
+def test_engine_warns_of_block_keys_without_effect(found, run, keys):
     assert [line.partition("coat.")[2].partition(":")[0] for line in found[run]] == [
         key.removeprefix("coat.") for key in keys
     ]

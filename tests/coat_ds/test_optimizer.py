@@ -13,36 +13,55 @@ from coat_ds.optim.moment import Moment
 from coat_ds.optim.options import MOMENTS
 from coat_ds.optim.recover import SAME_VALUE
 from coat_kernels.codecs import get_codec
-from tests.coat_ds.optimizers import FP32, assert_equal, codes, parameters, set_grads, through_file, trained
+from tests.coat_ds.optimizers import (
+    FP32,
+    assert_equal,
+    codes,
+    parameters,
+    set_grads,
+    through_file,
+    train,
+    trained,
+)
 from tests.util import rel_rms
 
 
+def in_groups(params):
+    return [
+        {"params": params[:3], "weight_decay": 0.2},
+        {"params": params[3:], "lr": 5e-3, "betas": (0.7, 0.9), "eps": 1e-6, "maximize": True},
+    ]
+
+
 @pytest.mark.parametrize(
-    "options",
+    "options, grouped",
     [
-        {},
-        {"lr": 3e-2, "weight_decay": 0.1, "betas": (0.8, 0.95), "eps": 1e-5},
-        {"weight_decay": 0.0},
-        {"maximize": True},
-        {"lr": torch.tensor(2e-3)},
-        {"foreach": False, "fused": False},
+        ({}, list),
+        ({}, in_groups),
+        ({"lr": 3e-2, "weight_decay": 0.1, "betas": (0.8, 0.95), "eps": 1e-5}, list),
+        ({"weight_decay": 0.0}, list),
+        ({"maximize": True}, list),
+        ({"lr": torch.tensor(2e-3)}, list),
+        ({"foreach": False, "fused": False}, list),
     ],
-    ids=["defaults", "options", "no-decay", "maximize", "tensor-lr", "switches"],
+    ids=["defaults", "groups", "options", "no-decay", "maximize", "tensor-lr", "switches"],
 )
-def test_fp32_formats_are_torch_adamw_to_the_bit(options):
+def test_coat_adamw_with_fp32_moments_is_torch_adamw_to_the_bit(options, grouped):
     ours, theirs = parameters(), parameters()
     optimizers = (
-        CoatAdamW(ours, **FP32, **options),
-        torch.optim.AdamW(theirs, **{"foreach": False, **options}),
+        CoatAdamW(grouped(ours), **FP32, **options),
+        torch.optim.AdamW(grouped(theirs), **{"foreach": False, **options}),
     )
+    scheduled = optimizers if grouped is in_groups else ()
+    schedulers = [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5) for optimizer in scheduled]
     for step in range(6):
         set_grads(ours, step)
         set_grads(theirs, step)
         if step == 3:
             # a missing gradient skips the parameter, its step count included
             ours[1].grad = theirs[1].grad = None
-        for optimizer in optimizers:
-            optimizer.step()
+        for stepped in (*optimizers, *schedulers):
+            stepped.step()
     assert_equal(ours, theirs)
     for p, q in zip(ours, theirs, strict=True):
         exact = optimizers[1].state[q]
@@ -50,41 +69,11 @@ def test_fp32_formats_are_torch_adamw_to_the_bit(options):
         assert optimizers[0].state[p]["step"] == exact["step"]
 
 
-def test_groups_and_schedulers():
-    ours, theirs = parameters(), parameters()
-
-    def groups(params):
-        return [
-            {"params": params[:3], "weight_decay": 0.2},
-            {"params": params[3:], "lr": 5e-3, "betas": (0.7, 0.9), "eps": 1e-6, "maximize": True},
-        ]
-
-    mine = CoatAdamW(groups(ours), **FP32)
-    stock = torch.optim.AdamW(groups(theirs), foreach=False)
-    schedulers = [
-        torch.optim.lr_scheduler.SequentialLR(
-            o,
-            [
-                torch.optim.lr_scheduler.LinearLR(o, 0.1, 1.0, 2),
-                torch.optim.lr_scheduler.CosineAnnealingLR(o, 5),
-            ],
-            [2],
-        )
-        for o in (mine, stock)
-    ]
-    for step in range(6):
-        for params, optimizer, scheduler in zip((ours, theirs), (mine, stock), schedulers, strict=True):
-            set_grads(params, step)
-            optimizer.step()
-            scheduler.step()
-    assert_equal(ours, theirs)
-
-
 @pytest.mark.parametrize(
     "exp_avg_format,exp_avg_sq_format",
     itertools.product(("fp8_expanded", "fp32"), ("fp8_expanded", "bf16")),
 )
-def test_a_step_is_a_torch_step_from_the_stored_moments(exp_avg_format, exp_avg_sq_format):
+def test_coat_adamw_step_is_torchs_from_the_stored_moments(exp_avg_format, exp_avg_sq_format):
     """The parameter sees the fresh FP32 moments; what is stored is their encoding and nothing else."""
     params = parameters()
     formats = {"exp_avg": exp_avg_format, "exp_avg_sq": exp_avg_sq_format}
@@ -112,19 +101,7 @@ def test_a_step_is_a_torch_step_from_the_stored_moments(exp_avg_format, exp_avg_
                 assert torch.equal(stored, expected.decode())
 
 
-def test_bf16_parameters_are_updated_in_fp32_and_rounded_once():
-    ours = parameters(torch.bfloat16)
-    optimizer = CoatAdamW(ours, lr=1e-2, **FP32)
-    set_grads(ours, 0)
-    wide = [torch.nn.Parameter(p.detach().float()) for p in ours]
-    for p, q in zip(ours, wide, strict=True):
-        q.grad = p.grad.float()
-    optimizer.step()
-    torch.optim.AdamW(wide, lr=1e-2, foreach=False).step()
-    assert_equal(ours, [q.bfloat16() for q in wide])
-
-
-def test_small_tensors_keep_fp32_moments():
+def test_coat_adamw_keeps_fp32_moments_of_small_tensors():
     params = [torch.nn.Parameter(torch.zeros(n)) for n in (4095, 4096)]
     optimizer = CoatAdamW(params)
     set_grads(params, 0)
@@ -143,7 +120,7 @@ def test_small_tensors_keep_fp32_moments():
     assert state_bytes(stock)["bytes_per_parameter"] == pytest.approx(8, rel=1e-3)
 
 
-def test_copies_of_the_optimizer():
+def test_coat_adamw_deepcopy_steps_alike():
     params, optimizer = trained()
     twin = copy.deepcopy(optimizer)
     assert_equal(codes(twin), codes(optimizer))
@@ -155,7 +132,7 @@ def test_copies_of_the_optimizer():
     assert_equal(codes(twin), codes(optimizer))
 
 
-def test_a_plain_tensor_in_the_state_is_encoded_by_the_next_step():
+def test_coat_adamw_encodes_a_plain_tensor_put_into_its_state():
     params, optimizer = trained()
     _, expected = trained()
     others, given = expected.param_groups[0]["params"], []
@@ -194,7 +171,7 @@ def test_moments_before_the_first_step_and_of_strangers():
         optimizer.moments(torch.zeros(3))
 
 
-def test_frozen_parameters_get_no_states():
+def test_init_states_skips_frozen_parameters():
     params = parameters()
     params[0].requires_grad_(False)
     optimizer = CoatAdamW(params)
@@ -202,7 +179,7 @@ def test_frozen_parameters_get_no_states():
     assert optimizer.state.keys() == set(params[1:])
 
 
-def test_parameters_that_are_exchanged_are_freed():
+def test_coat_adamw_frees_parameters_that_are_exchanged():
     """Accelerate puts shards in their place under FSDP2."""
     p = torch.nn.Parameter(torch.ones(5000))
     optimizer = CoatAdamW([("norm", p)])
@@ -216,27 +193,23 @@ def test_parameters_that_are_exchanged_are_freed():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_zeroing_every_state_tensor_starts_afresh(dtype):
+def test_coat_adamw_starts_afresh_once_every_state_tensor_is_zero(dtype):
     """As it does of torch.optim.AdamW, whose step count is a tensor too."""
     params = parameters(dtype)
     optimizer = CoatAdamW(params, min_numel=100)
-    for step in range(3):
-        set_grads(params, step)
-        optimizer.step()
+    train(params, optimizer, 3)
     for state in optimizer.state.values():
         for value in state.values():
             value.zero_()
     twins = [torch.nn.Parameter(p.detach().clone()) for p in params]
     fresh = CoatAdamW(twins, min_numel=100)
-    for step in range(3):
-        for held, of in ((params, optimizer), (twins, fresh)):
-            set_grads(held, step)
-            of.step()
+    train(params, optimizer, 3)
+    train(twins, fresh, 3)
     assert_equal(params, twins)
     assert_equal(codes(optimizer), codes(fresh))
 
 
-def test_closure():
+def test_coat_adamw_step_with_a_closure():
     p = torch.nn.Parameter(torch.ones(3))
     optimizer = CoatAdamW([p])
 
@@ -250,7 +223,7 @@ def test_closure():
     assert p.max() < 1
 
 
-def test_autograd_notices_the_step():
+def test_coat_adamw_step_is_seen_by_autograd():
     p = torch.nn.Parameter(torch.ones(3))
     optimizer = CoatAdamW([p])
     loss = p.square().sum()
@@ -277,7 +250,7 @@ def with_fp64_gradient(p):
     ],
     ids=["sparse", "double", "complex", "fp8", "shape", "gradient"],
 )
-def test_the_step_checks_before_it_changes_anything(spoil, error, message):
+def test_coat_adamw_step_checks_before_it_changes_anything(spoil, error, message):
     good, bad = torch.nn.Parameter(torch.ones(300)), torch.nn.Parameter(torch.ones(300))
     optimizer = CoatAdamW([{"params": [good]}, {"params": [bad]}], min_numel=0)
     for p in (good, bad):
@@ -300,7 +273,7 @@ def test_the_step_checks_before_it_changes_anything(spoil, error, message):
     ],
     ids=["shape", "device"],
 )
-def test_moments_that_do_not_fit_are_refused(moment, found):
+def test_coat_adamw_step_refuses_moments_that_do_not_fit(moment, found):
     p = torch.nn.Parameter(torch.ones(300))
     optimizer = CoatAdamW([p], min_numel=0)
     p.grad = torch.ones(300)
@@ -314,7 +287,7 @@ def test_moments_that_do_not_fit_are_refused(moment, found):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("formats", [{}, FP32], ids=["fp8", "fp32"])
-def test_gpu_steps_are_the_cpu_steps(formats):
+def test_coat_adamw_steps_on_a_gpu_as_on_a_cpu(formats):
     here, there = parameters(), parameters(device="cuda")
     optimizers = [CoatAdamW(params, lr=1e-2, min_numel=100, **formats) for params in (here, there)]
     for step in range(2):
@@ -349,7 +322,7 @@ def swapping(on):
         torch.__future__.set_swap_module_params_on_conversion(False)
 
 
-def test_steps_go_on_after_the_contents_of_parameters_were_swapped():
+def test_coat_adamw_steps_after_parameters_were_swapped():
     """Steps between conversions of the module, which exchange all tensors under the optimizer."""
 
     def run(swaps):

@@ -1,4 +1,4 @@
-"""BF16 parameters: exact masters, stochastic rounding, remainders."""
+"""BF16 parameters: exact masters, stochastic rounding, remainders. Of edited weights: tests/hostile."""
 
 import copy
 
@@ -7,11 +7,11 @@ import torch
 
 from coat_ds import CoatAdamW
 from coat_kernels.adamw import join_master, split_master
-from tests.coat_ds.stepping import OPTIONS, all_equal, start, state_of, train
+from tests.coat_ds.optimizers import OPTIONS, all_equal, codes, start, train
 
 
 @pytest.mark.parametrize("min_numel", [0, 4096])
-def test_exact_bf16_parameters_are_the_fp32_run_bit_for_bit(device, min_numel):
+def test_exact_bf16_params_are_the_fp32_run_bit_for_bit(device, min_numel):
     masters = start(device, 300, 5000)
     pairs = [split_master(p.detach()) for p in masters]
     weights = [torch.nn.Parameter(w.clone()) for w, _ in pairs]
@@ -28,51 +28,11 @@ def test_exact_bf16_parameters_are_the_fp32_run_bit_for_bit(device, min_numel):
     train(weights, again, steps=2, first=2)
     for p, w in zip(masters, weights, strict=True):
         assert join_master(w.detach(), again.state[w]["remainder"]).equal(p.detach())
-    assert all_equal(state_of(fp32), state_of(again))
-
-
-EDITS = {
-    "mask": lambda p: p.mul_(torch.arange(p.numel(), device=p.device) % 3 > 0),
-    "data": lambda p: p.data.mul_(torch.arange(p.numel(), device=p.device) % 3 > 0),
-    "clamp": lambda p: p.clamp_(-0.02, 0.0),
-    "zero": lambda p: p.zero_(),
-    "init": lambda p: torch.nn.init.uniform_(p, -1e-2, 1e-2),
-    "copy": lambda p: p.copy_(torch.linspace(-1, 1, p.numel())),
-    "infinite": lambda p: p[::2].fill_(-torch.inf),
-    "nan": lambda p: p[::2].fill_(torch.nan),
-}
-
-
-@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
-def test_edited_bf16_weights_go_on_from_what_they_show(device, edit):
-    """A step of no size leaves each as it was written; then all move as FP32 masters, which start with them
-    or at most half a BF16 step from them, do: half of zeros' remainders would make NaN of them."""
-    torch.manual_seed(3)
-    (weight,) = [torch.nn.Parameter(p.detach().bfloat16()) for p in start(device, 5000)]
-    bf16 = CoatAdamW([weight], **OPTIONS)
-    train([weight], bf16)
-    with torch.no_grad():
-        edit(weight)
-    seen = weight.detach().clone()
-    bf16.param_groups[0]["lr"] = 0.0
-    train([weight], bf16, steps=1)
-    torch.testing.assert_close(weight.detach(), seen, rtol=0, atol=0, equal_nan=True)
-    bf16.param_groups[0]["lr"] = OPTIONS["lr"]
-    master = torch.nn.Parameter(seen.float())
-    fp32 = CoatAdamW([master], **OPTIONS)
-    fp32.load_state_dict(bf16.state_dict())
-    train([master], fp32, first=5)
-    train([weight], bf16, first=5)
-    now = join_master(weight.detach(), bf16.state[weight]["remainder"])
-    # half a step of what was written, 2^-9 of it, and of the same size what FP32 rounds on the way
-    bound = seen.float().abs().nan_to_num(0.0, 0.0, 0.0) * 2.0**-8 + 2.0**-24
-    torch.testing.assert_close(now.isfinite(), master.isfinite())
-    assert ((now - master).abs().nan_to_num(0.0) <= bound).all()
-    assert (now != seen.float())[seen.isfinite()].float().mean() > 0.99
+    assert all_equal(codes(fp32), codes(again))
 
 
 @pytest.mark.parametrize("loaded", [False, True], ids=["in place", "by a state dict"])
-def test_a_parameter_may_change_its_type_or_mode_after_a_step(device, loaded):
+def test_bf16_params_may_change_type_or_mode_after_a_step(device, loaded):
     """What is FP32 or rounded has no remainder; moments stay to the bit."""
     for before, after, mode in (
         (torch.bfloat16, torch.float32, "exact"),
@@ -82,7 +42,7 @@ def test_a_parameter_may_change_its_type_or_mode_after_a_step(device, loaded):
         (p,) = [torch.nn.Parameter(p.detach().to(before)) for p in start(device, 5000)]
         optimizer = CoatAdamW([p], **OPTIONS)
         train([p], optimizer)
-        moments = [t.clone() for t in state_of(optimizer)]
+        moments = codes(optimizer)
         if loaded:
             p = torch.nn.Parameter(p.detach().to(after))
             other = CoatAdamW([p], **OPTIONS, bf16_params=mode)
@@ -91,14 +51,14 @@ def test_a_parameter_may_change_its_type_or_mode_after_a_step(device, loaded):
         else:
             p.grad, p.data = None, p.detach().to(after)
             optimizer.param_groups[0]["bf16_params"] = mode
-        assert all_equal(state_of(optimizer), moments)
+        assert all_equal(codes(optimizer), moments)
         expected = torch.nn.Parameter(p.detach().clone())
         fresh = CoatAdamW([expected], **OPTIONS, bf16_params=mode)
         fresh.load_state_dict({**optimizer.state_dict(), "param_groups": fresh.state_dict()["param_groups"]})
         fresh.state[expected].pop("remainder", None)
         for q, o in ((p, optimizer), (expected, fresh)):
             train([q], o, steps=2, first=4)
-        assert p.equal(expected) and all_equal(state_of(optimizer), state_of(fresh))
+        assert p.equal(expected) and all_equal(codes(optimizer), codes(fresh))
         assert ("remainder" in optimizer.state[p]) == (after == torch.bfloat16 and mode == "exact")
 
 
@@ -112,7 +72,7 @@ def test_a_parameter_may_change_its_type_or_mode_after_a_step(device, loaded):
     ],
     ids=["cut", "grown", "float", "transposed"],
 )
-def test_a_remainder_that_does_not_fit_is_refused(device, change, found):
+def test_step_refuses_a_remainder_that_does_not_fit(device, change, found):
     """As after one changed the rows of a parameter. On a GPU the kernel reads past its end."""
     p = torch.nn.Parameter(torch.ones(70, 80, device=device, dtype=torch.bfloat16))
     optimizer = CoatAdamW([p], **OPTIONS)
@@ -127,7 +87,7 @@ def test_a_remainder_that_does_not_fit_is_refused(device, change, found):
     assert state["remainder"].shape == p.shape
 
 
-def test_small_updates_survive_exact_and_stochastic_but_not_nearest_rounding(device):
+def test_bf16_params_keep_small_updates_unless_rounded_to_nearest(device):
     """A hundred updates of a quarter of half a BF16 step: 12.5 steps in all, or none."""
     moved = {}
     for mode in ("exact", "stochastic", "nearest"):
@@ -146,7 +106,7 @@ def test_small_updates_survive_exact_and_stochastic_but_not_nearest_rounding(dev
 
 
 @pytest.mark.parametrize("mode", ["exact", "nearest", "stochastic"])
-def test_replicas_stay_equal_whatever_else_an_optimizer_steps(device, mode):
+def test_bf16_params_of_replicas_stay_equal(device, mode):
     """One weight is first in its list, after another tensor, in a second group, cut as a shard is, without
     its neighbour's gradient, and in a list with an empty tensor."""
     torch.manual_seed(0)

@@ -5,10 +5,16 @@ import torch
 
 from coat_ds import CoatAdamW
 from coat_kernels.adamw import step as adamw_step
-from tests.coat_ds.stepping import OPTIONS, all_equal, set_grads, start, state_of, train
+from tests.coat_ds.optimizers import OPTIONS, all_equal, codes, set_grads, start, train
 
 
-def test_clip_coefficient_is_applied_in_the_step(device):
+@pytest.fixture
+def by_kernels(monkeypatch):
+    """Steps run by the kernel, which on a CPU the interpreter runs."""
+    monkeypatch.setattr(adamw_step, "uses_kernels", lambda *_, **__: True)
+
+
+def test_step_applies_grad_scale(device):
     params, clipped = start(device, 300, 5000), start(device, 300, 5000)
     first, second = CoatAdamW(params, **OPTIONS), CoatAdamW(clipped, **OPTIONS)
     scaler = torch.amp.GradScaler(device.type, init_scale=8.0)
@@ -23,13 +29,12 @@ def test_clip_coefficient_is_applied_in_the_step(device):
         set_grads(clipped, 0, scale=scale)
         first.step()
         step()
-        assert all_equal(params, clipped) and all_equal(state_of(first), state_of(second))
+        assert all_equal(params, clipped) and all_equal(codes(first), codes(second))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_clip_coefficient_of_another_type(dtype, device, monkeypatch):
+def test_step_takes_grad_scale_of_another_dtype(dtype, device, by_kernels):
     """A norm that is summed in FP64 gives such a coefficient. The kernel reads what it is given as FP32."""
-    monkeypatch.setattr(adamw_step, "uses_kernels", lambda *_, **__: True)
     params, clipped = start(device, 300, 5000), start(device, 300, 5000)
     for held, of_type in ((params, torch.float32), (clipped, dtype)):
         set_grads(held, 0)
@@ -38,9 +43,8 @@ def test_clip_coefficient_of_another_type(dtype, device, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["eps", "weight_decay"])
-def test_numbers_may_be_tensors(name, device, monkeypatch):
+def test_step_takes_options_that_are_tensors(name, device, by_kernels):
     """The kernel takes numbers, and would read a tensor's address."""
-    monkeypatch.setattr(adamw_step, "uses_kernels", lambda *_, **__: True)
     params, plain = start(device, 300), start(device, 300)
     for held, value in ((params, torch.tensor(2.0**-6)), (plain, 2.0**-6)):
         set_grads(held, 0)
@@ -48,8 +52,7 @@ def test_numbers_may_be_tensors(name, device, monkeypatch):
     assert all_equal(params, plain)
 
 
-def test_the_kernel_does_not_divide_by_moments_of_zero(device, monkeypatch):
-    monkeypatch.setattr(adamw_step, "uses_kernels", lambda *_, **__: True)
+def test_step_kernel_does_not_divide_by_moments_of_zero(device, by_kernels):
     (p,) = params = start(device, 300)
     p.grad, before = torch.zeros_like(p), p.detach().clone()
     CoatAdamW(params, **{**OPTIONS, "eps": 0.0, "weight_decay": 0.0}).step()
@@ -59,7 +62,7 @@ def test_the_kernel_does_not_divide_by_moments_of_zero(device, monkeypatch):
 @pytest.mark.parametrize(
     ("scale", "error"), [(0.25, TypeError), (torch.ones(2), ValueError), (torch.ones(0), ValueError)]
 )
-def test_clip_coefficients_that_are_none_are_refused_before_the_step(scale, error):
+def test_step_refuses_a_wrong_grad_scale(scale, error):
     params = start("cpu", 300)
     optimizer = CoatAdamW(params, **OPTIONS)
     set_grads(params, 0)
@@ -69,9 +72,8 @@ def test_clip_coefficients_that_are_none_are_refused_before_the_step(scale, erro
 
 
 @pytest.mark.parametrize("bf16_params", ["exact", "nearest"])
-def test_tensors_of_every_kind_in_one_step(bf16_params, device, monkeypatch):
+def test_step_of_tensors_of_every_kind(bf16_params, device, by_kernels):
     """A launch takes tensors of one kind. Of several kinds each is stepped as it would be alone."""
-    monkeypatch.setattr(adamw_step, "uses_kernels", lambda *_, **__: True)
 
     def made():
         params = start(device, 300, 700, 750, 900, 800)
@@ -90,9 +92,8 @@ def test_tensors_of_every_kind_in_one_step(bf16_params, device, monkeypatch):
     assert not all_equal(together[:1], start(device, 300))
 
 
-def test_gradients_of_other_strides(device, monkeypatch):
+def test_step_takes_gradients_of_other_strides(device, by_kernels):
     """The kernel reads them by their addresses, and would take the elements in another order in silence."""
-    monkeypatch.setattr(adamw_step, "uses_kernels", lambda *_, **__: True)
     found = []
     for turned in (False, True):
         p = torch.nn.Parameter(torch.zeros(50, 100, device=device))
@@ -101,12 +102,12 @@ def test_gradients_of_other_strides(device, monkeypatch):
             p.grad = p.grad.t().contiguous().t()
         optimizer = CoatAdamW([p], **OPTIONS)
         optimizer.step()
-        found.append([p, *state_of(optimizer)])
+        found.append([p, *codes(optimizer)])
     assert all_equal(*found)
 
 
 @pytest.mark.parametrize("unscales", [True, False], ids=["in the step", "before it"])
-def test_grad_scaler_skips_a_bad_step_and_counts_only_good_ones(unscales, device):
+def test_step_under_grad_scaler_skips_and_counts_good_steps(unscales, device):
     params, plain = start(device, 300, 5000), start(device, 300, 5000)
     scaled, expected = CoatAdamW(params, **OPTIONS), CoatAdamW(plain, **OPTIONS)
     # what users of Lightning set to False, who clip gradients
@@ -118,24 +119,24 @@ def test_grad_scaler_skips_a_bad_step_and_counts_only_good_ones(unscales, device
         if step == 2:
             params[1].grad[17] = torch.inf
             scaler.update(8.0)
-        before = [p.detach().clone() for p in params], [t.clone() for t in state_of(scaled)] if step else []
+        before = [p.detach().clone() for p in params], codes(scaled) if step else []
         scaler.step(scaled)
         scaler.update(8.0)
         if step == 2:
-            assert all_equal(params, before[0]) and all_equal(state_of(scaled), before[1])
+            assert all_equal(params, before[0]) and all_equal(codes(scaled), before[1])
         else:
             set_grads(plain, step)
             expected.step()
             assert all_equal(params, plain)
     assert [int(scaled.state[p]["step"]) for p in params] == [3, 3]
-    assert all_equal(state_of(scaled), state_of(expected))
+    assert all_equal(codes(scaled), codes(expected))
     # without a scaler the count comes back to the CPU
     train(params, scaled, steps=1, first=4)
     assert scaled.state[params[0]]["step"] == 4 and scaled.state[params[0]]["step"].is_cpu
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gradients_are_unscaled_after_a_scalers_step(dtype, device):
+def test_step_under_grad_scaler_leaves_unscaled_gradients(dtype, device):
     """As torch.optim.AdamW leaves them, whose norms are logged then; a clip coefficient is not in them."""
     params = [torch.nn.Parameter(p.detach().to(dtype)) for p in start(device, 300, 5000)]
     scaler = torch.amp.GradScaler(device.type, init_scale=8.0)
@@ -147,7 +148,7 @@ def test_gradients_are_unscaled_after_a_scalers_step(dtype, device):
     assert all_equal([p.grad for p in params], expected)
 
 
-def test_capturable_counts_on_the_device_and_takes_a_tensor_rate(device):
+def test_capturable_step_counts_on_the_device(device):
     params, plain = start(device, 300, 5000), start(device, 300, 5000)
     rate = torch.tensor(OPTIONS["lr"], device=device)
     optimizer = CoatAdamW(params, **{**OPTIONS, "lr": rate}, capturable=True)
@@ -158,7 +159,7 @@ def test_capturable_counts_on_the_device_and_takes_a_tensor_rate(device):
     expected.param_groups[0]["lr"] *= 0.5
     train(params, optimizer, steps=2, first=2)
     train(plain, expected, steps=2, first=2)
-    assert all_equal(params, plain) and all_equal(state_of(optimizer), state_of(expected))
+    assert all_equal(params, plain) and all_equal(codes(optimizer), codes(expected))
     assert optimizer.state[params[0]]["step"].device.type == device.type
     assert optimizer.state_dict()["state"][0]["step"] == 4
 
@@ -203,14 +204,14 @@ KEPT_BY_NAME = {
 
 
 @pytest.mark.parametrize("name", KEPT_BY_NAME)
-def test_norms_and_biases_keep_fp32_moments_and_matrices_below_such_names_do_not(name):
+def test_keep_fp32_default_patterns(name):
     shape, kept = KEPT_BY_NAME[name]
     p = torch.nn.Parameter(torch.zeros(shape))
     optimizer = CoatAdamW([(name, p)])
     assert optimizer.layouts.keeps_fp32(p, optimizer.param_groups[0]) == kept
 
 
-def test_which_tensors_keep_fp32_moments(device):
+def test_keep_fp32_by_name_size_and_function(device):
     names = ("embed.weight", "layers.0.LayerNorm.weight", "layers.0.bias", "layers.0.tiny", "head.weight")
     sizes = (5000, 5000, 5000, 100, 5000)
     named = list(zip(names, start(device, *sizes), strict=True))
@@ -225,11 +226,7 @@ def test_which_tensors_keep_fp32_moments(device):
     assert formats(by_size) == ["fp32", compressed, compressed, "fp32", compressed]
 
 
-def moments_of(optimizer, p):
-    return [optimizer.state[p][name] for name in ("exp_avg", "exp_avg_sq")]
-
-
-def test_layout_lists_every_kind_of_tensor_with_its_bytes(device):
+def test_layout_lists_kinds_of_tensors_with_their_bytes(device):
     named = [
         (f"layers.{i}.{name}", p)
         for i in range(3)
@@ -244,7 +241,7 @@ def test_layout_lists_every_kind_of_tensor_with_its_bytes(device):
 
 
 @pytest.mark.gpu
-def test_cuda_graph_replays_the_step():
+def test_capturable_step_is_replayed_as_a_cuda_graph():
     device = torch.device("cuda")
     params, plain = start(device, 300, 5000), start(device, 300, 5000)
     rate = torch.tensor(OPTIONS["lr"], device=device)
@@ -270,12 +267,12 @@ def test_cuda_graph_replays_the_step():
             g.copy_(p.grad)
         graph.replay()
         expected.step()
-    assert all_equal(params, plain) and all_equal(state_of(optimizer), state_of(expected))
+    assert all_equal(params, plain) and all_equal(codes(optimizer), codes(expected))
     assert optimizer.state[params[0]]["step"] == 5
 
 
 @pytest.mark.gpu
-def test_a_step_adds_next_to_nothing_to_the_memory_in_use():
+def test_step_takes_almost_no_memory():
     for dtype in (torch.float32, torch.bfloat16):
         params = [
             torch.nn.Parameter(torch.randn(n, device="cuda", dtype=dtype)) for n in (2**24, 2**20 + 3, 5000)
@@ -291,7 +288,7 @@ def test_a_step_adds_next_to_nothing_to_the_memory_in_use():
 
 
 @pytest.mark.gpu
-def test_more_than_two_to_the_31_elements():
+def test_step_of_more_than_two_to_the_31_elements():
     n = 2**31 + 300
     p = torch.nn.Parameter(torch.full((n,), 0.5, device="cuda"))
     p.grad = torch.full((n,), 0.25, device="cuda")

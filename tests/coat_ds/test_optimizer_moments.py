@@ -1,4 +1,4 @@
-"""What CoatAdamW stores of its moments is faithful, also where the published formula is not."""
+"""What CoatAdamW stores of its moments is faithful."""
 
 import math
 
@@ -7,12 +7,7 @@ import torch
 
 from coat_ds import CoatAdamW
 from coat_kernels.adamw import step as adamw_step
-from tests.coat_ds.faithful import (
-    assert_faithful,
-    assert_ratio_faithful,
-    assert_second_faithful,
-    published_round_trip,
-)
+from tests.coat_ds.faithful import assert_faithful, assert_ratio_faithful, assert_second_faithful
 from tests.util import default_dtype
 
 
@@ -21,13 +16,14 @@ def _exponents(low, high, count=128):
 
 
 def _hidden_minimum():
-    # the zero in lane 1 hides lane 17 from the published minimum, and 0.01 falls below the mapped range
+    # in COAT's published code the zero in lane 1 hides lane 17 from the minimum
     x = torch.linspace(0.5, 1.0, 128)
     x[1], x[17] = 0.0, 0.01
     return x
 
 
-HAZARDS = {
+# most of these defeat the formula of COAT's published code
+GRADIENTS = {
     "zero-first": torch.cat([torch.zeros(1), torch.linspace(0.1, 1.0, 127)]),
     "zero-hides-the-minimum": _hidden_minimum(),
     "constant-negative": torch.cat([torch.full((128,), -c) for c in torch.linspace(0.1, 1.0, 16).tolist()]),
@@ -38,13 +34,11 @@ HAZARDS = {
     "huge-span": _exponents(-17, 17),
     "infinity": torch.cat([torch.linspace(0.1, 1.0, 100), torch.tensor([torch.inf]), torch.ones(27)]),
     "negative-infinity": torch.cat([torch.tensor([-torch.inf]), -torch.linspace(0.1, 1.0, 140)]),
-}
-ORDINARY = {
+    "nan": torch.cat([torch.linspace(0.1, 1.0, 100), torch.tensor([torch.nan]), torch.ones(27)]),
     "normal": torch.randn(1000, generator=torch.Generator().manual_seed(0)),
     "wide": _exponents(-4, 2),
-    "nan": torch.cat([torch.linspace(0.1, 1.0, 100), torch.tensor([torch.nan]), torch.ones(27)]),
+    **{f"{n}-left": torch.linspace(0.1, 1.0, 128 + n) for n in (1, 2, 127)},
 }
-PARTIAL = {f"{n}-left": torch.linspace(0.1, 1.0, 128 + n) for n in (1, 2, 127)}
 
 
 def _fresh_moments(grad):
@@ -53,10 +47,8 @@ def _fresh_moments(grad):
     return torch.zeros_like(grad).lerp_(grad, 1 - 0.9), v.addcmul_(grad, grad, value=1 - 0.95)
 
 
-@pytest.mark.parametrize(
-    "grad", [*HAZARDS.values(), *ORDINARY.values(), *PARTIAL.values()], ids=[*HAZARDS, *ORDINARY, *PARTIAL]
-)
-def test_stored_moments_are_faithful(grad):
+@pytest.mark.parametrize("grad", GRADIENTS.values(), ids=GRADIENTS)
+def test_coat_adamw_stores_moments_faithfully(grad):
     p = torch.nn.Parameter(torch.zeros_like(grad))
     options = {"min_numel": 0, "betas": (0.9, 0.95)}
     optimizer = CoatAdamW([p], **options, exp_avg_sq_format="fp8_expanded")
@@ -73,22 +65,8 @@ def test_stored_moments_are_faithful(grad):
     assert_ratio_faithful(first, exact[0], second)
 
 
-@pytest.mark.parametrize("grad", HAZARDS.values(), ids=HAZARDS)
-def test_the_hazards_defeat_the_published_formula(grad):
-    """The inputs above are the ones that matter: the test of faithfulness fails on the public formula."""
-    with pytest.raises(AssertionError):
-        for exact in _fresh_moments(grad):
-            assert_faithful(published_round_trip(exact), exact)
-
-
-@pytest.mark.parametrize("grad", ORDINARY.values(), ids=ORDINARY)
-def test_the_published_formula_is_faithful_elsewhere(grad):
-    for exact in _fresh_moments(grad):
-        assert_faithful(published_round_trip(exact), exact)
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_bad_gradient_stays_where_it_is(bad):
+def test_coat_adamw_keeps_a_bad_gradient_in_its_element(bad):
     """Element 5 is within its group's range, so that without it the group has the same scales."""
     grad = torch.linspace(-1.0, 1.0, 300)
     params = {x: torch.nn.Parameter(torch.ones(300)) for x in (grad[5].item(), bad)}
@@ -111,7 +89,7 @@ OVERFLOWING = {"betas": (0.9, 0.95), "weight_decay": 0.0, "min_numel": 0}
 
 
 @pytest.mark.parametrize("kernels", [False, True])
-def test_gradients_whose_square_overflows(kernels, device, monkeypatch):
+def test_coat_adamw_with_gradients_whose_square_overflows(kernels, device, monkeypatch):
     """The kernel squares first, the reference multiplies by 1 - beta2 first, as torch.optim.AdamW does."""
     monkeypatch.setattr(adamw_step, "uses_kernels", lambda *_, **__: kernels)
     limit = torch.finfo(torch.float32).max ** 0.5 / (1 if kernels else (1 - 0.95) ** 0.5)
@@ -133,7 +111,7 @@ def test_gradients_whose_square_overflows(kernels, device, monkeypatch):
             assert (plain[5] == 1) == (stock[5] == 1) == (factor > 1)
 
 
-def test_second_moments_never_reach_zero():
+def test_coat_adamw_second_moments_never_reach_zero():
     """What a flushed second moment does: the first moment over eps."""
     p = torch.nn.Parameter(torch.zeros(128))
     optimizer = CoatAdamW([p], lr=1.0, weight_decay=0.0, min_numel=0)
@@ -148,7 +126,7 @@ def test_second_moments_never_reach_zero():
     assert ((p - before).abs() < 0.67 * 2.9 * 1.7 * 1.7).all()
 
 
-def test_moments_before_the_first_step_are_fp32_whatever_the_default_dtype():
+def test_moments_before_the_first_step_are_fp32():
     p = torch.nn.Parameter(torch.ones(4))
     optimizer = CoatAdamW([p])
     with default_dtype(torch.bfloat16):

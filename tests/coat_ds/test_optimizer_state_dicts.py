@@ -18,29 +18,32 @@ from tests.coat_ds.optimizers import (
     parameters,
     set_grads,
     through_file,
+    train,
     trained,
 )
 from tests.util import rel_rms
 
+RESUMED = [{"exp_avg_format": name} for name in ("fp8_expanded", "bf16", "fp32")]
+RESUMED += [{}, {"checkpoint_layout": "compressed"}]
 
-@pytest.mark.parametrize("exp_avg_format", ["fp8_expanded", "bf16", "fp32"])
-def test_resume_is_bit_exact(exp_avg_format):
-    params, optimizer = trained(exp_avg_format=exp_avg_format)
+
+@pytest.mark.parametrize("options", RESUMED, ids=lambda options: "-".join(options.values()) or "default")
+def test_state_dict_resumes_to_the_bit(options):
+    params, optimizer = trained(**options)
     saved = through_file(optimizer.state_dict())
     resumed_params = [torch.nn.Parameter(p.detach().clone()) for p in params]
-    resumed = CoatAdamW(resumed_params, min_numel=100, exp_avg_format=exp_avg_format, lr=7.0)
+    resumed = CoatAdamW(resumed_params, min_numel=100, **options, lr=7.0)
     resumed.load_state_dict(saved)
+    assert resumed.pop_load_summary().endswith("restored to the bit") and not resumed.pop_load_summary()
     assert_equal(codes(resumed), codes(optimizer))
     assert resumed.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
-    for step in range(3, 6):
-        for ps, o in ((params, optimizer), (resumed_params, resumed)):
-            set_grads(ps, step)
-            o.step()
+    train(params, optimizer, first=3)
+    train(resumed_params, resumed, first=3)
     assert_equal(resumed_params, params)
     assert_equal(codes(resumed), codes(optimizer))
 
 
-def test_state_dict_has_the_stock_layout():
+def test_state_dict_has_torch_adamws_layout():
     params, optimizer = trained()
     set_grads(params, 9)
     stock = torch.optim.AdamW(params)
@@ -58,7 +61,7 @@ def test_state_dict_has_the_stock_layout():
         assert group.keys() <= own.keys() and own["params"] == group["params"]
 
 
-def test_torch_adamw_goes_on_from_our_state_dict():
+def test_state_dict_is_loaded_by_torch_adamw():
     params, optimizer = trained()
     theirs = [torch.nn.Parameter(p.detach().clone()) for p in params]
     stock = torch.optim.AdamW(theirs, lr=7.0, foreach=False)
@@ -71,7 +74,7 @@ def test_torch_adamw_goes_on_from_our_state_dict():
     assert_equal(theirs, params)
 
 
-def test_we_go_on_from_a_torch_state_dict():
+def test_load_state_dict_of_torch_adamw():
     theirs = parameters()
     stock = torch.optim.AdamW(theirs, lr=2e-3, weight_decay=0.3, foreach=True)
     for step in range(3):
@@ -96,7 +99,7 @@ def test_we_go_on_from_a_torch_state_dict():
     optimizer.step()
 
 
-def test_remainders_that_others_stepped_without_are_dropped():
+def test_load_state_dict_drops_remainders_that_another_optimizer_stepped_without():
     """AdamW casts them to the parameters' type: no bits of a master any more."""
     params = parameters(torch.bfloat16)
     ours, stock = CoatAdamW(params), torch.optim.AdamW(params)
@@ -121,7 +124,7 @@ GROUP_KEYS = {
 
 
 @pytest.mark.parametrize("kind", GROUP_KEYS)
-def test_options_that_others_do_not_have_stay(kind):
+def test_load_state_dict_keeps_options_that_others_lack(kind):
     theirs = parameters()
     stock = torch.optim.AdamW(theirs, lr=2e-3, weight_decay=0.3)
     for step in range(3):
@@ -161,7 +164,7 @@ def test_options_that_others_do_not_have_stay(kind):
     assert optimizer.state_dict()["param_groups"][0]["bias_correction"] is True
 
 
-def test_empty_states_are_none():
+def test_state_dict_drops_empty_states():
     """A read of the state of a parameter before the first step makes one."""
     params = parameters()
     optimizer, again = CoatAdamW(params), CoatAdamW(parameters())
@@ -170,7 +173,7 @@ def test_empty_states_are_none():
     assert not again.state
 
 
-def test_notes_in_the_state_go_into_state_dicts_and_back():
+def test_state_dict_keeps_other_keys_of_the_state():
     """Under other keys than parameters, of any kind, as torch.optim.AdamW passes them on."""
     notes = {"seen": 7, "history": [1.0, 2.0], "norms": {"last": torch.ones(2)}}
     params, optimizer = trained()
@@ -192,7 +195,7 @@ def step_again(params, optimizer):
 
 
 @pytest.mark.parametrize("options", [{}, {"exp_avg_format": "fp8_expanded"}])
-def test_values_alone_restore_codes_of_the_same_format_and_groups(options):
+def test_load_state_dict_restores_codes_from_values_alone(options):
     params, optimizer = trained()
     saved = optimizer.state_dict()
     resumed = CoatAdamW(parameters(), min_numel=100, **options)
@@ -207,7 +210,7 @@ def test_values_alone_restore_codes_of_the_same_format_and_groups(options):
 
 @pytest.mark.parametrize("make", [float, torch.tensor])
 @pytest.mark.parametrize("name", ["lr", "weight_decay", "eps"])
-def test_what_steps_went_by_is_loaded_whatever_it_is(name, make):
+def test_load_state_dict_takes_negative_options(name, make):
     """As by torch.optim.AdamW: a scheduler may have gone below 0."""
     params, optimizer = trained(1)
     optimizer.param_groups[0][name] = make(-1e-6)
@@ -277,7 +280,7 @@ LOAD_ERRORS = [
 
 
 @pytest.mark.parametrize("change, message", LOAD_ERRORS, ids=lambda x: x if isinstance(x, str) else "")
-def test_load_errors_come_first(change, message):
+def test_load_state_dict_checks_before_it_changes_anything(change, message):
     _, optimizer = trained()
     before, saved = codes(optimizer), copy.deepcopy(optimizer.state_dict())
     saved["param_groups"][0]["lr"] = 7.0
@@ -288,7 +291,7 @@ def test_load_errors_come_first(change, message):
     assert optimizer.param_groups[0]["lr"] == 1e-3
 
 
-def test_a_loaded_state_dict_is_not_kept():
+def test_load_state_dict_does_not_keep_the_state_dict():
     """In FP32 it takes four times the memory of the states."""
     _, optimizer = trained()
     saved = optimizer.state_dict()
@@ -300,7 +303,7 @@ def test_a_loaded_state_dict_is_not_kept():
 
 
 @pytest.mark.parametrize("layout", ["stock", "compressed"])
-def test_steps_of_what_was_loaded_leave_the_saved_states_alone(layout):
+def test_load_state_dict_copies_the_states(layout):
     both = [parameters(torch.bfloat16) for _ in range(2)]
     saved, loaded = (CoatAdamW(params, min_numel=100, checkpoint_layout=layout) for params in both)
 
@@ -315,7 +318,7 @@ def test_steps_of_what_was_loaded_leave_the_saved_states_alone(layout):
     assert_equal(codes(saved) + [saved.state[p]["remainder"] for p in both[0]], before)
 
 
-def test_load_hooks_see_the_whole_state():
+def test_load_state_dict_hooks_see_the_whole_state():
     _, optimizer = trained()
     seen = []
     optimizer.register_load_state_dict_pre_hook(lambda o, d: seen.append(len(d["state"])))

@@ -10,6 +10,7 @@ import torch
 
 from coat_ds import cli, patches
 from coat_ds.patches import RECORDS, Patch, PatchError, _declared
+from tests.coat_ds.engines import STATES, adamw, engine_of
 from tests.util import run_distributed
 
 ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
@@ -44,7 +45,7 @@ beside_megatron = pytest.mark.skipif(
 
 
 @beside_megatron
-def test_every_patch_fits_the_installed_frameworks():
+def test_patches_fit_the_installed_frameworks():
     rows = patches.table()
     assert len({(row.name, row.target) for row in rows}) == len(rows) > 50
     for row in rows:
@@ -58,7 +59,7 @@ def test_every_patch_fits_the_installed_frameworks():
 
 
 @beside_megatron
-def test_the_command_lists_them(capsys):
+def test_patches_are_listed_by_the_command(capsys):
     assert cli.main(["patches"]) == 0
     head, *lines = capsys.readouterr().out.splitlines()
     assert head.split() == ["patch", "of", "framework", "applied", "why"]
@@ -66,7 +67,7 @@ def test_the_command_lists_them(capsys):
     assert any("megatron.core.optimizer.Adam" in line for line in lines)
 
 
-def test_apply_once_and_remove(declare, caplog):
+def test_patch_is_applied_once_and_removed(declare, caplog):
     from deepspeed.runtime import utils
 
     original = utils.ensure_directory_exists
@@ -98,7 +99,7 @@ def test_apply_once_and_remove(declare, caplog):
     ],
     ids=str,
 )
-def test_an_unexpected_framework_is_an_error_before_anything_changes(declare, target, options, found):
+def test_patch_refuses_an_unexpected_framework(declare, target, options, found):
     patch = declare(target, **options, remedy="or do without")
     with pytest.raises(PatchError) as error:
         patch.apply(lambda original: pytest.fail("made"))
@@ -115,7 +116,7 @@ def test_an_unexpected_framework_is_an_error_before_anything_changes(declare, ta
 
 
 @beside_megatron
-def test_parameters_that_fit(declare):
+def test_patch_checks_parameters(declare):
     for options in (
         {"parameters": ("gradients", "params", "norm_type")},
         {"parameters": ("gradients", "...")},
@@ -133,7 +134,7 @@ def test_parameters_that_fit(declare):
         declare(target, parameters=names[:-1], **options).check()
 
 
-def test_what_a_class_inherits_and_what_is_no_function(declare):
+def test_patch_of_an_inherited_method_and_of_a_value(declare):
     from deepspeed.runtime.pipe.engine import PipelineEngine
 
     patch = declare("deepspeed.runtime.pipe.engine:PipelineEngine.zero_grad")
@@ -147,7 +148,7 @@ def test_what_a_class_inherits_and_what_is_no_function(declare):
     assert switch.disable is was
 
 
-def test_what_was_applied_for_good_outlasts_what_is_for_a_while(declare):
+def test_patch_outlasts_a_context(declare):
     patch = declare("deepspeed.runtime.utils:ensure_directory_exists")
     patch.apply(doubling)
     with patch.applied(doubling):
@@ -155,7 +156,7 @@ def test_what_was_applied_for_good_outlasts_what_is_for_a_while(declare):
     assert patch.is_applied()
 
 
-def test_somebody_elses_patch_on_top_is_not_torn_out(declare):
+def test_patch_under_another_one_is_not_removed(declare):
     import functools
 
     from deepspeed.runtime import utils
@@ -177,7 +178,7 @@ def test_somebody_elses_patch_on_top_is_not_torn_out(declare):
     utils.ensure_directory_exists = original
 
 
-def test_an_object_and_its_copy(declare):
+def test_patch_of_an_object_and_its_copy(declare):
     patch = declare(f"{ENGINE}.extra_repr", parameters=())
     one, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
     before = set(vars(one))
@@ -198,19 +199,9 @@ def test_an_object_and_its_copy(declare):
 def build():
     """One engine of stage 1: what is patched, and what is left when that is undone."""
 
-    config = {
-        "train_batch_size": 1,
-        "bf16": {"enabled": True},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "zero_optimization": {"stage": 1},
-        "coat": {"enabled": True, "activations": False},
-    }
-    # torch's AdamW: DeepSpeed's own would be compiled
-    stock_adamw = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
-    plain = {k: v for k, v in config.items() if k != "coat"} | {"optimizer": stock_adamw}
     deepspeed.init_distributed("gloo")
-    stock = deepspeed.initialize(model=torch.nn.Linear(64, 64), config=plain)[0]
-    engine = deepspeed.initialize(model=torch.nn.Linear(64, 64), config=config)[0]
+    stock = engine_of(torch.nn.Linear(64, 64), coat=None, optimizer=adamw(1e-3))
+    engine = engine_of(torch.nn.Linear(64, 64), block=STATES)
     found = sorted(p.attribute for on in (engine, engine.optimizer) for p in vars(on)[RECORDS])
     table = sorted({row.target for row in patches.table() if row.applied})
     for on in (engine, engine.optimizer):
@@ -225,7 +216,7 @@ def build():
     return found, table, same, left, after
 
 
-def test_an_engine_is_patched_alone():
+def test_patches_of_an_engine_are_its_own():
     found, table, same, left, after = run_distributed(build, 1)[0]
     assert {"destroy", "load_checkpoint", "save_checkpoint", "get_grad_norm_direct"} <= set(found)
     assert {"offload_states", "reload_states", "has_overflow_partitioned_grads_serial"} <= set(found)

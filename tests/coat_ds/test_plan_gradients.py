@@ -10,12 +10,13 @@ from packaging.version import Version
 
 from coat_ds.plan import PlanError, from_deepspeed, predict, rungs
 from coat_kernels.graphs import gradient_leaves, graphed_work
+from tests.coat_ds.engines import STATES, config_of
 from tests.coat_ds.test_plan import MATRICES, SMALL, moments
 from tests.util import run_distributed
 
 
 @pytest.mark.parametrize("name", ["fp32", "float32", "float", "torch.float32", "bf16", None])
-def test_the_type_of_gradients_is_read_as_deepspeed_reads_it(name):
+def test_plan_reads_grad_accum_dtype_as_deepspeed_does(name):
     from deepspeed.runtime.config import DtypeEnum
 
     types = {} if name is None else {"data_types": {"grad_accum_dtype": name}}
@@ -41,14 +42,7 @@ WAYS = [
 
 
 def json_of(stage, section, keys):
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "bf16": {"enabled": True},
-        "zero_optimization": {"stage": stage, **section},
-        "optimizer": {"type": "AdamW", "params": {}},
-        "coat": {"enabled": True, "activations": False},
-    }
-    return config | keys
+    return config_of(stage, STATES, section, **keys)
 
 
 def whose_gradients_leave():
@@ -56,7 +50,7 @@ def whose_gradients_leave():
     deepspeed.init_distributed("gloo")
     found, model = [], torch.nn.Linear(64, 64)
     for *way, _ in WAYS:
-        engine, *_ = deepspeed.initialize(model=model, config=json_of(*way))
+        engine = deepspeed.initialize(model=model, config=json_of(*way))[0]
         found.append({gradient_leaves(p) for p in model.parameters()})
         engine.destroy()
         found.append({gradient_leaves(p) for p in model.parameters()})
@@ -64,7 +58,7 @@ def whose_gradients_leave():
     return found
 
 
-def test_more_is_recorded_where_gradients_leave_their_parameters():
+def test_plan_records_larger_layers_where_gradients_leave():
     """As an engine finds it, and a plan."""
     found = run_distributed(whose_gradients_leave, 1)[0]
     # older ones gather them in a flat tensor after backward
@@ -79,7 +73,7 @@ def test_more_is_recorded_where_gradients_leave_their_parameters():
             assert all(bool(memory.graphs) == recorded for memory in prediction.moments)
 
 
-def test_megatrons_data_parallelism_takes_gradients_out_of_the_way():
+def test_plan_records_larger_layers_under_megatron():
     weight = torch.nn.Parameter(torch.zeros(1))
     assert not gradient_leaves(weight)
     weight.main_grad = None
