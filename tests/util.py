@@ -13,6 +13,7 @@ import tempfile
 import traceback
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -72,6 +73,12 @@ class Made(TorchDispatchMode):
             if t.untyped_storage()._cdata not in had:
                 self.made.append((t.untyped_storage().nbytes() // t.element_size(), t.dtype))
         return found
+
+
+def on_gpus(count: int):
+    """Marks a test that needs this number of GPUs."""
+    few = pytest.mark.skipif(torch.cuda.device_count() < count, reason=f"needs {count} GPUs")
+    return lambda test: pytest.mark.gpu(few(test))
 
 
 @contextlib.contextmanager

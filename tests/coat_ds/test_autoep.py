@@ -9,9 +9,11 @@ import torch.distributed as dist
 from torch import nn
 
 import coat_ds
+from tests.coat_ds import engines
+from tests.coat_ds.engines import adamw
 from tests.coat_ds.layers.measures import fp8_bound
 from tests.families import FAMILIES
-from tests.util import rel_rms, run_distributed
+from tests.util import on_gpus, rel_rms, run_distributed
 
 MIXTRAL = FAMILIES["mixtral"]
 STEPS, SAVED = 4, 2
@@ -27,21 +29,13 @@ def repair() -> None:
 
 
 def engine_of(stage: int, coat: bool, device: str):
-    import deepspeed
-
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "bf16": {"enabled": True},
-        # FusedAdam would be compiled
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
-        # DeepSpeed allocates a gigabyte for gradients unless told
-        "zero_optimization": {"stage": stage, "reduce_bucket_size": 10**6},
-        "expert_parallel": {"enabled": True, "autoep_size": 2, "preset_model": "mixtral"},
-        "coat": {"enabled": coat},
-    }
+    expert_parallel = {"enabled": True, "autoep_size": 2, "preset_model": "mixtral"}
     # every token meets every expert: FP8 rounding changes no route
     model = MIXTRAL.build(num_experts_per_tok=4).to(device)
-    return deepspeed.initialize(model=model, config=config)[0]
+    return engines.engine_of(
+        model, stage, {"enabled": coat}, optimizer=adamw(1e-3), expert_parallel=expert_parallel,
+        train_micro_batch_size_per_gpu=2,
+    )  # fmt: skip
 
 
 def losses_of(engine, device: str, steps: int) -> list[float]:
@@ -90,19 +84,17 @@ def check(results, exact: bool) -> None:
             assert again == (ours[SAVED:] if exact else pytest.approx(ours[SAVED:], rel=2**-8))
 
 
-def test_on_two_ranks():
+def test_autoep_trains_and_resumes_on_two_ranks():
     check(run_distributed(ranks, 2, "cpu"), exact=True)
 
 
-@pytest.mark.gpu
-def test_on_two_gpus():
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
+@on_gpus(2)
+def test_autoep_trains_and_resumes_on_two_gpus():
     check(run_distributed(ranks, 2, "cuda", gpus=True), exact=False)
 
 
 @pytest.mark.parametrize("activation", ["swiglu", "geglu_tanh", "swiglu_oai"])
-def test_equals_deepspeeds_experts(activation):
+def test_autoep_experts_agree_with_deepspeeds(activation):
     """With rows after the last expert's, as DeepSpeed pads them."""
     experts = pytest.importorskip("deepspeed.moe.ep_experts").GroupedExperts(
         dim=64, hidden_dim=32, num_experts=3, use_grouped_mm=False, activation=activation

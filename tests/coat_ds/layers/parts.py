@@ -3,6 +3,7 @@ watched run."""
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import coat_ds
 from coat_ds.watch.readings import Reading
@@ -62,6 +63,11 @@ def in_two_parts(bias: bool) -> tuple[Net, torch.Tensor, torch.Tensor]:
     y = y + net.down.bias if bias else y
     y.backward(torch.ones_like(y))
     return net, y.detach(), x.grad
+
+
+def whole(gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Gradients, gathered where they are DTensors."""
+    return {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in gradients.items()}
 
 
 def watched(model: nn.Module, batch: dict) -> tuple[list[float], Reading]:

@@ -14,7 +14,7 @@ from coat_ds.layers.modules.attention import attended_origin, coat_attention
 from coat_kernels.attention import causal_attention
 from tests.coat_ds.layers.measures import run, same
 from tests.families import FAMILIES
-from tests.util import rel_rms
+from tests.util import rel_rms, saved_tensors
 
 B, S, N, D = 2, 32, 4, 16
 
@@ -35,7 +35,7 @@ def projected() -> torch.Tensor:
     return torch.randn(B, S, 3 * N * D, dtype=torch.bfloat16, requires_grad=True) * 1
 
 
-def test_an_origin_is_of_the_same_rows_alone(module):
+def test_attended_origin_is_of_the_same_rows_alone(module):
     """A linear layer would make the gradient of its weight of other rows."""
     y, _ = coat_attention(module, *heads(projected()), None)
     rows = y.reshape(B, S, -1)
@@ -44,7 +44,7 @@ def test_an_origin_is_of_the_same_rows_alone(module):
         assert attended_origin(other) is None
 
 
-def test_the_fastest_kernels_are_those_of_plain_causality(module, monkeypatch):
+def test_attention_takes_the_fastest_kernels_for_plain_causality(module, monkeypatch):
     """Which masks, biases and other numbers of queries are not."""
     taken = []
 
@@ -70,20 +70,16 @@ def test_the_fastest_kernels_are_those_of_plain_causality(module, monkeypatch):
 
 
 @pytest.mark.parametrize("rotated", [False, True])
-def test_heads_are_copied_only_out_of_larger_storages(module, rotated):
+def test_attention_copies_heads_only_out_of_larger_storages(module, rotated):
     """Queries, keys and values of one projection fill its storage, unless two of them are rotated into new
     ones."""
-    fused, kept = projected(), set()
+    fused = projected()
     q, k, v = heads(fused)
     if rotated:
         q, k = q * 1, k * 1
-
-    def keep(x):
-        kept.add(x.untyped_storage().data_ptr())
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+    with saved_tensors() as tensors:
         coat_attention(module, q, k, v, None)
+    kept = {x.untyped_storage().data_ptr() for x in tensors}
     assert (fused.untyped_storage().data_ptr() in kept) == (not rotated)
     with torch.no_grad():
         q, k, v = heads(projected())
@@ -93,7 +89,7 @@ def test_heads_are_copied_only_out_of_larger_storages(module, rotated):
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_a_bias_of_positions_is_added(module, masked):
+def test_attention_adds_a_bias_of_positions(module, masked):
     (q, *others), bias = heads(projected()), torch.randn(1, N, S, S, dtype=torch.bfloat16)
     mask = torch.ones(S, S).triu().bool()[None, None] if masked else None
     inputs = q, *(x[:, : N // 2] for x in others), mask
@@ -101,7 +97,7 @@ def test_a_bias_of_positions_is_added(module, masked):
     assert y.equal(sdpa_attention_forward(module, *inputs, position_bias=bias)[0])
 
 
-def test_masked_attention_is_dropped_out_as_the_stock_one(module):
+def test_attention_with_mask_and_dropout(module):
     (q, *others), mask = heads(projected()), torch.ones(S, S).tril().bool()[None, None]
     found = []
     for attend in (coat_attention, sdpa_attention_forward):
@@ -111,31 +107,23 @@ def test_masked_attention_is_dropped_out_as_the_stock_one(module):
 
 
 @pytest.mark.parametrize("wide", "qkv")
-def test_heads_in_fp32_are_saved_as_those_in_bf16_under_autocast(module, wide):
+def test_attention_saves_fp32_heads_as_bf16_under_autocast(module, wide):
     """After a rotation, or after a norm."""
     mask, saved = torch.ones(S, S).tril().bool()[None, None], []
     groups = {"q": N, "k": N // 2, "v": N // 2}
     for dtype in (torch.bfloat16, torch.float32):
-        kept = {}
-
-        def keep(x, kept=kept):
-            kept[x.untyped_storage().data_ptr()] = x.untyped_storage()
-            return x
-
         inputs = [
             torch.randn(B, n, S, D, dtype=dtype if name == wide else torch.bfloat16, requires_grad=True)
             for name, n in groups.items()
         ]
-        with (
-            torch.autocast("cpu", torch.bfloat16),
-            torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x),
-        ):
+        with torch.autocast("cpu", torch.bfloat16), saved_tensors() as tensors:
             coat_attention(module, *inputs, mask)
-        saved.append(sum(storage.nbytes() for storage in kept.values()))
+        kept = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
+        saved.append(sum(kept.values()))
     assert saved[0] == saved[1]
 
 
-def test_the_stock_model_has_nothing_of_ours():
+def test_unconvert_leaves_nothing_in_the_modules():
     model = FAMILIES["llama"].build()
     own = {name: set(vars(module)) for name, module in model.named_modules()}
     coat_ds.convert(model, filter=lambda name, module: name != "model.layers.0.self_attn")
@@ -145,13 +133,13 @@ def test_the_stock_model_has_nothing_of_ours():
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_attention_that_was_chosen_since_stays():
+def test_unconvert_keeps_attention_that_was_chosen_since():
     model = coat_ds.convert(FAMILIES["llama"].build())
     model.set_attn_implementation("eager")
     assert coat_ds.unconvert(model).config._attn_implementation == "eager"
 
 
-def test_a_process_that_reads_a_model_knows_its_attention(monkeypatch):
+def test_pickled_model_finds_its_attention(monkeypatch):
     batch = FAMILIES["llama"].batch()
     model = coat_ds.convert(FAMILIES["llama"].build())
     written, expected = pickle.dumps(model), run(model, batch)

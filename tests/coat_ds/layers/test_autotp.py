@@ -11,9 +11,10 @@ from packaging.version import Version
 import coat_ds
 from coat_ds.layers.modules.replaced import replaced
 from coat_ds.layers.parallel.autotp import is_autotp
+from tests.coat_ds.engines import adamw, engine_of
 from tests.coat_ds.layers.parts import Net, check_watched, in_two_parts, tokens
 from tests.families import FAMILIES
-from tests.util import rel_rms, run_distributed
+from tests.util import on_gpus, rel_rms, run_distributed
 
 LLAMA = FAMILIES["llama"]
 # before, AutoTP cuts such heads in two, and the model fails without COAT
@@ -54,7 +55,7 @@ def ranks():
 
 
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "none"])
-def test_each_rank_multiplies_its_part_in_fp8(ranks, bias):
+def test_autotp_rank_multiplies_its_part_in_fp8(ranks, bias):
     net, expected, input_grad = in_two_parts(bias)
     parts = {"up.weight": 0, "up.bias": 0, "down.weight": 1}
     for rank, (found, *_) in enumerate(ranks):
@@ -67,7 +68,7 @@ def test_each_rank_multiplies_its_part_in_fp8(ranks, bias):
             assert rel_rms(gradients[name], grad) < 2**-8, name
 
 
-def test_layers_that_exchange_more_stay(ranks):
+def test_autotp_layers_that_exchange_more_stay(ranks):
     for _, gathered, overlapped in ranks:
         assert gathered in ((True, {"up": "AutoTP gathers its output"}), (False, {}))
         assert overlapped == {"up": "tensor_parallel.tp_overlap_comm multiplies by itself"}
@@ -76,18 +77,11 @@ def test_layers_that_exchange_more_stay(ranks):
 def train(coat, watch=False, model=None, steps=4, **block):
     """Losses, FP8 layers, which layers of AutoTP are converted, those that are when the engine is gone, and
     what was watched."""
-    import deepspeed
-
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "bf16": {"enabled": True},
-        "zero_optimization": {"stage": 1},
-        "tensor_parallel": {"autotp_size": 2},
-        # FusedAdam would be compiled first
-        "optimizer": {"type": "AdamW", "params": {"lr": 4e-3, "torch_adam": True}},
-        "coat": {"enabled": coat, "optimizer": {"min_numel": 0}, "watch": watch, **block},
-    }
-    engine = deepspeed.initialize(model=model or LLAMA.build(), config=config)[0]
+    block = {"enabled": coat, "optimizer": {"min_numel": 0}, "watch": watch, **block}
+    engine = engine_of(
+        model or LLAMA.build(), 1, block, optimizer=adamw(4e-3), tensor_parallel={"autotp_size": 2},
+        train_micro_batch_size_per_gpu=2,
+    )  # fmt: skip
     losses, readings = [], []
     if watch:
         engine.coat.watch.add(readings.append)
@@ -125,7 +119,7 @@ def check(ranks):
             assert abs(found - loss) < 2**-7 * loss
 
 
-def test_the_json_is_enough():
+def test_autotp_needs_the_json_alone():
     check(run_distributed(of_engines, 2))
 
 
@@ -144,7 +138,7 @@ def of_others():
 
 
 @pytest.mark.long("the watch under one more way to split layers")
-def test_tied_and_uneven_parts_are_watched():
+def test_autotp_watches_tied_and_uneven_parts():
     ranks = run_distributed(of_others, 2)
     for (expected, *_), (losses, *_) in (pair for rank in ranks for pair in rank):
         assert losses == pytest.approx(expected, rel=2**-7) and losses != expected
@@ -157,8 +151,6 @@ def test_tied_and_uneven_parts_are_watched():
     assert first[-1][1].groups == other[-1][1].groups
 
 
-@pytest.mark.gpu
-def test_the_json_is_enough_on_two_gpus():
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
+@on_gpus(2)
+def test_autotp_needs_the_json_alone_on_two_gpus():
     check(run_distributed(of_engines, 2, gpus=True))

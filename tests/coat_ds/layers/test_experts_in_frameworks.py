@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import coat_ds
+from tests.coat_ds.engines import adamw, engine_of
 from tests.coat_ds.layers.measures import fp8_bound, relative, run
 from tests.families import FAMILIES
 from tests.util import run_distributed
@@ -46,23 +47,11 @@ def steps_of(loss_of, backward, step) -> list[float]:
 
 
 def zero(stage: int, block: dict) -> list[float]:
-    import deepspeed
-
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": MICRO_BATCHES,
-        "bf16": {"enabled": True},
-        # FusedAdam would be compiled
-        "optimizer": {"type": "AdamW", "params": {"lr": 2e-3, "torch_adam": True}},
-        "zero_optimization": {
-            "stage": stage,
-            "reduce_bucket_size": 10**6,
-            # experts are gathered and released
-            "stage3_param_persistence_threshold": 100,
-        },
-        "coat": block,
-    }
-    engine = deepspeed.initialize(model=build(), config=config)[0]
+    # experts are gathered and released
+    engine = engine_of(
+        build(), stage, block, optimizer=adamw(2e-3), zero={"stage3_param_persistence_threshold": 100},
+        train_micro_batch_size_per_gpu=2, gradient_accumulation_steps=MICRO_BATCHES,
+    )  # fmt: skip
     if block is not STOCK:
         assert "10 of 11 linear layers in FP8" in str(engine.coat)
     form = packed if stage == 3 else dict
@@ -105,7 +94,7 @@ def two():
 
 
 @pytest.mark.parametrize("way", ["ZeRO-1", "ZeRO-3", "FSDP2"])
-def test_trains_as_bf16_with_and_without_cached_weights(two, way):
+def test_experts_train_as_bf16_with_and_without_cached_weights(two, way):
     for rank in two:
         stock, *ours = rank[way].values()
         # of the first micro-batch
@@ -118,7 +107,7 @@ def test_trains_as_bf16_with_and_without_cached_weights(two, way):
         assert ours[0] == ours[1]
 
 
-def test_trainer_saves_stock_names(tmp_path):
+def test_experts_under_trainer_are_saved_by_their_stock_names(tmp_path):
     from safetensors import safe_open
     from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
@@ -160,7 +149,7 @@ def test_trainer_saves_stock_names(tmp_path):
 
 
 @pytest.mark.parametrize("first", ["convert", "PEFT"])
-def test_lora_on_experts(first):
+def test_experts_with_lora(first):
     """By PEFT's `target_parameters`, which adds an adapter to the weights of all experts in each forward."""
     peft = pytest.importorskip("peft")
 

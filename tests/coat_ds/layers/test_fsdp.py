@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import coat_ds
 from tests.coat_ds.layers.parts import watched
 from tests.families import FAMILIES
-from tests.util import rel_rms, run_distributed
+from tests.util import on_gpus, rel_rms, run_distributed
 
 LLAMA = FAMILIES["llama"]
 
@@ -73,7 +73,7 @@ def gradients_where_each_module_is_a_unit():
     return found
 
 
-def test_norms_that_are_gathered_by_themselves():
+def test_fsdp2_norms_that_are_units_of_their_own():
     """Their weights are freed before linear layers read their outputs."""
     for alone, together in run_distributed(gradients_where_each_module_is_a_unit, 2):
         for expected, gradient in zip(alone, together, strict=True):
@@ -95,7 +95,7 @@ def watched_alone_and_sharded():
     return found
 
 
-def test_a_watched_model():
+def test_fsdp2_model_is_watched():
     for alone, *sharded in run_distributed(watched_alone_and_sharded, 2):
         for losses, reading in sharded:
             assert losses == pytest.approx(alone[0], rel=2**-7)
@@ -115,12 +115,10 @@ def check(ranks):
         assert losses["none", True] != losses["none", False]
 
 
-def test_two_ranks():
+def test_fsdp2_trains_as_one_process_on_two_ranks():
     check(run_distributed(losses_of_ranks, 2, "cpu"))
 
 
-@pytest.mark.gpu
-def test_two_gpus():
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
+@on_gpus(2)
+def test_fsdp2_trains_as_one_process_on_two_gpus():
     check(run_distributed(losses_of_ranks, 2, "cuda", gpus=True))

@@ -23,9 +23,9 @@ import coat_ds
 from coat_ds.layers.modules.linear import Fp8Linear
 from coat_ds.layers.modules.replaced import is_plain
 from tests.coat_ds.layers.measures import fp8_bound, relative, run
-from tests.coat_ds.layers.parts import Net, check_watched, in_two_parts, tokens, watched
+from tests.coat_ds.layers.parts import Net, check_watched, in_two_parts, tokens, watched, whole
 from tests.families import FAMILIES
-from tests.util import rel_rms, run_distributed
+from tests.util import on_gpus, rel_rms, run_distributed, saved_tensors
 
 LLAMA = FAMILIES["llama"]
 ROWS, COLUMNS = ColwiseParallel, RowwiseParallel
@@ -41,24 +41,17 @@ def split(model, mesh):
     return model
 
 
-def whole(gradients):
-    return {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in gradients.items()}
-
-
 def kept_bytes(model, batch):
     """Bytes that autograd keeps of a forward on this rank, without parameters."""
-    own = {id(p._local_tensor if isinstance(p, DTensor) else p) for p in model.parameters()}
-    kept = {}
 
-    def pack(x):
-        held = x._local_tensor if isinstance(x, DTensor) else x
-        if id(held) not in own and not x.is_leaf:
-            kept[held.untyped_storage().data_ptr()] = held.untyped_storage().nbytes()
-        return x
+    def held(x):
+        return x._local_tensor if isinstance(x, DTensor) else x
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+    own = {id(held(p)) for p in model.parameters()}
+    with saved_tensors() as tensors:
         model(**batch)
-    return sum(kept.values())
+    kept = [held(x) for x in tensors if id(held(x)) not in own and not x.is_leaf]
+    return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in kept}.values())
 
 
 def llama(device):
@@ -92,20 +85,18 @@ def check(ranks, exact):
         assert kept < 0.6 * stock
 
 
-def test_a_model_in_two_parts(two):
+def test_tensor_parallel_model_in_two_parts(two):
     check([rank["llama"] for rank in two], exact=True)
 
 
-def on_gpus():
+def on_two_gpus():
     dist.init_process_group("nccl")
     return llama("cuda")
 
 
-@pytest.mark.gpu
-def test_a_model_on_two_gpus():
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
-    check(run_distributed(on_gpus, 2, gpus=True), exact=False)
+@on_gpus(2)
+def test_tensor_parallel_model_on_two_gpus():
+    check(run_distributed(on_two_gpus, 2, gpus=True), exact=False)
 
 
 def products():
@@ -125,7 +116,7 @@ def products():
 
 
 @pytest.mark.parametrize("bias", [0, 1], ids=["bias", "none"])
-def test_each_rank_multiplies_its_part_in_fp8(two, bias):
+def test_tensor_parallel_rank_multiplies_its_part_in_fp8(two, bias):
     """As if the parts were layers of one process, whose outputs are joined, or summed in BF16."""
     net, expected, input_grad = in_two_parts(not bias)
     for found in (rank["products"] for rank in two):
@@ -158,18 +149,17 @@ def sequence_parallel():
                 }
                 net = parallelize_module(net, mesh, styles)
                 x = x.chunk(2)[rank].contiguous()
-            kinds = []
             x.requires_grad_()
-            with torch.autograd.graph.saved_tensors_hooks(lambda t: kinds.append(t.dtype) or t, lambda t: t):  # noqa: B023
+            with saved_tensors() as tensors:
                 y = net(x)
             y.backward(torch.ones_like(y))
             gradients = whole({n: p.grad for n, p in net.named_parameters()})
-            found[name, parts] = y.detach(), x.grad, gradients, kinds
+            found[name, parts] = y.detach(), x.grad, gradients, [t.dtype for t in tensors]
     return found
 
 
 @pytest.mark.parametrize("name", NORMS)
-def test_norms_of_parts_of_the_sequence(two, name):
+def test_sequence_parallel_norms(two, name):
     y, gradient, gradients, _ = two[0]["sequence"][name, 1]
     found = [rank["sequence"][name, 2] for rank in two]
     # two products in parts, each with scales of its own, differ as two roundings to FP8 do
@@ -211,7 +201,7 @@ def with_fsdp():
     return losses
 
 
-def test_beside_fsdp():
+def test_tensor_parallel_beside_fsdp2():
     for alone, parts in run_distributed(with_fsdp, 4):
         assert alone[-1] < alone[0] - 0.1
         for found, expected in zip(parts, alone, strict=True):
@@ -248,7 +238,7 @@ def tied(folder):
     return found, watches, runs
 
 
-def test_a_tied_model_is_watched_and_resumed(two):
+def test_tensor_parallel_tied_model_is_watched_and_resumed(two):
     ranks = [rank["tied"] for rank in two]
     for ((loss, expected), (other, gradients)), (alone, parts), (on, again) in ranks:
         assert abs(other - loss) < 2**-8 * loss

@@ -9,8 +9,9 @@ import torch.distributed as dist
 
 import coat_ds
 from tests.coat_ds.layers.measures import fp8_bound, relative, run
+from tests.coat_ds.layers.parts import whole
 from tests.families import FAMILIES
-from tests.util import run_distributed
+from tests.util import on_gpus, run_distributed
 
 parallel = pytest.importorskip("transformers.distributed.expert_parallel")
 if not hasattr(parallel, "EPImplementation"):
@@ -27,10 +28,6 @@ def load(path, implementation="auto"):
 
     sizes = DistributedConfig(fsdp_size=2, ep_size=2, ep_implementation=implementation)
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, distributed_config=sizes).train()
-
-
-def whole(gradients):
-    return {n: g.full_tensor() if hasattr(g, "full_tensor") else g for n, g in gradients.items()}
 
 
 def trained(model, batch, optimizer):
@@ -99,15 +96,13 @@ def check(results, path):
         assert set(before.keys()) == set(after.keys())
 
 
-def test_experts_of_two_ranks(tmp_path):
+def test_transformers_ep_trains_and_saves_on_two_ranks(tmp_path):
     QWEN3.build(**BUILD).save_pretrained(tmp_path)
     check(run_distributed(ranks, 2, str(tmp_path), "cpu"), tmp_path)
 
 
-@pytest.mark.gpu
-def test_experts_of_two_gpus(tmp_path):
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
+@on_gpus(2)
+def test_transformers_ep_trains_and_saves_on_two_gpus(tmp_path):
     QWEN3.build(**BUILD).save_pretrained(tmp_path)
     check(run_distributed(ranks, 2, str(tmp_path), "cuda", gpus=True), tmp_path)
 
@@ -125,7 +120,7 @@ def left(path):
     return coat_ds.conversion_of(coat_ds.convert(load(path, "other"))).left
 
 
-def test_other_ways_to_the_experts_keep_their_forward(tmp_path):
+def test_transformers_ep_of_another_implementation_stays(tmp_path):
     QWEN3.build(**BUILD).save_pretrained(tmp_path)
     for reasons in run_distributed(left, 2, str(tmp_path)):
         for name in EXPERTS:

@@ -11,15 +11,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import coat_ds
 from tests.coat_ds.layers.measures import fp8_bound, relative, run
+from tests.coat_ds.layers.parts import whole
 from tests.families import FAMILIES
-from tests.util import run_distributed
+from tests.util import on_gpus, run_distributed
 
 tensor_parallel = pytest.importorskip("transformers.distributed.tensor_parallel")
 LLAMA = FAMILIES["llama"]
-
-
-def whole(gradients):
-    return {n: g.full_tensor() if hasattr(g, "full_tensor") else g for n, g in gradients.items()}
 
 
 def start(device):
@@ -80,15 +77,13 @@ def check(ranks, exact):
         assert relative(again[1], gradients) <= (0 if exact else 2**-8)
 
 
-def test_a_model_in_two_parts(tmp_path):
+def test_transformers_tp_model_in_two_parts(tmp_path):
     LLAMA.build().save_pretrained(tmp_path)
     check(run_distributed(llama, 2, str(tmp_path), "cpu"), exact=True)
 
 
-@pytest.mark.gpu
-def test_a_model_on_two_gpus(tmp_path):
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
+@on_gpus(2)
+def test_transformers_tp_model_on_two_gpus(tmp_path):
     LLAMA.build().save_pretrained(tmp_path)
     check(run_distributed(llama, 2, str(tmp_path), "cuda", gpus=True), exact=False)
 
@@ -105,7 +100,7 @@ def layers():
     return left
 
 
-def test_layers_that_stay_say_why():
+def test_transformers_tp_layers_that_stay():
     for other, small in run_distributed(layers, 2):
         assert other == {"0": "transformers' AllReduceParallel keeps its forward"}
         assert small == {"0": "a rank's part is 24 x 64, not multiples of 16"}
