@@ -16,10 +16,12 @@ import coat_ds
 from coat_ds.zero.recompute import compressed
 from coat_kernels.autograd.checkpointing import packed_bytes
 from coat_kernels.autograd.origin import PACKED, noted
+from tests.coat_ds.engines import STATES, engine_of
 from tests.kernels.test_choices import CHOOSE, TOKENS, Mixture
 from tests.util import listening, rel_rms, run_distributed
 
 ROWS, WIDTH, GROUP = 64, 128, 128
+COMPRESSES = {**STATES, "fp8_activation_checkpointing": True}
 # arguments of deepspeed.checkpointing.configure that are refused, with the key of each
 REFUSED = {
     "partition_activations": {"partition_activations": True},
@@ -182,22 +184,12 @@ def modes():
 
 
 @pytest.fixture(scope="module")
-def one():
-    return run_distributed(modes, 1)
-
-
-@pytest.fixture(scope="module")
 def two():
     return run_distributed(everything, 2)
 
 
-@pytest.fixture(scope="module", params=["one", "two"])
-def ranks(request):
-    return request.getfixturevalue(request.param)
-
-
-def test_a_region(ranks):
-    for run in ranks:
+def test_deepspeed_region_is_recomputed_from_fp8_inputs(two):
+    for run in two:
         # bit for bit, dropout replayed
         assert all(run["equal"]) and run["any"]
         # inputs are off by 2^-4 of themselves at most, and gradients move no more than they do, since the
@@ -209,36 +201,36 @@ def test_a_region(ranks):
         assert after == (0, 0)
 
 
-def test_nothing_else_is_kept(ranks):
-    for rank in ranks:
+def test_deepspeed_regions_keep_codes_alone(two):
+    for rank in two:
         freed, kept = rank["chain"]
         assert freed == [True, True, True, False]
         assert kept == (4 * ROWS * WIDTH * (GROUP + 1) // GROUP, 4 * ROWS * WIDTH * 4)
 
 
-def test_two_inputs_are_both_kept_in_8_bits(ranks):
-    for rank in ranks:
+def test_deepspeed_region_keeps_two_inputs_in_8_bits(two):
+    for rank in two:
         (stock, kept), equal = rank["pair"]
         assert stock == (0, 0) and kept == (2 * ROWS * WIDTH * (GROUP + 1) // GROUP, 2 * ROWS * WIDTH * 4)
         assert equal == [True, True]
 
 
-def test_routers_choose_in_backward_what_they_chose_in_forward(ranks):
-    for rank in ranks:
+def test_deepspeed_region_repeats_the_routers_choices(two):
+    for rank in two:
         first, again = rank["chosen"]
         assert torch.equal(first, again)
 
 
-def test_what_is_left_alone(ranks):
+def test_deepspeed_regions_share_codes_and_respect_no_checkpointing(two):
     """Regions take the same codes of one tensor, and none of a tensor that DeepSpeed is to leave alone."""
-    for rank in ranks:
+    for rank in two:
         assert rank["twice"] == [(4 * ROWS * WIDTH, True, None), (0, False, True)]
         # and it is not left alone from then on
         assert rank["failed"] is None
 
 
-def test_other_places_of_inputs_are_refused(ranks):
-    for rank in ranks:
+def test_deepspeed_region_refuses_other_places_of_inputs(two):
+    for rank in two:
         assert [key for key, _ in rank["refused"]] == list(REFUSED)
         for key, error in rank["refused"]:
             # contiguous buffers need partitions
@@ -269,23 +261,13 @@ class Net(torch.nn.Module):
 def train(stage, compress, lines):
     """For four passes, two to a step: losses, bytes in FP8 after each, after all, and lines logged."""
     lines.clear()
-    config = {
-        "train_batch_size": 2 * ROWS,
-        "gradient_accumulation_steps": 2,
-        "bf16": {"enabled": True},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "zero_optimization": {"stage": stage},
-        "coat": {
-            "enabled": True,
-            "activations": False,
-            "fp8_activation_checkpointing": compress,
-        },
-    }
-    engine, *_ = deepspeed.initialize(model=Net(), config=config)
+    block = {**STATES, "fp8_activation_checkpointing": compress}
+    rows = ROWS // torch.distributed.get_world_size()
+    batches = {"train_micro_batch_size_per_gpu": rows, "gradient_accumulation_steps": 2}
+    engine = engine_of(Net(), stage, block, **batches)
     losses, kept = [], []
     for step in range(4):
         torch.manual_seed(step)
-        rows = ROWS // torch.distributed.get_world_size()
         x, target = torch.randn(rows, WIDTH).bfloat16(), torch.randn(rows, WIDTH)
         loss = engine(x, target)
         kept.append(packed_bytes())
@@ -310,13 +292,8 @@ def engines():
 
 def idle():
     """What is warned of in a block that compresses checkpoints, where the model makes none, and when."""
-    config = {
-        "train_batch_size": 2,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "coat": {"enabled": True, "activations": False, "fp8_activation_checkpointing": True},
-    }
     with listening(logging.WARNING) as lines:
-        engine, *_ = deepspeed.initialize(model=torch.nn.Linear(WIDTH, WIDTH), config=config)
+        engine = engine_of(torch.nn.Linear(WIDTH, WIDTH), 0, COMPRESSES, bf16=None)
         with contextlib.suppress(RuntimeError):
             engine(torch.zeros(1, 1))
         with torch.no_grad():
@@ -357,16 +334,8 @@ class Acts(torch.nn.Module):
 def each_its_own():
     """Whether regions keep their inputs in FP8: in an engine, in another within its forward and alone, after
     the forward was interrupted, and in a copy of its module. Of threads: tests/kernels/test_saved.py."""
-
-    def engine_of(model, compress=True):
-        config = {
-            "train_batch_size": 2 * ROWS,
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-            "coat": {"enabled": True, "activations": False, "fp8_activation_checkpointing": compress},
-        }
-        return deepspeed.initialize(model=model, config=config)[0]
-
-    x, found, stock = torch.randn(ROWS, WIDTH), {}, engine_of(Acts(are_packed), False)
+    x, found = torch.randn(ROWS, WIDTH), {}
+    stock = engine_of(Acts(are_packed), 0, STATES, bf16=None)
 
     def around():
         found["within"] = stock(x)[1]
@@ -375,7 +344,7 @@ def each_its_own():
     def interrupt():
         raise KeyboardInterrupt
 
-    outer = engine_of(Acts(around))
+    outer = engine_of(Acts(around), 0, COMPRESSES, bf16=None)
     found["itself"], found["stock"] = outer(x)[1], stock(x)[1]
     outer.module.action = interrupt
     with contextlib.suppress(KeyboardInterrupt):
@@ -391,7 +360,7 @@ def everything():
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_engines(two, stage):
+def test_engine_compresses_checkpointed_inputs(two, stage):
     for number, rank in enumerate(two):
         losses, kept, _, _ = rank[stage, False]
         compressed_losses, compressed_kept, after, lines = rank[stage, True]
@@ -408,7 +377,7 @@ def test_engines(two, stage):
             assert f"4 checkpointed inputs are kept in FP8, in {codes} bytes in place of {plain}" in said[0]
 
 
-def test_nothing_to_compress_is_said_once_and_not_before(two):
+def test_engine_warns_once_of_nothing_to_compress(two):
     for number, rank in enumerate(two):
         early, said = rank["nothing to compress"]
         assert early == [] and len(said) == (number == 0)
@@ -416,7 +385,7 @@ def test_nothing_to_compress_is_said_once_and_not_before(two):
         assert all("gradient_checkpointing" in line for line in said)
 
 
-def test_each_engine_has_its_own(two):
+def test_engine_compresses_in_its_own_forward_alone(two):
     # DeepSpeed's regions keep codes as an attribute of a stand-in, torch's by hooks
     fp8, plain = [True] * 3, [False] * 3
     expected = {"itself": fp8, "within": fp8, "stock": plain, "interrupted": plain, "copy": fp8}

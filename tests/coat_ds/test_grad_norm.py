@@ -13,6 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from coat_ds.zero.grad_norm import _norms
+from tests.coat_ds import engines
+from tests.coat_ds.engines import STATES
 from tests.util import run_distributed
 
 # before, DeepSpeed did not look for inf and NaN in BF16, nor align parameters
@@ -88,24 +90,20 @@ def masters(wrapper):
 
 def engine_of(stage, dtype, shared, apart=False):
     """apart: whether biases are a parameter group of their own, the second one."""
-
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
     model[1].weight.ds_pipe_replicated = shared
-    config = {
+    keys = {
         "train_micro_batch_size_per_gpu": 4,
         "gradient_clipping": CLIP,
-        "zero_optimization": {
-            "stage": stage,
-            **({"parameter_alignment": True} if shared and SINCE_0_19 else {}),
-        },
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-        dtype: {"enabled": True, **({"initial_scale_power": 4} if dtype == "fp16" else {})},
-        "coat": {"enabled": True, "activations": False},
+        "zero": {"parameter_alignment": True} if shared and SINCE_0_19 else {},
     }
+    if dtype == "fp16":
+        keys |= {"bf16": None, "fp16": {"enabled": True, "initial_scale_power": 4}}
     groups = [{"params": [p for p in model.parameters() if p.dim() == n]} for n in (2, 1)]
-    params = groups if apart else model.parameters()
-    return deepspeed.initialize(model=model, model_parameters=params, config=config)[0]
+    given = {"model_parameters": groups if apart else model.parameters()}
+    return engines.engine_of(model, stage, STATES, given, **keys)
 
 
 def train(stage, dtype, shared):
@@ -166,7 +164,7 @@ def ranks():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_norms_are_those_of_fp64(device, dtype):
+def test_foreach_norms_are_those_of_fp64(device, dtype):
     # more than a block of CUDA's kernel takes, and one that starts off its alignment
     flat = torch.randn(200_003, generator=torch.Generator().manual_seed(0)).to(device, dtype)
     flat[0] = torch.finfo(dtype).max
@@ -181,7 +179,7 @@ def test_norms_are_those_of_fp64(device, dtype):
 
 
 @every_cell
-def test_it_is_deepspeeds_norm(ranks, cell):
+def test_grad_norm_is_deepspeeds(ranks, cell):
     # sums of FP64 in another order; ZeRO 1 and 2 then round the sum to FP32, which may fall on either side,
     # and take the root in FP32
     bound = NUMEL * 2.0**-52 if cell[0] == 3 else 2.0**-23
@@ -195,7 +193,7 @@ def test_it_is_deepspeeds_norm(ranks, cell):
 
 
 @every_cell
-def test_the_largest_gradient_is_deepspeeds(ranks, cell):
+def test_grad_norm_inf_is_deepspeeds(ranks, cell):
     """Not asked for by DeepSpeed itself."""
     for rank in ranks:
         ((ours, theirs),) = rank[cell]["None"]["largest"]
@@ -203,13 +201,13 @@ def test_the_largest_gradient_is_deepspeeds(ranks, cell):
 
 
 @every_cell
-def test_every_gradient_is_read_once(ranks, cell):
+def test_grad_norm_reads_each_gradient_once(ranks, cell):
     for rank in ranks:
         assert rank[cell]["None"]["readers"] == ["_foreach_norm"]
 
 
 @every_cell
-def test_clipping_is_applied(ranks, cell):
+def test_grad_norm_clips_the_step(ranks, cell):
     _, dtype, shared = cell
     given = math.sqrt(sum(rank[cell]["None"]["given"] for rank in ranks))
     norm = ranks[0][cell]["None"]["norms"][0][0] / (2.0**4 if dtype == "fp16" else 1)
@@ -224,7 +222,7 @@ def test_clipping_is_applied(ranks, cell):
 
 @every_cell
 @pytest.mark.parametrize("poison", POISONS[1:], ids=str)
-def test_one_bad_element_on_one_rank_ends_as_in_deepspeed(ranks, cell, poison):
+def test_grad_norm_of_one_bad_element_on_one_rank(ranks, cell, poison):
     stage, dtype, _ = cell
     runs = [rank[cell][str(poison)] for rank in ranks]
     for run in runs:
@@ -244,7 +242,7 @@ def test_one_bad_element_on_one_rank_ends_as_in_deepspeed(ranks, cell, poison):
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-def test_gradients_of_every_group_are_looked_at(ranks, stage):
+def test_overflow_check_looks_at_every_group(ranks, stage):
     checks = [rank["second group"][stage] for rank in ranks]
     assert all(ours == theirs for ((ours, theirs),) in checks)
     # the bias of the first layer is the first rank's

@@ -2,12 +2,12 @@
 
 from unittest import mock
 
-import deepspeed
 import pytest
 import torch
 from torch import nn
 
 from coat_kernels.autograd.origin import maxima_of, take_stand_in, with_maxima, with_stand_in
+from tests.coat_ds.engines import STATES, engine_of
 from tests.util import run_distributed
 
 H, STEPS = 32, 5
@@ -77,18 +77,11 @@ class Model(nn.Module):
 
 
 def _engine(model):
-    config = {
-        "train_micro_batch_size_per_gpu": 4,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-        "zero_optimization": {
-            "stage": 3,
-            "stage3_param_persistence_threshold": 0,
-            "stage3_max_live_parameters": 0,
-        },
-        "coat": {"enabled": True, "activations": False},
-    }
-    trained = [p for p in model.parameters() if p.requires_grad]
-    return deepspeed.initialize(model=model, model_parameters=trained, config=config)[0]
+    zero = {"stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 0}
+    given = {"model_parameters": [p for p in model.parameters() if p.requires_grad]}
+    section = {"type": "AdamW", "params": {"lr": 1e-2}}
+    sizes = {"train_micro_batch_size_per_gpu": 4, "bf16": None}
+    return engine_of(model, 3, STATES, given, zero=zero, optimizer=section, **sizes)
 
 
 def _input(step: int) -> torch.Tensor:
@@ -162,19 +155,19 @@ def runs(found):
 @pytest.mark.parametrize(
     "ours, stock", [("ours", "stock"), ("frozen", "stock frozen"), ("leaf", "stock leaf")]
 )
-def test_what_is_computed_stays(runs, ours, stock):
+def test_module_hooks_change_no_loss(runs, ours, stock):
     assert runs[ours]["losses"] == runs[stock]["losses"]
     assert runs[ours]["losses"][-1] < runs[ours]["losses"][0]
     # and what is gathered is released again
     assert runs[ours]["held"] == runs[stock]["held"] == set()
 
 
-def test_a_compiled_model_trains_as_before(found):
+def test_module_hooks_of_a_compiled_model(found):
     ours, stock = found["compiled"]
     assert ours == stock and ours[-1] < ours[0]
 
 
-def test_notes_get_through(runs):
+def test_module_hooks_pass_notes_on(runs):
     for name, run in runs.items():
         # within a leaf there are no nodes
         arrives = not name.startswith("stock") or name.endswith("leaf")
@@ -182,7 +175,7 @@ def test_notes_get_through(runs):
         assert not run["on_weights"]
 
 
-def test_modules_without_weights_are_passed_by(runs):
+def test_module_hooks_skip_modules_without_weights(runs):
     weighty = {f"whole.blocks.{i}.{part}" for i in (0, 1) for part in ("produce", "consume")}
     weighty |= {"whole", "whole.lend", "whole.borrow"}
     weightless = {"", "whole.blocks", "whole.blocks.0", "whole.blocks.1", "whole.given"}

@@ -9,6 +9,7 @@ from packaging.version import Version
 
 from coat_ds import CoatAdamW
 from coat_ds.optim.narrow_grad import NarrowGrad, narrow_and_scale
+from tests.coat_ds.engines import STATES, engine_of
 from tests.util import run_distributed
 
 N = 5000
@@ -22,7 +23,7 @@ def gradient(dtype=torch.bfloat16):
     return torch.randn(N, generator=torch.Generator().manual_seed(0)).to(dtype)
 
 
-def test_it_is_an_fp32_tensor_until_it_is_read():
+def test_narrow_grad_is_an_fp32_tensor_until_it_is_read():
     narrow = gradient()
     grad = NarrowGrad.of(narrow)
     assert grad.dtype == torch.float32 and grad.shape == narrow.shape and grad.numel() == N
@@ -34,7 +35,7 @@ def test_it_is_an_fp32_tensor_until_it_is_read():
     assert values.dtype == torch.bfloat16 and values.data_ptr() == narrow.data_ptr() and scale == 0.5
 
 
-def test_whoever_reads_it_gets_fp32():
+def test_narrow_grad_is_read_as_fp32():
     grad = NarrowGrad.of(gradient())
     grad.mul_(0.3)
     expected = gradient().float() * 0.3
@@ -50,7 +51,7 @@ def test_whoever_reads_it_gets_fp32():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("more", [None, 0.7], ids=["", "grad_scale"])
-def test_a_step_gives_the_bits_of_the_fp32_gradient(dtype, more):
+def test_narrow_grad_step_has_the_bits_of_the_fp32_gradient(dtype, more):
     weights, states = [], []
     for narrow in (True, False):
         params = [torch.nn.Parameter(torch.linspace(-1, 1, N)) for _ in range(3)]
@@ -91,14 +92,13 @@ def zero_steps(stage, dtype, keys, narrow):
         # in force at some steps only
         "gradient_clipping": 0.1,
         # at stage 3 a step in parts
-        "zero_optimization": {"stage": stage, "sub_group_size": 5000, **zero},
+        "zero": {"sub_group_size": 5000, **zero},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
-        dtype: {"enabled": True, **({"initial_scale_power": 8} if dtype == "fp16" else {})},
-        "coat": {"enabled": True, "activations": False, "optimizer": {"min_numel": 1}},
+        **({"bf16": None, "fp16": {"enabled": True, "initial_scale_power": 8}} if dtype == "fp16" else {}),
         **keys,
     }
     try:
-        engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+        engine = engine_of(model, stage, {**STATES, "optimizer": {"min_numel": 1}}, **config)
     finally:
         hooks.keep_gradients_narrow = kept
     seen, step = [], engine.basic_optimizer.step
@@ -176,7 +176,7 @@ def ranks():
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_zero_trains_to_the_same_bits(ranks, case):
+def test_narrow_grads_of_zero_train_to_the_same_bits(ranks, case):
     stage, dtype, keys = case
     handed = (True, {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype])
     flat = REDUCES_FLAT and keys.get("zero", {}).get("contiguous_gradients", True)
@@ -195,7 +195,7 @@ def test_zero_trains_to_the_same_bits(ranks, case):
             assert {pointer for step in other["reduced"] for pointer in step} == {None}
 
 
-def test_gradients_in_fp32_go_deepspeeds_way(ranks):
+def test_narrow_grads_leave_fp32_gradients_to_deepspeed(ranks):
     for one, other in (steps[str(IN_FP32)] for steps, _ in ranks):
         assert one["losses"] == other["losses"]
         assert all(map(torch.equal, one["masters"], other["masters"]))
@@ -204,14 +204,8 @@ def test_gradients_in_fp32_go_deepspeeds_way(ranks):
 def large_gradient(bucket):
     """Whether the last layer's gradient has memory of its own when backward reaches the first."""
     model = torch.nn.Sequential(torch.nn.Linear(64, 64, bias=False), torch.nn.Linear(64, 256, bias=False))
-    config = {
-        "train_micro_batch_size_per_gpu": 4,
-        "zero_optimization": {"stage": 2, "reduce_bucket_size": bucket},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-        "bf16": {"enabled": True},
-        "coat": {"enabled": True, "activations": False},
-    }
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    sizes = {"zero": {"reduce_bucket_size": bucket}, "train_micro_batch_size_per_gpu": 4}
+    engine = engine_of(model, 2, STATES, **sizes)
     found, last = [], engine.module[1].weight
 
     def look(grad):
@@ -222,6 +216,6 @@ def large_gradient(bucket):
     return found
 
 
-def test_a_gradient_larger_than_a_bucket_stays_until_backward_is_done(ranks):
+def test_narrow_grads_larger_than_a_bucket_stay_until_backward_is_done(ranks):
     for _, large in ranks:
         assert large == [[True], [False]]

@@ -22,6 +22,7 @@ from coat_ds import plan
 from coat_ds.plan import Layout, Memory, Sizes, from_deepspeed, rungs
 from coat_ds.plan.memory import WORKSPACES
 from coat_ds.plan.read import from_values
+from tests.coat_ds.engines import engine_of
 from tests.util import run_distributed
 
 ROOT = Path(__file__).parents[2]
@@ -213,16 +214,9 @@ def accumulated(stage: int, keys: dict) -> list[int]:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed("gloo")
     model = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(4)))
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 3,
-        "bf16": {"enabled": True},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "zero_optimization": {"stage": stage, "reduce_bucket_size": 5000},
-        "coat": {"enabled": True},
-    }
-    config |= keys
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    zero = {"reduce_bucket_size": 5000, **keys.pop("zero_optimization", {})}
+    sizes = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}
+    engine = engine_of(model, zero.pop("stage", stage), zero=zero, **sizes, **keys)
     x = torch.randn(2, 64, dtype=torch.bfloat16)
 
     def alive() -> int:

@@ -9,12 +9,13 @@ import types
 from pathlib import Path
 from unittest import mock
 
-import deepspeed
 import pytest
 import torch
 
 from coat_ds.watch.command import verdict
 from coat_ds.watch.readings import read
+from tests.coat_ds import engines
+from tests.coat_ds.engines import adamw
 from tests.coat_ds.watch.parts import VOCABULARY, llama
 from tests.util import run_distributed
 
@@ -22,16 +23,14 @@ LENGTH, BATCH, STEPS = 32, 4, 40
 
 
 def engine_of(model, stage, watch, **more):
-    config = {
+    keys = {
         "train_micro_batch_size_per_gpu": BATCH,
         "optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "betas": [0.9, 0.95]}},
-        "bf16": {"enabled": True},
         # otherwise ZeRO-3 keeps small weights whole
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        "coat": {"enabled": True, "optimizer": {"min_numel": 0}, "watch": watch},
+        "zero": {"stage3_param_persistence_threshold": 0},
         **more,
     }
-    return deepspeed.initialize(model=model, config=config)[0]
+    return engines.engine_of(model, stage, {"optimizer": {"min_numel": 0}, "watch": watch}, **keys)
 
 
 def train(engine, steps, first=0):
@@ -110,7 +109,7 @@ def accumulated_run():
 
 def layers_alone_run():
     """Readings with an optimizer of DeepSpeed's."""
-    section = {"type": "AdamW", "params": {"lr": 3e-3, "torch_adam": True}}
+    section = adamw(3e-3)
     block = {"enabled": True, "optimizer": {"enabled": False}, "watch": {"every": 1}}
     engine, seen = engine_of(llama(), 1, None, optimizer=section, coat=block), []
     # without a reader before
@@ -139,7 +138,7 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_readings_in_a_run(folder, stage):
+def test_watched_engine_takes_readings(folder, stage):
     found = results(folder)["watched", stage]
     assert found["steps"] == [2, 4, 6]
     assert found["same"], "watching changed what is computed"
@@ -155,12 +154,12 @@ def test_readings_in_a_run(folder, stage):
     assert "the engine is not watched. Set coat.watch in its DeepSpeed config" in found["refused"]
 
 
-def test_a_step_ends_with_its_last_micro_batch(folder):
+def test_watched_step_ends_with_its_last_micro_batch(folder):
     # the reading that is on its way arrives when the engine ends
     assert results(folder)["accumulated"] == ([1], [1, 2])
 
 
-def test_layers_are_watched_beside_an_optimizer_of_deepspeeds(folder):
+def test_watched_layers_beside_an_optimizer_of_deepspeeds(folder):
     idle, readings = results(folder)["layers alone"]
     assert idle and [reading.step for reading in readings] == [1, 2]
     figures = {figure for found in readings[-1].groups.values() for figure in found}
@@ -168,7 +167,7 @@ def test_layers_are_watched_beside_an_optimizer_of_deepspeeds(folder):
     assert figures >= {"input_flushed", "saved_flushed"} and "update_error" not in figures
 
 
-def test_readings_arrive_in_the_file_and_in_deepspeeds_monitors(folder):
+def test_watched_engine_writes_the_file_and_deepspeeds_monitors(folder):
     last = results(folder)["watched", 1]["last"]
     readings = read(Path(folder) / "1")
     assert [r.step for r in readings] == [2, 4, 6] and readings[-1] == last
@@ -179,7 +178,7 @@ def test_readings_arrive_in_the_file_and_in_deepspeeds_monitors(folder):
     assert [samples for samples, _ in rows[1:]] == ["8", "16", "24"]
 
 
-def test_an_outlier_is_seen(folder):
+def test_watch_sees_an_outlier(folder):
     last = results(folder)["outlier"]
     assert last.groups["model.layers.*.mlp.down_proj"]["input_flushed"] > 0.9
     assert verdict(last).startswith("verdict: NOT healthy. input_flushed of model.layers.*.mlp.down_proj")

@@ -1,6 +1,5 @@
 """When readings are taken, and what they are of."""
 
-import deepspeed
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -10,6 +9,7 @@ from coat_ds import CoatAdamW
 from coat_ds.watch import Watch, codes
 from coat_ds.watch.readings import read
 from coat_kernels.autograd import watching
+from tests.coat_ds.engines import engine_of
 from tests.coat_ds.watch.parts import model, with_graphs
 from tests.util import run_distributed
 
@@ -18,7 +18,7 @@ def nothing(reading):
     """An out, so that something is measured."""
 
 
-def test_a_plain_loop(tmp_path):
+def test_watch_in_a_plain_loop(tmp_path):
     made = coat_ds.convert(model().bfloat16())
     optimizer = CoatAdamW(made.named_parameters(), min_numel=0)
     watch = Watch(made, optimizer, {"every": 3, "folder": str(tmp_path)})
@@ -44,7 +44,7 @@ class Counts(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_steps_that_are_not_watched_cost_nothing():
+def test_watch_costs_nothing_in_other_steps():
     counts = []
     for every in (0, 3):
         made = coat_ds.convert(model().bfloat16())
@@ -67,7 +67,7 @@ def test_steps_that_are_not_watched_cost_nothing():
 
 
 @pytest.mark.parametrize("config", [{"every": 0, "folder": "/proc"}, {"every": 1}])
-def test_nothing_is_measured_without_a_destination(config):
+def test_watch_measures_nothing_without_a_destination(config):
     made = coat_ds.convert(model().bfloat16())
     watch = Watch(made, CoatAdamW(made.named_parameters()), config)
     assert not watch.is_active and watching.observer() is None
@@ -77,7 +77,7 @@ def test_nothing_is_measured_without_a_destination(config):
     assert watch.last is None
 
 
-def test_a_tensor_and_a_layer_of_one_group_share_its_figures():
+def test_watch_groups_tensors_and_layers_of_one_name():
     made, readings = coat_ds.convert(model().bfloat16()), []
     # one more number among the layers
     scale = torch.nn.Parameter(torch.ones(16, 64, dtype=torch.bfloat16))
@@ -93,7 +93,7 @@ def test_a_tensor_and_a_layer_of_one_group_share_its_figures():
     assert readings[1].groups["*"].keys() >= {"update_error", "input_flushed"}
 
 
-def test_other_optimizers_are_refused_by_name():
+def test_watch_refuses_other_optimizers():
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
 
@@ -108,7 +108,7 @@ def test_other_optimizers_are_refused_by_name():
     assert Watch(made, wrapped.optimizer).optimizers == [wrapped.optimizer]
 
 
-def test_a_loop_that_resumes_counts_on():
+def test_watch_goes_on_from_a_step():
     made, readings = model(), []
     watch = Watch(made, None, {"every": 4}, [readings.append])
     for start in (6, 11):
@@ -123,7 +123,7 @@ def test_a_loop_that_resumes_counts_on():
     assert [reading.step for reading in readings] == [8, 12, 16]
 
 
-def test_figures_of_a_replayed_layer_are_those_of_its_last_turn(monkeypatch):
+def test_watch_keeps_the_figures_of_a_replayed_layers_last_turn(monkeypatch):
     monkeypatch.setattr(codes, "TURNS", 2)
     made, readings = coat_ds.convert(torch.nn.Sequential(model(), model()).bfloat16()), []
     with_graphs(made)
@@ -154,7 +154,7 @@ COMPILED = {
 
 @pytest.mark.parametrize("is_given", [False, True])
 @pytest.mark.parametrize("way", COMPILED)
-def test_a_reading_has_nothing_compiled_again(way, is_given):
+def test_watch_causes_no_recompilation(way, is_given):
     """is_given: the watch gets what `torch.compile` returns; otherwise the model that was compiled."""
     made, graphs = coat_ds.convert(model().bfloat16()), []
     torch._dynamo.reset()
@@ -176,14 +176,8 @@ def test_a_reading_has_nothing_compiled_again(way, is_given):
 
 def two_ranks():
     """Each rank holds half of the optimizer's partition, and its own half of the batch."""
-    config = {
-        "train_batch_size": 8,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "bf16": {"enabled": True},
-        "zero_optimization": {"stage": 2},
-        "coat": {"enabled": True, "optimizer": {"min_numel": 0}, "watch": {"every": 1}},
-    }
-    engine, *_ = deepspeed.initialize(model=model(), config=config)
+    block = {"optimizer": {"min_numel": 0}, "watch": {"every": 1}}
+    engine = engine_of(model(), 2, block, train_micro_batch_size_per_gpu=4)
     seen = []
     engine.coat.watch.add(seen.append)
     rank = torch.distributed.get_rank()
@@ -196,7 +190,7 @@ def two_ranks():
     return seen
 
 
-def test_sums_are_over_all_ranks():
+def test_watch_sums_over_all_ranks():
     first, second = run_distributed(two_ranks, 2)
     assert first == second and [reading.step for reading in first] == [1, 2, 3]
     groups = first[-1].groups
