@@ -65,15 +65,15 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize("key, config", MISTAKES)
-def test_mistakes(key, config):
-    """The more usual ones, with their messages: tests/test_mistakes.py."""
+def test_json_check_names_the_key(key, config):
+    """The more usual ones, with their messages: tests/test_json_check_names_the_key.py."""
     # an engine would come to this check
     assert block.asks_for_coat(config)
     with pytest.raises(CoatConfigError, match=key):
         deepspeed_config.check(config, None)
 
 
-def test_what_is_no_mistake():
+def test_json_check_accepts():
     implementations = {"torch_adam": True, "fused": True, "foreach": False, "adam_w_mode": True}
     implementations["set_grad_none"] = False
     for values in (
@@ -113,7 +113,7 @@ def test_what_is_no_mistake():
         ("cot", {"optimizer": {}}),
     ],
 )
-def test_misspelt_names_of_the_block(key, value):
+def test_json_check_finds_misspelt_names_of_the_block(key, value):
     """An error, also where the config has a block under the right name."""
     for config in ({key: value, "optimizer": ADAMW}, host(**{key: value})):
         assert block.asks_for_coat(config)
@@ -121,23 +121,13 @@ def test_misspelt_names_of_the_block(key, value):
             deepspeed_config.check(config, None)
 
 
-def test_keys_of_others_are_no_misspelt_block():
+def test_json_check_takes_no_other_key_for_the_block():
     source = inspect.getsource(deepspeed.runtime.constants) + inspect.getsource(deepspeed.runtime.config)
     known = {
         word for quoted in re.findall("[\"']([^\"']+)[\"']", source) for word in re.findall(r"\w+", quoted)
     }
     assert {"zero_optimization", "bf16"} <= known
-    others = {
-        "chat",
-        "cost",
-        "goat",
-        "coatnet",
-        "coating",
-        "float",
-        "compat",
-        "_coat",
-        "//coat",
-    }
+    others = {"chat", "cost", "goat", "coatnet", "coating", "float", "compat", "_coat", "//coat"}
     for key in known | others:
         for value in ({**BLOCK}, True):
             assert not block.asks_for_coat({key: value}), key
@@ -159,7 +149,7 @@ def test_keys_of_others_are_no_misspelt_block():
         ({"stage": 0}, 0, False),
     ],
 )
-def test_sections_of_old_configs(zero, stage, offloads):
+def test_optimizer_for_engine_reads_old_sections(zero, stage, offloads):
     """The class of the optimizer is that of the stage, and states are where ZeRO's masters are."""
     coat = CoatConfig.from_dict({**BLOCK})
     model = torch.nn.Linear(64, 1, bias=False)
@@ -187,7 +177,7 @@ def keeping(*patterns) -> CoatConfig:
     return CoatConfig.from_dict({**BLOCK, "optimizer": {"keep_fp32": list(patterns)}})
 
 
-def test_patterns_that_match_nothing(log):
+def test_optimizer_for_engine_warns_of_patterns_that_match_nothing(log):
     coat = keeping("*lm_haed*", "LM_HEAD*", "*norm*", "*bias*")
     model = torch.nn.ModuleDict({"lm_head": torch.nn.Linear(4, 4, bias=False)})
     build.optimizer_for_engine(coat, host(zero_optimization={"stage": 1}), None, model)(model.parameters())
@@ -196,7 +186,7 @@ def test_patterns_that_match_nothing(log):
     assert "Did you mean 'lm_head'?" in log[0][1]
 
 
-def test_names_are_those_of_the_model_that_the_engine_has_changed():
+def test_optimizer_for_engine_takes_names_of_the_changed_model():
     """AutoEP exchanges a model's experts, and frees them, before the optimizer is built."""
     model = torch.nn.ModuleDict({name: torch.nn.Linear(96, 96, bias=False) for name in ("mlp", "experts")})
     make = build.optimizer_for_engine(keeping("experts*"), host(zero_optimization={"stage": 1}), None, model)
@@ -208,7 +198,7 @@ def test_names_are_those_of_the_model_that_the_engine_has_changed():
     assert kept == [False, True]
 
 
-def test_patterns_are_about_names_in_the_scripts_own_optimizer_too(log):
+def test_optimizer_for_engine_matches_names_in_the_scripts_own_optimizer(log):
     model = torch.nn.ModuleDict({name: torch.nn.Linear(96, 96, bias=False) for name in ("mlp", "head")})
     given = torch.optim.AdamW(model.parameters())
     coat = keeping("head*", "*haed*")
@@ -232,7 +222,7 @@ def built(log, optimizer=None, params=None, block=None, size=64):
     return lines
 
 
-def test_second_moments_that_cannot_decay(log):
+def test_optimizer_for_engine_warns_of_second_moments_that_cannot_decay(log):
     slow, key = {"betas": [0.9, 0.999]}, "coat.optimizer.exp_avg_sq_format: "
     fp8 = {"exp_avg_sq_format": "fp8_expanded"}
     for lines in (
@@ -261,7 +251,7 @@ def test_second_moments_that_cannot_decay(log):
     assert "CoatAdamW: exp_avg_sq_format: " in line
 
 
-def test_where_no_model_is_converted(monkeypatch):
+def test_no_conversion_on_gpus_without_fp8_and_with_fp16(monkeypatch):
     """On a GPU without FP8 a block gives FP8 states, as before there were converted layers."""
     gpu = torch.device("cuda", 0)
     for found, reason in (((8, 0), "compute capability 8.0, and FP8 GEMMs need 8.9"), ((8, 9), None)):
@@ -274,7 +264,7 @@ def test_where_no_model_is_converted(monkeypatch):
 
 
 @pytest.mark.parametrize("torch_adam, stock", [(False, FusedAdam), (True, torch.optim.AdamW)])
-def test_weights_decay_as_without_the_block(torch_adam, stock):
+def test_optimizer_options_decay_as_without_the_block(torch_adam, stock):
     """By what the optimizer that DeepSpeed would build does unless told."""
     made = [torch.nn.Parameter(torch.zeros(3))]
     for given in ({}, {"weight_decay": 0.3}):

@@ -12,20 +12,22 @@ from coat_ds.plan import PlanError, from_deepspeed, rungs, sizes
 from coat_ds.plan.read import from_values, meta_model
 from coat_ds.plan.saved import saved_per_token
 from coat_ds.plan.systems import coat
+from tests.coat_ds.layers.measures import saved_bytes
 from tests.coat_ds.test_plan import SMALL
 
 ROOT = Path(__file__).parents[2]
 
-NAMES = {
-    "num_hidden_layers": 2,
+SIZES = {
     "hidden_size": 64,
     "intermediate_size": 128,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
-    "vocab_size": 100,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
 }
 
 
-def test_sizes_are_read_from_what_people_have():
+def test_plan_sizes_of_json_files():
     from_file = sizes.from_shape(json.loads((ROOT / "configs/model_llama2_7b.json").read_text()), 32000)
     assert from_file.parameters == 6_738_415_616
     llama3 = json.loads((ROOT / "configs/model_llama3_8b.json").read_text())
@@ -37,15 +39,8 @@ def test_sizes_are_read_from_what_people_have():
     assert from_values({**gpt2, "n_inner": 1024}).ffn == 1024
 
 
-def test_a_model_on_the_meta_device_is_counted():
-    config = transformers.Qwen2Config(
-        hidden_size=64,
-        intermediate_size=160,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=512,
-    )
+def test_plan_from_module_on_the_meta_device():
+    config = transformers.Qwen2Config(**SIZES)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
     found = plan.from_module(model)
@@ -84,14 +79,15 @@ FAMILIES = {
     [None, {}, {"attention_format": "sqrt8"}, {"attention_format": "recompute"}],
     ids=["BF16", "COAT", "8-bit attention", "recomputed attention"],
 )
-def test_saved_bytes_are_what_autograd_saves(name, activations):
+def test_plan_saved_bytes_are_what_autograd_saves(name, activations):
     """A layer's, a token: what two layers add to what two save."""
-    saved = []
+    tokens = torch.randint(512, (2, TOKENS // 2))
+    batch, saved = {"input_ids": tokens, "labels": tokens, "use_cache": False}, []
     for layers in (2, 4):
         model = small_model(name, layers)
         if activations is not None:
             convert(model, activations)
-        saved.append(saved_by_autograd(model))
+        saved.append(saved_bytes(model, batch))
     found = plan.from_module(model)
     assert found.counted
     if activations is None:
@@ -108,36 +104,9 @@ TOKENS = 128
 
 def small_model(name: str, layers: int):
     kind, fields = FAMILIES[name]
-    config = getattr(transformers, kind)(
-        **{
-            "hidden_size": 256,
-            "intermediate_size": 512,
-            "num_hidden_layers": layers,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "vocab_size": 512,
-            **fields,
-        }
-    )
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": layers}
+    config = getattr(transformers, kind)(**SIZES | sizes | fields)
     return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-
-
-def saved_by_autograd(model) -> int:
-    """Bytes of all storages, once each, except weights."""
-    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    # alive, so that no address is used twice
-    kept = {}
-
-    def pack(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = storage
-        return tensor.detach()
-
-    tokens = torch.randint(512, (2, TOKENS // 2))
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        model(input_ids=tokens, labels=tokens, use_cache=False)
-    return sum(storage.nbytes() for storage in kept.values())
 
 
 MIXTURES = {
@@ -156,7 +125,7 @@ MIXTURES = {
 
 
 @pytest.mark.parametrize("name", MIXTURES)
-def test_the_parameters_of_a_mixture_are_those_of_the_model(name):
+def test_plan_counts_the_parameters_of_a_mixture(name):
     config = getattr(transformers, f"{name}Config")(num_hidden_layers=4, **MIXTURES[name])
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
@@ -170,7 +139,7 @@ def test_the_parameters_of_a_mixture_are_those_of_the_model(name):
     assert found.experts.layers == sum(sparse)
 
 
-def test_a_mixture_is_planned(tmp_path, capsys):
+def test_plan_command_with_a_mixture(tmp_path, capsys):
     config = transformers.MixtralConfig(architectures=["MixtralForCausalLM"])
     (tmp_path / "config.json").write_text(json.dumps(config.to_dict(), default=str))
     words = ["plan", str(tmp_path / "config.json"), "--gpus", "16", "--gpu", "h200", "--stage", "3"]
@@ -182,12 +151,12 @@ def test_a_mixture_is_planned(tmp_path, capsys):
     assert "--megatron: Megatron's experts are not planned" in capsys.readouterr().err
 
 
-def test_parts_that_are_not_planned_are_named(tmp_path, capsys):
+def test_plan_names_parts_that_it_does_not_plan(tmp_path, capsys):
     vision = {"model_type": "clip_vision_model", "image_size": 32, "patch_size": 8}
     whole = {
         "model_type": "llava",
         "architectures": ["LlavaForConditionalGeneration"],
-        "text_config": NAMES | {"model_type": "llama", "vocab_size": 512},
+        "text_config": SIZES | {"model_type": "llama"},
         "vision_config": vision | {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4},
     }
     (tmp_path / "config.json").write_text(json.dumps(whole))
@@ -212,7 +181,7 @@ STAGE_2 = {"zero_optimization": {"stage": 2}}
     ],
     ids=lambda value: json.dumps(value) if isinstance(value, dict) else "",
 )
-def test_what_of_a_json_cannot_be_planned_is_named(config, key):
+def test_plan_names_keys_that_it_does_not_plan(config, key):
     with pytest.raises(PlanError, match=f"^{key}"):
         from_deepspeed(config, SMALL, gpus=4)
 
@@ -228,61 +197,36 @@ def test_what_of_a_json_cannot_be_planned_is_named(config, key):
         ("jetmoe", "JetMoeForCausalLM", "JetMoe"),
     ],
 )
-def test_models_that_cannot_be_planned_are_named(kind, name, message):
+def test_plan_refuses_models(kind, name, message):
     with pytest.raises(PlanError, match=message):
         from_values({"model_type": kind, "architectures": [name]})
 
 
-def test_files_without_a_model_are_named():
+def test_plan_refuses_files_without_a_model():
     with pytest.raises(PlanError, match="model_type: found none"):
-        from_values(NAMES)
+        from_values(SIZES)
     with pytest.raises(PlanError, match="cannot build it .*num_experts"):
-        from_values(NAMES | {"model_type": "qwen3_moe", "num_experts": "8"})
+        from_values(SIZES | {"model_type": "qwen3_moe", "num_experts": "8"})
     with pytest.raises(PlanError, match="hidden_size: expected a whole number above 0, found None"):
         from_values({"num_layers": 2, "num_query_groups": 2}, 100)
 
 
-GEMMA = {
-    "model_type": "gemma",
-    "architectures": ["GemmaForCausalLM"],
-    "head_dim": 32,
-    "hidden_size": 64,
-    "intermediate_size": 256,
-    "num_attention_heads": 4,
-    "num_hidden_layers": 2,
-    "num_key_value_heads": 1,
-    "vocab_size": 4096,
-}
-UNGATED = {
-    "model_type": "starcoder2",
-    "architectures": ["Starcoder2ForCausalLM"],
-    "hidden_size": 64,
-    "intermediate_size": 256,
-    "num_attention_heads": 4,
-    "num_hidden_layers": 2,
-    "num_key_value_heads": 2,
-    "vocab_size": 512,
-}
+GEMMA = {"model_type": "gemma", "architectures": ["GemmaForCausalLM"], "head_dim": 32, "vocab_size": 4096}
+UNGATED = {"model_type": "starcoder2", "architectures": ["Starcoder2ForCausalLM"]}
+TOWER = {"depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "out_hidden_size": 64}
 PICTURES = {
     "model_type": "qwen2_5_vl",
     "architectures": ["Qwen2_5_VLForConditionalGeneration"],
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_attention_heads": 4,
-    "num_hidden_layers": 2,
-    "num_key_value_heads": 2,
-    "vocab_size": 512,
     "tie_word_embeddings": False,
-    "vision_config": {"depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4}
-    | {"out_hidden_size": 64},
+    "vision_config": TOWER,
     "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},
 }
 
 
 @pytest.mark.parametrize("config", [GEMMA, UNGATED, PICTURES], ids=lambda c: c["model_type"])
-def test_a_plan_is_of_the_model_that_transformers_builds(config):
+def test_plan_from_values_is_of_the_model_that_transformers_builds(config):
     """A head that the class ties by default, layers without a gate, a tower that reads pictures."""
-    exact = sum(p.numel() for p in meta_model(config).parameters())
-    found = from_values(config, None)
+    exact = sum(p.numel() for p in meta_model(SIZES | config).parameters())
+    found = from_values(SIZES | config, None)
     assert abs(found.parameters - exact) <= 0.02 * exact
     assert found.gated == (config is not UNGATED) and found.tied == (config is not PICTURES)

@@ -16,40 +16,30 @@ VALUES = [
     0,
     1,
     1.0,
-    "auto",
-    "true",
-    "false",
-    "True",
-    "FALSE",
-    "1",
-    "0",
-    "yes",
-    "no",
-    "on",
-    "off",
+    *["auto", "true", "false", "True", "FALSE", "1", "0", "yes", "no", "on", "off"],
 ]
 
 
 @pytest.mark.parametrize("value", VALUES, ids=repr)
-def test_a_switch_is_read_as_deepspeed_reads_it(value):
+def test_flag_is_read_as_deepspeed_reads_it(value):
     bf16 = get_bfloat16_config({"bf16": {"enabled": value}})
     assert flag(value) == DeepSpeedFP16Config(enabled=value).enabled == bf16.enabled
     assert flag("auto", auto=True)
     assert bool(no_conversion({"fp16": {"enabled": value}})) == flag(value)
 
 
-def test_words_are_numbers_where_deepspeed_takes_them():
+def test_stage_may_be_a_word():
     assert [stage_of({"zero_optimization": {"stage": s}}) for s in (2, "2", "2.0", "auto")] == [2, 2, 2, 0]
     assert from_deepspeed({"zero_optimization": {"stage": "2"}}, SMALL).stage == 2
 
 
 @pytest.mark.parametrize("word", ["true", "false", "auto"])
-def test_any_word_switches_torch_autocast_on(word):
+def test_torch_autocast_is_switched_on_by_any_word(word):
     config = {"coat": {"enabled": True}, "torch_autocast": {"enabled": word, "dtype": "float16"}}
     with pytest.raises(coat_ds.CoatConfigError, match="torch_autocast.dtype"):
         check(config | {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}, None)
 
 
-def test_what_deepspeed_refuses_is_left_to_it():
+def test_deepspeed_refuses_other_words():
     with pytest.raises(ValidationError):
         DeepSpeedFP16Config(enabled="perhaps")

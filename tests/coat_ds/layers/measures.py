@@ -5,11 +5,20 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from coat_ds.layers.modules.decoder_layer import Fp8DecoderLayer
 from tests.kernels.agreement import E4M3_RMS, E5M2_RMS
+from tests.util import saved_tensors
 
 
 def placed(batch: dict, device: torch.device | str) -> dict:
     """A batch whose tensors are on `device`."""
     return {name: value.to(device) if torch.is_tensor(value) else value for name, value in batch.items()}
+
+
+def padded(batch: dict, tokens: int, left: bool = False) -> dict:
+    """The batch, the last `tokens` of whose second sequence are padding without labels, or the first ones."""
+    where = slice(None, tokens) if left else slice(batch["input_ids"].shape[1] - tokens, None)
+    mask, labels = torch.ones_like(batch["input_ids"]), batch["labels"].clone()
+    mask[1, where], labels[1, where] = 0, -100
+    return batch | ({"attention_mask": mask, "labels": labels} if tokens else {})
 
 
 def run(model, batch) -> tuple[float, dict[str, torch.Tensor]]:
@@ -23,21 +32,14 @@ def run(model, batch) -> tuple[float, dict[str, torch.Tensor]]:
 def saved_bytes(model, batch) -> int:
     """Bytes of storages that autograd keeps of a forward, without parameters and buffers."""
     own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
-    kept = {}
-
-    def pack(x):
-        storage = x.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+    with saved_tensors() as tensors:
         loss = model(**batch).loss
     assert loss.requires_grad
-    return sum(s.nbytes() for s in kept.values())
+    kept = {storage.data_ptr(): storage.nbytes() for storage in (t.untyped_storage() for t in tensors)}
+    return sum(size for place, size in kept.items() if place not in own)
 
 
-def blocks_taken(monkeypatch) -> list:
+def fused_calls(monkeypatch) -> list:
     """Grows by one with each layer that runs as fused blocks."""
     taken, by_blocks = [], Fp8DecoderLayer.by_blocks
     monkeypatch.setattr(Fp8DecoderLayer, "by_blocks", lambda *a: taken.append(1) or by_blocks(*a))

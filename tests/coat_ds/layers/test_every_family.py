@@ -33,48 +33,19 @@ MAPPINGS = (
     auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
 )
 VOCABULARY, TOKENS = 128, 24
-# by a part of a field's name: its small value. The first that fits counts, whole names before parts
+# small values, and the names of the fields that get them
 SMALL = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "d_model": 64,
-    "n_embd": 64,
-    "embed_dim": 64,
-    "dim": 64,
-    "n_embed": 64,
-    "intermediate_size": 96,
-    "ffn_hidden_size": 96,
-    "ffn_dim": 96,
-    "d_ff": 96,
-    "n_inner": 96,
-    "encoder_ffn_dim": 96,
-    "decoder_ffn_dim": 96,
-    "moe_intermediate_size": 48,
-    "shared_expert_intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_layers": 2,
-    "n_layer": 2,
-    "n_layers": 2,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "num_decoder_layers": 2,
-    "num_attention_heads": 4,
-    "n_head": 4,
-    "n_heads": 4,
-    "num_heads": 4,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "d_kv": 16,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "max_position_embeddings": 128,
-    "n_positions": 128,
-    "dropout": 0.0,
+    VOCABULARY: "vocab_size max_position_embeddings n_positions",
+    96: "intermediate_size ffn_hidden_size ffn_dim d_ff n_inner encoder_ffn_dim decoder_ffn_dim",
+    64: "hidden_size d_model n_embd embed_dim dim n_embed",
+    48: "moe_intermediate_size shared_expert_intermediate_size",
+    16: "head_dim d_kv",
+    4: "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads "
+    "num_experts num_local_experts n_routed_experts",
+    2: "num_hidden_layers num_layers n_layer n_layers encoder_layers decoder_layers num_decoder_layers "
+    "num_key_value_heads num_experts_per_tok",
 }
+SMALL = {name: value for value, names in SMALL.items() for name in names.split()}
 # fields of dropout, which have many names
 ZERO = ("dropout", "drop_rate", "pdrop", "layerdrop", "jitter", "drop_path")
 
@@ -161,7 +132,7 @@ def exact(monkeypatch):
 
 @pytest.mark.long("each family of transformers, a quarter of an hour")
 @pytest.mark.parametrize("name", families())
-def test_converted_equals_stock(name, exact, monkeypatch):
+def test_every_family_converted_equals_stock(name, exact, monkeypatch):
     try:
         stock = build(name)
         batch = batch_of(stock)
@@ -192,7 +163,7 @@ def test_converted_equals_stock(name, exact, monkeypatch):
 
 @pytest.mark.long("each family of transformers, some minutes")
 @pytest.mark.parametrize("name", families())
-def test_a_plan_has_the_parameters_of_the_model(name):
+def test_every_family_is_planned_with_its_parameters(name):
     """Of the default config. Families that are not planned are refused with the reason."""
     try:
         model = meta_model({"model_type": families()[name], "architectures": [name]})

@@ -10,8 +10,8 @@ import coat_ds
 from coat_ds.layers.modules.replaced import replaced
 from coat_kernels.weights import WeightCache
 from tests.coat_ds.layers.measures import (
-    blocks_taken,
     fp8_bound,
+    fused_calls,
     placed,
     relative,
     run,
@@ -89,7 +89,7 @@ def test_a_frozen_reference_computes_what_its_policy_does(monkeypatch, cached, d
     batch = placed(LLAMA.batch(), device)
     # LLaMA-Factory freezes it, TRL does not
     reference = copy.deepcopy(policy).requires_grad_(False).eval()
-    taken = blocks_taken(monkeypatch)
+    taken = fused_calls(monkeypatch)
     expected = policy(**batch, use_cache=False).logits
     assert len(taken) == LAYERS
     with torch.no_grad():

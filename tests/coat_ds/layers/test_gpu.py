@@ -7,7 +7,7 @@ import coat_ds
 from coat_ds.layers.modules import decoder_layer
 from coat_kernels.graphs.patience import WARM_UP
 from tests.coat_ds.layers.graphed import converted, trained_alike
-from tests.coat_ds.layers.measures import blocks_taken, fp8_bound, placed, relative, run, saved_bytes
+from tests.coat_ds.layers.measures import fp8_bound, fused_calls, padded, placed, relative, run, saved_bytes
 from tests.families import FAMILIES, LAYERS
 from tests.util import run_distributed
 
@@ -50,10 +50,7 @@ def _images(batch):
 @pytest.mark.parametrize("weight_cache", ["none", "fp8"])
 def test_blocks_agree_with_the_modules(weight_cache, padding, monkeypatch):
     family = FAMILIES["qwen2"]
-    batch = on_gpu(family.batch())
-    if padding:
-        batch["attention_mask"] = torch.ones_like(batch["input_ids"])
-        batch["attention_mask"][1, -padding:] = 0
+    batch = on_gpu(padded(family.batch(), padding))
     model = coat_ds.convert(family.build().cuda(), {"weight_cache": weight_cache})
     loss, found = run(model, batch)
     again, same = run(model, batch)
@@ -71,9 +68,7 @@ def test_blocks_agree_with_the_modules(weight_cache, padding, monkeypatch):
 def test_tokens_that_see_nothing(name, attention_format):
     """As those of padding on the left, for which torch's own choice on Hopper gives NaN."""
     family = FAMILIES[name]
-    batch = on_gpu(family.batch())
-    batch["attention_mask"] = torch.ones_like(batch["input_ids"])
-    batch["attention_mask"][0, :5], batch["labels"][0, :5] = 0, -100
+    batch = on_gpu(padded(family.batch(), 5, left=True))
     _, expected = run(family.build().float().cuda(), batch)
     model = coat_ds.convert(family.build().cuda(), {"attention_format": attention_format})
     bound = fp8_bound(len(coat_ds.conversion_of(model).converted["linear"]))
@@ -125,7 +120,7 @@ def test_ligers_forwards_are_known_by_what_they_compute(loss, monkeypatch):
     coat_ds.convert(model)
     conversion = coat_ds.conversion_of(model)
     assert len(conversion.converted["norm"]) == 5 and len(conversion.converted["feed_forward"]) == 2
-    taken = blocks_taken(monkeypatch)
+    taken = fused_calls(monkeypatch)
     assert relative(run(model, batch)[1], expected) < fp8_bound(14)
     assert len(taken) == LAYERS
     # its loss computes no logits

@@ -6,18 +6,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import coat_ds
 from coat_ds.layers.modules.attention import any_attention
-from tests.coat_ds.layers.measures import fp8_bound, relative, run, same, saved_bytes
+from tests.coat_ds.layers.measures import fp8_bound, padded, relative, run, same, saved_bytes
 from tests.families import FAMILIES
+from tests.util import saved_tensors
 
 FORMATS = pytest.mark.parametrize("attention_format", ["bf16", "sqrt8", "recompute"])
 LLAMA = FAMILIES["llama"]
-
-
-def padded(batch: dict, left: int = 0, right: int = 0) -> dict:
-    mask = torch.ones_like(batch["input_ids"])
-    mask[1, :left] = 0
-    mask[1, mask.shape[1] - right :] = 0
-    return batch | {"attention_mask": mask}
 
 
 def boolean(rows: int = 2, tokens: int = 64) -> torch.Tensor:
@@ -29,28 +23,22 @@ def additive(mask: torch.Tensor) -> torch.Tensor:
 
 
 @FORMATS
-def test_layers_share_tables_of_angles(attention_format):
+def test_converted_layers_share_tables_of_angles(attention_format):
     """In FP32, by tokens of all sequences."""
     batch = LLAMA.batch()
     model = coat_ds.convert(LLAMA.build(), {"attention_format": attention_format})
-    shape, tables = (batch["input_ids"].numel(), model.model.layers[0].self_attn.head_dim), []
-
-    def pack(x):
-        if (tuple(x.shape), x.dtype) == (shape, torch.float32):
-            tables.append(x.data_ptr())
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+    shape = batch["input_ids"].numel(), model.model.layers[0].self_attn.head_dim
+    with saved_tensors() as tensors:
         model(**batch)
+    tables = [x.data_ptr() for x in tensors if (tuple(x.shape), x.dtype) == (shape, torch.float32)]
     # cosines and sines
     assert len(tables) == 2 * len(model.model.layers) > len(set(tables)) == 2
 
 
 @FORMATS
-def test_rows_that_see_nothing_are_torchs(attention_format):
+def test_converted_model_with_rows_that_see_nothing(attention_format):
     """As the first tokens of sequences that are padded on the left, where the last token has a label."""
-    batch = padded(LLAMA.batch(), left=9)
-    batch["labels"][1, :9] = -100
+    batch = padded(LLAMA.batch(), 9, left=True)
     _, expected = run(LLAMA.build(torch.float32), batch)
     _, found = run(coat_ds.convert(LLAMA.build(), {"attention_format": attention_format}), batch)
     assert relative(found, expected) < fp8_bound(14)
@@ -58,7 +46,7 @@ def test_rows_that_see_nothing_are_torchs(attention_format):
 
 @FORMATS
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_a_mask_of_an_evaluation_trains(name, attention_format):
+def test_converted_model_trains_with_a_mask_of_inference_mode(name, attention_format):
     family, mask = FAMILIES[name], boolean()
     batch = family.batch() | {"attention_mask": mask}
     model = coat_ds.convert(family.build(), {"attention_format": attention_format})
@@ -68,7 +56,7 @@ def test_a_mask_of_an_evaluation_trains(name, attention_format):
 
 
 @FORMATS
-def test_a_mask_that_is_filled_again_before_backward(attention_format):
+def test_converted_model_with_a_mask_that_changes_before_backward(attention_format):
     """A boolean mask is copied, and its first values count; another kind is an error, as without COAT."""
     batch, mask = LLAMA.batch(), boolean()
     model = coat_ds.convert(LLAMA.build(), {"attention_format": attention_format})
@@ -86,7 +74,7 @@ def test_a_mask_that_is_filled_again_before_backward(attention_format):
 
 
 @FORMATS
-def test_no_mask_stays_behind_backward(attention_format):
+def test_converted_model_holds_no_mask_behind_backward(attention_format):
     model = coat_ds.convert(LLAMA.build(), {"attention_format": attention_format})
     mask = additive(boolean())
     held = StorageWeakRef(mask.untyped_storage())
@@ -98,7 +86,7 @@ def test_no_mask_stays_behind_backward(attention_format):
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_fp32_models_under_autocast_save_what_bf16_models_do(name):
+def test_fp32_model_under_autocast_saves_what_a_bf16_model_does(name):
     """Their queries and keys are FP32 after the rotation."""
     family = FAMILIES[name]
     batch, saved = family.batch(), {}
@@ -108,14 +96,14 @@ def test_fp32_models_under_autocast_save_what_bf16_models_do(name):
             run(model, batch)
             saved[attention_format] = saved_bytes(model, batch)
             rows, tokens = batch["input_ids"].shape
-            with_mask = saved_bytes(model, padded(batch, right=9))
+            with_mask = saved_bytes(model, padded(batch, 9))
         assert with_mask - saved[attention_format] == 2 * rows * tokens**2
     assert saved["sqrt8"] < saved["bf16"]
 
 
 @pytest.mark.parametrize("widths", [(32, 32), (32, 16), (16, 32)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_a_bias_of_positions_is_never_taken_for_a_head(dtype, widths):
+def test_attention_takes_no_bias_of_positions_for_a_head(dtype, widths):
     """As T5's, in sequences as long as heads of queries and keys are wide, or those of values."""
     heads = [torch.randn(2, 4, 32, n, dtype=dtype, requires_grad=True) for n in (*widths[:1] * 2, widths[1])]
     bias = torch.randn(1, 4, 32, 32, dtype=dtype)

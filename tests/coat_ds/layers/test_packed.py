@@ -23,9 +23,9 @@ from coat_kernels.attention import Packed
 from coat_kernels.graphs import Graphs
 from coat_kernels.graphs.patience import WARM_UP
 from tests.coat_ds.layers.measures import (
-    blocks_taken,
     fp8_bound,
     fp8_forward_bound,
+    fused_calls,
     relative,
     run,
     same,
@@ -91,7 +91,7 @@ def test_attention_alone_is_exact(name, lengths, monkeypatch):
 @pytest.mark.parametrize("lengths", [LENGTHS["several"], LENGTHS["many"]], ids=len)
 @pytest.mark.parametrize("name", ["mistral", "qwen3"])
 def test_fused_blocks_agree_with_documents_one_by_one(name, lengths, attention_format, monkeypatch):
-    taken, made = blocks_taken(monkeypatch), masks_made(monkeypatch)
+    taken, made = fused_calls(monkeypatch), masks_made(monkeypatch)
     _, expected = one_by_one(FAMILIES[name].build(torch.float32), lengths)
     model = coat_ds.convert(FAMILIES[name].build(), {"attention_format": attention_format})
     _, found = run(model, flat(lengths))
@@ -101,7 +101,7 @@ def test_fused_blocks_agree_with_documents_one_by_one(name, lengths, attention_f
 
 @FORMATS
 def test_borders_and_positions_are_one_form(attention_format, monkeypatch):
-    taken = blocks_taken(monkeypatch)
+    taken = fused_calls(monkeypatch)
     model = coat_ds.convert(FAMILIES["llama"].build(), {"attention_format": attention_format})
     lengths = LENGTHS["several"]
     expected = run(model, flat(lengths))
@@ -169,7 +169,7 @@ def loaded_with_flash(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def test_models_with_flash_attention_convert_and_get_it_back(monkeypatch):
-    taken = blocks_taken(monkeypatch)
+    taken = fused_calls(monkeypatch)
     expected = run(coat_ds.convert(FAMILIES["llama"].build()), flat(LENGTHS["several"]))
     model = coat_ds.convert(loaded_with_flash(FAMILIES["llama"].build()))
     assert model.config._attn_implementation == attention.NAME

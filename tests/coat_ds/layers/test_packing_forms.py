@@ -12,7 +12,7 @@ from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 import coat_ds
 from coat_ds.layers.modules import decoder_layer
 from coat_kernels.attention import Packed
-from tests.coat_ds.layers.measures import blocks_taken
+from tests.coat_ds.layers.measures import fused_calls
 from tests.coat_ds.layers.test_packed import documents, flat, loaded_with_flash, only_attention
 from tests.coat_ds.ways import llama, tokenizer
 from tests.families import FAMILIES
@@ -73,7 +73,7 @@ def form_of(given: dict) -> str:
 
 @FORMS
 def test_forms_run_as_the_table_says(form, monkeypatch):
-    taken, masked, attend = blocks_taken(monkeypatch), [], decoder_layer.any_attention
+    taken, masked, attend = fused_calls(monkeypatch), [], decoder_layer.any_attention
     monkeypatch.setattr(decoder_layer, "any_attention", lambda *a, **k: masked.append(1) or attend(*a, **k))
     given = batch(form)
     assert form_of(given) == form

@@ -1,4 +1,6 @@
-"""Partly converted models, and parts of converted models."""
+"""Partly converted models, parts of converted models, and what others put over COAT's forwards later on."""
+
+import types
 
 import pytest
 import torch
@@ -7,12 +9,13 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 import coat_ds
 from coat_ds.layers.modules.replaced import replaced
+from tests.coat_ds.layers.parts import plain, rewritten
 from tests.families import FAMILIES
 
 LLAMA = FAMILIES["llama"]
 
 
-def test_an_adapter_that_is_merged_leaves_a_part_that_can_be_given_back():
+def test_unconvert_of_a_model_with_a_merged_adapter():
     """`merge_and_unload` takes the model out of the wrapper that was converted."""
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=16, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
@@ -34,7 +37,7 @@ def test_an_adapter_that_is_merged_leaves_a_part_that_can_be_given_back():
 
 
 @pytest.mark.parametrize("wrapped", ["down_proj that PEFT saves", "a checkpoint", "torch.compile"])
-def test_what_was_put_around_converted_modules_does_not_keep_them(wrapped):
+def test_unconvert_finds_modules_within_wrappers(wrapped):
     model, batch = coat_ds.convert(LLAMA.build()), LLAMA.batch()
     layers = model.model.layers
     if wrapped == "a checkpoint":
@@ -49,7 +52,7 @@ def test_what_was_put_around_converted_modules_does_not_keep_them(wrapped):
     assert not any(map(replaced, model.modules()))
 
 
-def test_a_part_is_given_back_and_then_the_model():
+def test_unconvert_of_a_part_and_then_of_the_model():
     model, batch = coat_ds.convert(LLAMA.build()), LLAMA.batch()
     coat_ds.unconvert(model.model.layers[0])
     # a module that was put in since has no converted forward either
@@ -60,7 +63,7 @@ def test_a_part_is_given_back_and_then_the_model():
         assert model(**batch).loss == LLAMA.build()(**batch).loss
 
 
-def test_a_model_of_which_a_part_was_converted_is_converted_as_a_whole():
+def test_convert_of_a_partly_converted_model():
     model = LLAMA.build()
     coat_ds.convert(model.model.layers[0], {"saved_format": "e4m3"})
     around = nn.ModuleDict({"model": model, "value": nn.Linear(64, 64)}).bfloat16()
@@ -69,3 +72,28 @@ def test_a_model_of_which_a_part_was_converted_is_converted_as_a_whole():
     assert len(conversion.converted["linear"]) == 14 and conversion.left["value"] == "the filter"
     assert {m.saved_format for m in map(replaced, around.modules()) if m} == {"sqrt8"}
     assert coat_ds.conversion_of(coat_ds.unconvert(around)) is None
+
+
+@pytest.mark.parametrize("name", ["up", "norm", "act"])
+def test_unconvert_refuses_forwards_that_others_replaced_later(name):
+    model = coat_ds.convert(plain())
+    module = getattr(model[0], name)
+    module.forward = types.MethodType(rewritten, module)
+    with pytest.raises(RuntimeError, match=rf"unconvert: 0\.{name}: .*Undo what replaced it first"):
+        coat_ds.unconvert(model)
+    assert replaced(model[0].down) and coat_ds.conversion_of(model)
+
+
+@pytest.mark.parametrize("wrap", ["checkpoint", "adapter"])
+def test_unconvert_refuses_replaced_forwards_within_wrappers(wrap):
+    model = coat_ds.convert(plain())
+    up = model[0].up
+    if wrap == "checkpoint":
+        model[0].up = checkpoint_wrapper(up)
+    else:
+        peft = pytest.importorskip("peft")
+        peft.inject_adapter_in_model(peft.LoraConfig(r=16, target_modules=["up"]), model)
+    assert model[0].up is not up
+    up.forward = types.MethodType(rewritten, up)
+    with pytest.raises(RuntimeError, match=r"unconvert: 0\.up: .*Undo what replaced it first"):
+        coat_ds.unconvert(model)

@@ -12,7 +12,7 @@ from coat_ds.layers.detection import decoder_parts, probe
 from coat_ds.layers.detection.probe import GatedForm, NormForm
 from coat_ds.layers.modules.feed_forward import Fp8GatedFeedForward
 from coat_ds.layers.modules.replaced import replaced
-from tests.coat_ds.layers.measures import blocks_taken, fp8_bound, relative, run, same
+from tests.coat_ds.layers.measures import fp8_bound, fused_calls, padded, relative, run, same
 from tests.families import FAMILIES
 
 transformers = pytest.importorskip("transformers")
@@ -32,7 +32,7 @@ ACTIVATIONS = {
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
-def test_activations(name):
+def test_probe_knows_activations(name):
     assert probe.activation_kind(transformers.activations.ACT2FN[name]) == ACTIVATIONS[name]
 
 
@@ -57,7 +57,7 @@ class WithSlope(nn.SiLU):
 @pytest.mark.parametrize(
     "other", [Weighed(), WithSlope(), nn.AvgPool1d(2), nn.Dropout(0.5)], ids=lambda x: type(x).__name__
 )
-def test_what_is_no_activation(other):
+def test_probe_refuses_what_is_no_activation(other):
     assert probe.activation_kind(other) is None
 
 
@@ -117,7 +117,7 @@ def norms():
     ]
 
 
-def test_norms_are_known_under_autocast():
+def test_probe_knows_norms_under_autocast():
     """MPT's in low precision cast their input there."""
 
     class Cast(nn.LayerNorm):
@@ -129,7 +129,7 @@ def test_norms_are_known_under_autocast():
 
 
 @pytest.mark.parametrize(("norm", "form"), norms(), ids=lambda x: type(x).__name__)
-def test_norms(norm, form):
+def test_probe_knows_norms(norm, form):
     assert probe.norm_form(norm.to("meta")) == form
     assert all(p.device.type == "meta" for p in norm.parameters())
 
@@ -159,7 +159,7 @@ class OneBias(nn.LayerNorm):
 
 
 @pytest.mark.parametrize("norm", [Adapted, OneBias])
-def test_what_is_more_than_a_norm(norm):
+def test_probe_refuses_what_is_more_than_a_norm(norm):
     assert probe.norm_form(norm()) is None
 
 
@@ -180,7 +180,7 @@ class WithScale(Gated):
 
 @pytest.mark.parametrize("sizes", [(32, 48), (32, 32)], ids=["wide", "square"])
 @pytest.mark.parametrize(("act", "kind"), [(nn.SiLU(), "silu"), (nn.GELU(), "gelu"), (nn.Tanh(), None)])
-def test_gated_feed_forwards_of_any_names(sizes, act, kind):
+def test_probe_knows_gated_feed_forwards_of_any_names(sizes, act, kind):
     wanted = {
         "w1 w3": lambda m, x: m.w2(m.act(m.w1(x)) * m.w3(x)),
         "w3 w1": lambda m, x: m.w2(m.w1(x) * m.act(m.w3(x))),
@@ -209,7 +209,7 @@ def test_gated_feed_forwards_of_any_names(sizes, act, kind):
     assert probe.gated_form(WithScale(*sizes, wanted["w1 w3"], act)) is None
 
 
-def test_products():
+def test_probe_knows_linear_layers():
     """GPT-2's lies the other way round, and reads its width."""
 
     class Scaled(nn.Linear):
@@ -228,14 +228,14 @@ def test_products():
             assert not probe.is_product(other(32, 48, bias=bias), transposed=False)
 
 
-def test_gate_and_up_in_one():
+def test_probe_knows_gate_and_up_in_one():
     from transformers.models.phi3.modeling_phi3 import Phi3Config, Phi3MLP
 
     mlp = Phi3MLP(Phi3Config(hidden_size=64, intermediate_size=96, pad_token_id=0))
     assert probe.gated_form(mlp) == GatedForm("gate_up_proj", None, "down_proj", "silu")
 
 
-def test_probing_leaves_the_generators_alone():
+def test_probe_leaves_random_generators_alone():
     gated = Gated(32, 48, lambda m, x: m.w2(m.act(m.w1(x)) * m.w3(x)), nn.SiLU())
     linear = nn.Linear(32, 48)
     state = torch.get_rng_state()
@@ -244,7 +244,7 @@ def test_probing_leaves_the_generators_alone():
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.0])
-def test_dropout_is_seen_in_models_that_do_not_train_yet(rate):
+def test_probe_sees_dropout_in_evaluation(rate):
     """As from_pretrained returns them. Dropout of a module of its own, and of a function."""
     from transformers.models.t5.modeling_t5 import T5Config, T5DenseGatedActDense
 
@@ -269,7 +269,7 @@ def test_dropout_is_seen_in_models_that_do_not_train_yet(rate):
     assert trained(x).equal(trained(x)) == (not rate) and model(ids).logits.isfinite().all()
 
 
-def test_dropout_that_is_switched_on_after_convert():
+def test_gated_feed_forward_with_dropout_switched_on_after_convert():
     inner = nn.Sequential(nn.SiLU(), nn.Dropout(0.0))
     gated = Gated(32, 48, lambda m, x: m.w2(m.act(m.w1(x)) * m.w3(x)), inner)
     coat_ds.convert(gated)
@@ -281,7 +281,7 @@ def test_dropout_that_is_switched_on_after_convert():
     assert gated(x).equal(gated(x))
 
 
-def test_a_layer_whose_second_norm_was_registered_first():
+def test_decoder_layer_with_norms_registered_in_reverse():
     """What each does shows the layer's forward, not their order."""
     models = [FAMILIES["llama"].build() for _ in "ab"]
     for layer in models[0].model.layers:
@@ -326,22 +326,20 @@ def attends_in_both_directions(layer):
 @pytest.mark.parametrize(
     "change", [scales_its_output, gates_its_attention, reads_no_mask, attends_in_both_directions]
 )
-def test_layers_that_do_something_else_are_no_blocks(change, monkeypatch):
+def test_decoder_layers_that_do_something_else_are_not_fused(change, monkeypatch):
     """A copy without parameters of its own may not show this."""
-    batch, models = FAMILIES["llama"].batch(), [FAMILIES["llama"].build() for _ in "ab"]
-    batch["attention_mask"] = torch.ones_like(batch["input_ids"])
-    batch["attention_mask"][1, -9:] = 0
+    batch, models = padded(FAMILIES["llama"].batch(), 9), [FAMILIES["llama"].build() for _ in "ab"]
     for model in models:
         torch.manual_seed(1)
         change(model.model.layers[0])
-    taken, ours = blocks_taken(monkeypatch), coat_ds.convert(models[1])
+    taken, ours = fused_calls(monkeypatch), coat_ds.convert(models[1])
     assert coat_ds.conversion_of(ours).converted["layer"] == ["model.layers.1"]
     (_, expected), (_, found) = run(models[0].float(), batch), run(ours, batch)
     assert len(taken) == 1 and relative(found, expected) < fp8_bound(15)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt_neox", "qwen3", "granite", "olmo2"])
-def test_layers(name):
+def test_decoder_layers_that_are_fused(name):
     """Llama's is one, also with norms of heads; those with other residuals, other orders, multipliers or
     norms of all queries are not."""
     import coat_ds

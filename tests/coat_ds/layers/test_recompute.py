@@ -8,7 +8,7 @@ import torch
 import coat_ds
 from coat_ds.checkpointing import compressed_checkpoints
 from coat_kernels.autograd import checkpointing as saved
-from tests.coat_ds.layers.measures import blocks_taken, run, same, saved_bytes
+from tests.coat_ds.layers.measures import fused_calls, run, same, saved_bytes
 from tests.families import FAMILIES
 
 
@@ -42,7 +42,7 @@ def test_gradient_checkpointing_keeps_the_inputs_of_layers_alone(name):
 @pytest.mark.parametrize("trains", [True, False], ids=["training", "evaluation"])
 @pytest.mark.parametrize("gradients", [True, False], ids=["gradients", "no gradients"])
 def test_layers_are_checkpointed_where_stock_ones_are(trains, gradients, monkeypatch):
-    family, calls, taken = FAMILIES["llama"], [], blocks_taken(monkeypatch)
+    family, calls, taken = FAMILIES["llama"], [], fused_calls(monkeypatch)
     for model in (family.build(), coat_ds.convert(family.build())):
         model.train(trains).gradient_checkpointing_enable({"use_reentrant": True})
         calls.append([])
