@@ -22,7 +22,7 @@ from tests.util import rel_rms
 
 
 @pytest.mark.parametrize("maximize", [False, True])
-def test_reference_with_fp32_moments_is_torch_adamw(maximize):
+def test_adamw_reference_with_fp32_moments_is_torch_adamw(maximize):
     p = torch.nn.Parameter(wide(1000))
     stock = torch.optim.AdamW(
         [p], lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, maximize=maximize, foreach=False
@@ -44,7 +44,7 @@ def test_reference_with_fp32_moments_is_torch_adamw(maximize):
     [(m, v, 1000) for m, v in PAIRS if v in ("fp8_expanded", "log8", "fp32")]
     + [(m, v, n) for m, v in DEFAULTS for n in (1, 127, 129, 128 * 5)],
 )
-def test_kernel_agrees_with_the_reference(m_name, v_name, n, device):
+def test_adamw_kernel_agrees_with_the_reference(m_name, v_name, n, device):
     """The first step and FP32 moments: approximate root and reciprocal, 2^-21, and the rounding of the
     parameter, 2^-24 of at most 10 updates. Stored moments: a code on a tie may go the other way, which moves
     an update by 2^-3 of a moment's code divided by k; over a thousand elements, seldom."""
@@ -63,7 +63,7 @@ def test_kernel_agrees_with_the_reference(m_name, v_name, n, device):
 
 @pytest.mark.parametrize("param_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_kernel_takes_other_dtypes(param_dtype, grad_dtype, device):
+def test_adamw_kernel_takes_other_dtypes(param_dtype, grad_dtype, device):
     codecs, expected_state = states("fp8_expanded", "fp8_expanded", 300, device)
     _, actual_state = states("fp8_expanded", "fp8_expanded", 300, device)
     start = wide(300).to(device, param_dtype)
@@ -78,7 +78,7 @@ def test_kernel_takes_other_dtypes(param_dtype, grad_dtype, device):
 @pytest.mark.parametrize("run", [adamw_reference, adamw_triton])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("m_name,v_name", DEFAULTS)
-def test_bad_gradient_harms_only_its_own_element(m_name, v_name, run, bad, device):
+def test_adamw_bad_gradient_harms_its_own_element_alone(m_name, v_name, run, bad, device):
     codecs, good_state = states(m_name, v_name, 256, device)
     _, bad_state = states(m_name, v_name, 256, device)
     start, grad = wide(256).to(device), wide(256).to(device)
@@ -96,7 +96,7 @@ def test_bad_gradient_harms_only_its_own_element(m_name, v_name, run, bad, devic
 
 @pytest.mark.parametrize("run", [adamw_reference, adamw_triton])
 @pytest.mark.parametrize("m_name,v_name", DEFAULTS)
-def test_first_step_without_gradient_only_decays(m_name, v_name, run, device):
+def test_adamw_first_step_without_gradient_only_decays(m_name, v_name, run, device):
     """DeepSpeed's stage 0 steps once on zero gradients: zeros must stay zeros."""
     codecs, state = states(m_name, v_name, 300, device)
     start = wide(300).to(device)
@@ -107,7 +107,7 @@ def test_first_step_without_gradient_only_decays(m_name, v_name, run, device):
         assert x.equal(torch.zeros_like(p))
 
 
-def test_list_is_what_its_tensors_are_one_by_one(device, monkeypatch):
+def test_adamw_list_is_what_its_tensors_are_one_by_one(device, monkeypatch):
     """Sizes that end mid-group, an empty tensor, several chunks of either size; each tensor has its own step
     count."""
     monkeypatch.setattr(adamw.chunks, "CHUNKS", (8, 2))
@@ -129,7 +129,7 @@ def test_list_is_what_its_tensors_are_one_by_one(device, monkeypatch):
     assert all(a.equal(b) for a, b in zip(*runs, strict=True))
 
 
-def test_tensors_that_start_anywhere(device):
+def test_adamw_list_takes_tensors_that_start_anywhere(device):
     """Views into flat buffers are not aligned as vector loads require."""
     codecs, expected_state = states("fp8_expanded", "fp8_expanded", 300, device)
     _, actual_state = states("fp8_expanded", "fp8_expanded", 300, device)
@@ -142,7 +142,7 @@ def test_tensors_that_start_anywhere(device):
 
 
 @pytest.mark.parametrize("run", [adamw_, adamw_list])
-def test_gradient_scale_and_found_inf_stay_on_the_device(run, device):
+def test_adamw_reads_gradient_scale_and_found_inf_on_the_device(run, device):
     sizes = (300, 128 * 6)
     start = [0.02 * torch.randn(n, device=device) for n in sizes]
     grads = gradients(sizes, device)
@@ -161,7 +161,7 @@ def test_gradient_scale_and_found_inf_stay_on_the_device(run, device):
     assert all((t == 0).all() or (t == 255).all() for t in untouched)
 
 
-def test_steps_and_rate_on_the_device_are_those_of_the_host(device):
+def test_adamw_with_steps_and_rate_on_the_device(device):
     sizes = (300, 128 * 6)
     start = [0.02 * torch.randn(n, device=device) for n in sizes]
     grads = gradients(sizes, device)
@@ -176,7 +176,7 @@ def test_steps_and_rate_on_the_device_are_those_of_the_host(device):
     assert all(a.equal(b) for a, b in zip(host, on_device, strict=True))
 
 
-def test_pieces_are_the_whole():
+def test_adamw_of_pieces_is_that_of_the_whole():
     """A tensor stepped in several pieces has the noise and the groups of the whole tensor."""
     numel, more = adamw.step.PIECE + 1000, {"dither": True, "seed": 5}
     outcomes = []

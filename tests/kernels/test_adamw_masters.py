@@ -80,17 +80,17 @@ SPECIAL_WEIGHTS = [s + b for s in (0, 0x8000) for b in (0, 0x007F, 0x3F7F, 0x7F7
 
 
 @pytest.mark.parametrize("first", SPECIAL_WEIGHTS, ids=hex)
-def test_special_weights_with_every_remainder(first, device):
+def test_master_of_special_weights_with_every_remainder(first, device):
     assert_pairs_are_right(*pairs(first, 2, device))
 
 
 @pytest.mark.gpu
-def test_every_weight_with_every_remainder(device):
+def test_master_of_every_weight_with_every_remainder(device):
     for first in range(0, 2**16, 2**9):
         assert_pairs_are_right(*pairs(first, 2**9, device))
 
 
-def test_masters_that_no_finite_weight_rounds_to(device):
+def test_master_that_no_finite_weight_rounds_to(device):
     """Above the largest BF16 a master is infinite as its weight is; a NaN of any payload and sign is NaN."""
     nan = [0x7F800001, 0x7F80FFFF, 0x7FC00000, 0x7FFF7FFF, 0x7FFF8000, 0x7FFFFFFF]
     for sign in (0, 2**31):
@@ -104,7 +104,7 @@ def test_masters_that_no_finite_weight_rounds_to(device):
 
 @pytest.mark.parametrize("run", [adamw_, adamw_list])
 @pytest.mark.parametrize("mode", ["exact", "stochastic"])
-def test_a_bad_gradient_shows_in_the_bf16_weight(run, mode, device):
+def test_adamw_bad_gradient_shows_in_the_bf16_weight(run, mode, device):
     """CUDA's own NaN has all bits set, and so have other NaNs here."""
     bad = [0x7FFFFFFF, -1, 0x7F800001, 0x7FC00000, 0x7F800000, -0x00800000]
     grad = torch.cat((from_bits(bad, device), torch.ones(250, device=device)))
@@ -120,7 +120,7 @@ def test_a_bad_gradient_shows_in_the_bf16_weight(run, mode, device):
 
 @pytest.mark.parametrize("run", [adamw_, adamw_list])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_infinite_weights_stay_infinite(run, dtype, device):
+def test_adamw_infinite_weights_stay_infinite(run, dtype, device):
     """As in torch.optim.AdamW: users build masks from infinities."""
     weight = torch.tensor([torch.inf, -torch.inf] * 128, device=device, dtype=dtype)
     start = weight.clone()
@@ -134,7 +134,7 @@ def test_infinite_weights_stay_infinite(run, dtype, device):
 
 
 @pytest.mark.parametrize("run", [adamw_, adamw_list])
-def test_weights_edited_between_steps_keep_their_fp32_run(run, device):
+def test_adamw_weights_edited_between_steps_keep_their_fp32_run(run, device):
     """A mask after each step: weights that it keeps equal the FP32 run to the bit, weights that it sets to
     zero go on changing."""
     mask = torch.arange(300, device=device) % 3 > 0
@@ -167,7 +167,7 @@ def test_weights_edited_between_steps_keep_their_fp32_run(run, device):
 
 
 @pytest.mark.parametrize("run", [adamw_, adamw_list])
-def test_remainders_make_bf16_parameters_the_fp32_run_bit_for_bit(run, device):
+def test_adamw_with_remainders_is_the_fp32_run_bit_for_bit(run, device):
     if run is adamw_ and device.type == "cuda":
         pytest.skip("adamw_ is the kernel there, which the other case runs")
     sizes = (300, 128 * 6)

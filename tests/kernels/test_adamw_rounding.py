@@ -57,7 +57,7 @@ def test_stochastic_rounding_is_unbiased_and_keyed_by_its_seed(device):
 
 
 @pytest.mark.parametrize("name", ["fp8_expanded", "log8"])
-def test_dithered_codes_are_right_on_average(name):
+def test_dither_codes_are_right_on_average(name):
     """The mean of n roundings deviates from the value by at most 1/2 / sqrt(n) steps: five of that. Just over
     a power of two, where steps double, the lower half reaches into finer ones: an eighth of a step."""
     codec, n = get_codec(name), 400
@@ -116,7 +116,7 @@ def test_dither_lets_second_moments_decay_that_rounding_to_nearest_holds(name, d
     assert left[True] == pytest.approx(0.999**300, rel=5 * (0.3 / 4 / 1270) ** 0.5)
 
 
-def test_first_moments_without_gradient_vanish(device):
+def test_adamw_first_moments_without_gradient_vanish(device):
     """The group has one element that keeps its scale up. With rounding to nearest, codes below 8 would not
     change: these moments would stay at a hundredth of the largest or more, and the weight would go on
     moving."""
@@ -136,7 +136,7 @@ def test_first_moments_without_gradient_vanish(device):
 
 
 @pytest.mark.parametrize("m_name,v_name", [*DEFAULTS, ("fp8_expanded", "bf16")])
-def test_stochastic_kernel_rounds_its_own_result_as_the_reference_does(m_name, v_name, device):
+def test_adamw_kernel_rounds_its_own_result_stochastically_as_the_reference(m_name, v_name, device):
     """The exact mode shows the FP32 result, as weight and remainder."""
     sizes = (300, 128 * 6)
     start = [(0.02 * torch.randn(n)).to(device, torch.bfloat16) for n in sizes]

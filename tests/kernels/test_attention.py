@@ -41,7 +41,7 @@ def kept_bytes(run) -> tuple[torch.Tensor, int]:
 
 @pytest.mark.parametrize("fmt", ROUNDING)
 @pytest.mark.parametrize("groups", [HEADS, 2])
-def test_result_is_exact_and_gradients_see_one_rounding_of_each_tensor(groups, fmt, device):
+def test_attention_is_exact_and_its_gradients_see_one_rounding_of_each_tensor(groups, fmt, device):
     inputs = qkv(device, groups)
     grad = torch.randn(S, B, HEADS * D, device=device, dtype=torch.bfloat16)
     exact = causal_attention(*inputs)
@@ -60,7 +60,7 @@ def test_result_is_exact_and_gradients_see_one_rounding_of_each_tensor(groups, f
 
 
 @pytest.mark.parametrize("groups", [HEADS, 2])
-def test_keeps_a_byte_and_a_sixteenth_and_shares_the_output(groups, device):
+def test_attention_saves_a_byte_and_a_sixteenth_and_shares_the_output(groups, device):
     inputs = qkv(device, groups)
     weight = torch.randn(D, HEADS * D).to(device, torch.bfloat16).requires_grad_()
 
@@ -78,7 +78,7 @@ def test_keeps_a_byte_and_a_sixteenth_and_shares_the_output(groups, device):
 
 
 @pytest.mark.parametrize("fmt", [None, "sqrt8"])
-def test_origin_gives_the_output_again(fmt, device):
+def test_attention_origin_gives_the_output_again(fmt, device):
     y = causal_attention(*qkv(device), saved_format=fmt)
     origin = origin_of(y)
     largest = largest_magnitude(y)
@@ -89,7 +89,7 @@ def test_origin_gives_the_output_again(fmt, device):
 
 
 @pytest.mark.parametrize("trained", "qkv")
-def test_heads_of_which_one_is_trained_are_kept_in_groups(trained, device):
+def test_attention_saves_heads_in_groups_though_one_alone_is_trained(trained, device):
     """As with frozen projections for the other two tensors."""
     inputs = [t.detach().requires_grad_(name == trained) for name, t in zip("qkv", qkv(device), strict=True)]
     heads = [t.permute(1, 2, 0, 3) for t in inputs]
@@ -101,13 +101,13 @@ def test_heads_of_which_one_is_trained_are_kept_in_groups(trained, device):
         assert found == elements + elements // 16 and origin_of(y) is not None
 
 
-def test_evaluation_keeps_nothing(device):
+def test_attention_saves_nothing_in_evaluation(device):
     with torch.no_grad():
         y = causal_attention(*qkv(device), saved_format="sqrt8")
     assert origin_of(y) is None and y.grad_fn is None
 
 
-def test_offloading_hooks_around_it_get_the_groups(device):
+def test_attention_gives_its_groups_to_offloading_hooks(device):
     inputs = qkv(device)
     with torch.autograd.graph.save_on_cpu():
         y = causal_attention(*inputs, saved_format="sqrt8")
@@ -119,7 +119,7 @@ def test_offloading_hooks_around_it_get_the_groups(device):
         assert a.equal(e)
 
 
-def test_values_of_fewer_channels_are_kept_in_groups(device):
+def test_attention_saves_values_of_fewer_channels_in_groups(device):
     """Uses operations that save each of the tensors on every device instead of attention: torch's fused
     attention on CPUs requires values as wide as queries."""
     q, k, v = (t.transpose(0, 1).detach().requires_grad_() for t in qkv(device))
@@ -141,7 +141,7 @@ def test_values_of_fewer_channels_are_kept_in_groups(device):
     assert v.grad.isfinite().all()
 
 
-def test_what_is_saved_in_another_type_stays_as_it_is(device):
+def test_attention_saves_other_types_as_they_are(device):
     """Some backends save results that they compute in FP32."""
     heads = [t.permute(1, 2, 0, 3) for t in qkv(device)]
 
@@ -162,7 +162,7 @@ def padded_mask(length, device):
 
 @pytest.mark.parametrize("dropout", [0.0, 0.25])
 @pytest.mark.parametrize("fmt", [None, "sqrt8"])
-def test_repeated_heads_are_saved_once_and_layers_share_a_mask(device, fmt, dropout):
+def test_attention_saves_repeated_heads_once_and_layers_share_a_mask(device, fmt, dropout):
     groups, length = 2, S - 3
     inputs = [t[:length].detach().clone().requires_grad_() for t in qkv(device, groups)]
     heads = [t.permute(1, 2, 0, 3) for t in inputs]
@@ -194,11 +194,11 @@ def test_repeated_heads_are_saved_once_and_layers_share_a_mask(device, fmt, drop
     for a, e in zip(
         torch.autograd.grad(y, inputs, grad), torch.autograd.grad(expected, inputs, grad), strict=True
     ):
-        # as in `test_result_is_exact_and_gradients_see_one_rounding_of_each_tensor`, or BF16's own rounding
+        # as in `test_attention_is_exact_and_its_gradients_see_one_rounding_of_each_tensor`, or BF16's own rounding
         assert rel_rms(a, e) < (2**-7 if fmt is None else 2 * (2**0.5 + 1) * ROUNDING["sqrt8"] + 2**-9)
 
 
-def test_a_mask_is_made_once_and_its_rows_are_aligned(device):
+def test_attention_makes_a_mask_once_with_aligned_rows(device):
     mask = padded_mask(S - 3, device)
     added = additive_mask(mask, torch.bfloat16)
     assert additive_mask(mask, torch.bfloat16) is added
@@ -210,7 +210,7 @@ def test_a_mask_is_made_once_and_its_rows_are_aligned(device):
     assert again is not added and torch.equal(again == 0, mask)
 
 
-def test_rows_that_see_nothing_are_torchs(device):
+def test_attention_of_rows_that_see_nothing_is_torchs(device):
     """On CPUs such rows get zeros, and pass no gradient on."""
     heads = [t.permute(1, 2, 0, 3).detach().requires_grad_() for t in qkv(device)]
     mask = padded_mask(S, device)
@@ -237,7 +237,7 @@ def test_rows_that_see_nothing_are_torchs(device):
 
 @pytest.mark.parametrize("groups", [2, HEADS])
 @pytest.mark.parametrize("fmt", [None, "sqrt8"])
-def test_a_mask_that_changed_before_backward_is_an_error(device, fmt, groups):
+def test_attention_refuses_a_mask_that_changed_before_backward(device, fmt, groups):
     """The same error as without hooks."""
     heads = [t[:-3].permute(1, 2, 0, 3) for t in qkv(device, groups)]
     added = additive_mask(padded_mask(S - 3, device), torch.bfloat16)
@@ -248,7 +248,7 @@ def test_a_mask_that_changed_before_backward_is_an_error(device, fmt, groups):
         y.sum().backward()
 
 
-def test_what_outer_hooks_took_away_is_not_held(device):
+def test_attention_holds_nothing_that_outer_hooks_took(device):
     held = []
 
     def pack(t):
@@ -266,7 +266,7 @@ def test_what_outer_hooks_took_away_is_not_held(device):
 
 
 @pytest.mark.parametrize("fmt", [None, "sqrt8"])
-def test_a_forward_without_backward_is_let_go(device, fmt):
+def test_attention_lets_a_forward_without_backward_go(device, fmt):
     """Attention saves its output, which refers back to its node."""
     inputs = qkv(device, groups=2)
     attend = partial(kept_attention, F.scaled_dot_product_attention, times=HEADS // 2)
@@ -278,7 +278,7 @@ def test_a_forward_without_backward_is_let_go(device, fmt):
         assert all(storage.expired() for storage in held)
 
 
-def test_scale_and_channels_that_are_no_multiple_of_the_group(device):
+def test_attention_with_scale_and_channels_that_are_no_multiple_of_the_group(device):
     q, k, v = (t[..., :20].detach().requires_grad_() for t in qkv(device))
     y = causal_attention(q, k, v, scale=0.3, saved_format="sqrt8")
     heads = [t.permute(1, 2, 0, 3) for t in (q, k, v)]
@@ -288,7 +288,7 @@ def test_scale_and_channels_that_are_no_multiple_of_the_group(device):
     assert q.grad.isfinite().all()
 
 
-def test_what_is_switched_off_is_left_out():
+def test_attention_leaves_out_what_is_switched_off():
     *rest, last = BACKENDS
     assert switched_on(BACKENDS) == [*rest, last]
     torch.backends.cuda.enable_cudnn_sdp(False)
@@ -304,7 +304,7 @@ def test_what_is_switched_off_is_left_out():
 
 
 @pytest.mark.gpu
-def test_a_backend_that_is_switched_off_is_not_taken():
+def test_attention_takes_no_backend_that_is_switched_off():
     class Seen(TorchDispatchMode):
         def __init__(self):
             super().__init__()
@@ -322,7 +322,7 @@ def test_a_backend_that_is_switched_off_is_not_taken():
 
 
 @pytest.mark.parametrize("fmt", [None, "sqrt8"])
-def test_keys_that_were_repeated_are_not_held_once_outer_hooks_took_them(device, fmt):
+def test_attention_holds_no_repeated_keys_that_outer_hooks_took(device, fmt):
     heads = [t.permute(1, 2, 0, 3).clone() for t in qkv(device, groups=2)]
     held = [StorageWeakRef(t.untyped_storage()) for t in heads]
     attend = F.scaled_dot_product_attention

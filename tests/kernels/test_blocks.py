@@ -162,7 +162,7 @@ def check_same(actual, expected):
 @pytest.mark.parametrize(
     ("llama", "dtype"), [(True, torch.bfloat16), (False, torch.float32)], ids=["llama-bf16", "gpt-fp32"]
 )
-def test_blocks_are_their_operations(llama, dtype, kernels, device):
+def test_fused_blocks_are_their_operations(llama, dtype, kernels, device):
     model = Model(llama, dtype, device)
     x, grad = inputs(device, dtype)
     expected = run(model, model.one_by_one, x, grad)
@@ -175,7 +175,7 @@ def test_blocks_are_their_operations(llama, dtype, kernels, device):
 
 
 @pytest.mark.parametrize("special", [torch.nan, torch.inf, 0.0, 3e38, 1e-38], ids=str)
-def test_special_values_show_as_they_do_one_by_one(special, device):
+def test_fused_blocks_show_special_values_as_operations_do(special, device):
     model = Model(True, torch.bfloat16, device)
     x, grad = inputs(device, torch.bfloat16)
     x[2, 1, :3], grad[3, 0, 5] = special, special
@@ -184,7 +184,7 @@ def test_special_values_show_as_they_do_one_by_one(special, device):
     check_same(run(model, model.by_blocks, x, grad), run(model, model.one_by_one, x, grad))
 
 
-def test_cached_weights_are_taken_once(device, monkeypatch):
+def test_fused_blocks_take_cached_weights_once(device, monkeypatch):
     model = Model(True, torch.bfloat16, device, cache="fp8")
     x, grad = inputs(device, torch.bfloat16)
     expected = run(model, model.by_blocks, x, grad)
@@ -201,7 +201,7 @@ def test_cached_weights_are_taken_once(device, monkeypatch):
     assert len(quantized) == 1
 
 
-def test_gradients_are_added_where_the_caller_wants_them(device):
+def test_fused_blocks_add_gradients_where_the_caller_wants_them(device):
     model = Model(True, torch.bfloat16, device)
     x, grad = inputs(device, torch.bfloat16)
     expected = run(model, model.by_blocks, x, grad)
@@ -218,7 +218,7 @@ def test_gradients_are_added_where_the_caller_wants_them(device):
     check_same(found, expected)
 
 
-def test_what_changes_between_forward_and_backward_is_refused(device):
+def test_fused_blocks_refuse_what_changes_between_forward_and_backward(device):
     model = Model(False, torch.bfloat16, device)
     x, grad = inputs(device, torch.bfloat16)
     for name, parameter in model.parameters().items():
@@ -232,7 +232,7 @@ def test_what_changes_between_forward_and_backward_is_refused(device):
             y.backward(grad)
 
 
-def test_weights_of_one_kind_are_quantized_in_one_launch(device, monkeypatch):
+def test_fused_blocks_quantize_weights_of_one_kind_in_one_launch(device, monkeypatch):
     """The weights of the second block are quantized together, with attention's output if it can be
     recomputed; in backward fc2's weights are quantized earlier, in a launch of their own. Cached weights and
     weights of other types and formats are quantized one by one, to the same bits."""
@@ -273,7 +273,7 @@ def test_weights_of_one_kind_are_quantized_in_one_launch(device, monkeypatch):
 
 
 @pytest.mark.parametrize("has_origin", [False, True])
-def test_nothing_is_held_behind_backward(has_origin, device):
+def test_fused_blocks_hold_nothing_behind_backward(has_origin, device):
     """Backward frees the graph. If the graph is still alive, it frees the tensors saved for backward."""
     model = Model(True, torch.bfloat16, device)
     x, grad = inputs(device, torch.bfloat16)

@@ -87,7 +87,7 @@ def bound(codec, storage, expected):
 
 @pytest.mark.parametrize("name", EIGHT_BIT)
 @for_any_input
-def test_error_is_within_the_derived_bound(codec, x, data, encode, decode):
+def test_codec_error_is_within_the_derived_bound(codec, x, data, encode, decode):
     """Zeros and signs are kept, no other value becomes zero, and every magnitude is off by at most half a
     step of its code; magnitudes below 2^-120 count as 2^-120, or as the group's largest if that is
     smaller."""
@@ -104,7 +104,7 @@ def test_error_is_within_the_derived_bound(codec, x, data, encode, decode):
 
 @pytest.mark.parametrize("name", EIGHT_BIT)
 @for_any_input
-def test_order_within_a_group_is_kept(codec, x, data, encode, decode):
+def test_codec_keeps_the_order_within_a_group(codec, x, data, encode, decode):
     decoded = decode(encode(x))
     for values, results in zip(x.split(GROUP), decoded.split(GROUP), strict=True):
         assert (results[values.argsort()].diff() >= 0).all()
@@ -112,7 +112,7 @@ def test_order_within_a_group_is_kept(codec, x, data, encode, decode):
 
 @pytest.mark.parametrize("name", EIGHT_BIT)
 @for_any_input
-def test_stored_metadata_gives_the_same_codes_again(codec, x, data, encode, decode):
+def test_codec_gives_the_same_codes_for_stored_metadata(codec, x, data, encode, decode):
     """Decoding and encoding with the same scale and exponent changes nothing: resuming is exact."""
     storage = encode(x)
     again = encode_reference(codec, decode(storage), storage)
@@ -121,7 +121,7 @@ def test_stored_metadata_gives_the_same_codes_again(codec, x, data, encode, deco
 
 @pytest.mark.parametrize("name", EIGHT_BIT)
 @for_any_input
-def test_bad_values_are_seen_and_harm_no_neighbour(codec, x, data, encode, decode):
+def test_codec_shows_bad_values_and_harms_no_neighbour(codec, x, data, encode, decode):
     """Values that are not finite decode to NaN; the other values decode as if these were zeros."""
     bad = data.draw(st.lists(st.integers(0, len(x) - 1), min_size=1, max_size=5, unique=True))
     without, broken = x.clone(), x.clone()
@@ -134,7 +134,7 @@ def test_bad_values_are_seen_and_harm_no_neighbour(codec, x, data, encode, decod
     assert decoded[~is_bad].equal(expected[~is_bad])
 
 
-def test_bound_of_the_logarithmic_code_is_not_vacuous():
+def test_codec_bound_of_the_logarithmic_code_is_not_vacuous():
     """Second moments over six decades, about twenty octaves: each is off by 3 percent at most."""
     codec = get_codec("log8")
     x = torch.logspace(-9, -3, GROUP)

@@ -13,7 +13,7 @@ GPU = torch.device("cuda", 0)
 
 
 @pytest.mark.parametrize("found", [(8, 0), (8, 6), (8, 9), (9, 0)])
-def test_a_gpu_without_fp8_is_refused(found, monkeypatch):
+def test_device_without_fp8_is_refused(found, monkeypatch):
     monkeypatch.setattr(devices, "capability", lambda device: found)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     assert devices.has_fp8_gemm(GPU) == (found >= (8, 9))
@@ -27,7 +27,7 @@ def test_a_gpu_without_fp8_is_refused(found, monkeypatch):
             devices.require_fp8(GPU)
 
 
-def test_emulation_is_logged_once_and_not_of_the_meta_device():
+def test_device_emulation_is_logged_once_and_not_of_the_meta_device():
     code = "import sys, torch; from coat_kernels import device as devices; x = torch.ones(16, 64); "
     code += "devices.uses_kernels(x.to('meta')); print('after meta', file=sys.stderr); "
     code += "devices.uses_kernels(x); devices.uses_kernels(x)"
@@ -37,13 +37,13 @@ def test_emulation_is_logged_once_and_not_of_the_meta_device():
     assert done.returncode == 0 and (before.count("no GPU"), after.count("no GPU")) == (0, 1), done.stderr
 
 
-def test_tensors_on_the_cpu_take_the_references():
+def test_device_of_the_cpu_takes_the_references():
     x = torch.zeros(1)
     assert not devices.uses_kernels(x) and not devices.uses_kernels(x, fp8=False)
 
 
 @pytest.mark.gpu
-def test_kernels_that_need_fp8_are_taken_where_it_is(device, monkeypatch):
+def test_device_with_fp8_takes_the_kernels_that_need_it(device, monkeypatch):
     x = torch.zeros(1, device=device)
     assert devices.uses_kernels(x) and devices.uses_kernels(x, fp8=False)
     monkeypatch.setattr(devices, "_has_fp8", lambda index: False)

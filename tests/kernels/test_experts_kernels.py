@@ -55,9 +55,9 @@ def rows_of(of_each, device, k=None):
     return Rows(*order_reference(expert.view(-1, k).to(device), len(of_each)))
 
 
-@pytest.mark.parametrize("count, tokens, k", [(7, 50, 3), (1, 5, 1), (128, 700, 8), (300, 17, 4)])
+@pytest.mark.parametrize("count, tokens, k", [(7, 50, 3), (1, 5, 1), (128, 200, 8), (300, 17, 4)])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_choices_are_ordered_by_expert_and_token(count, tokens, k, dtype, device, monkeypatch):
+def test_expert_choices_are_ordered_by_expert_and_token(count, tokens, k, dtype, device, monkeypatch):
     """By one program for each 16 choices, and by programs with several tiles."""
     chosen = torch.rand(tokens, count).pow(3).topk(min(k, count)).indices.to(device, dtype)
     expected = order_reference(chosen, count)
@@ -70,7 +70,7 @@ def test_choices_are_ordered_by_expert_and_token(count, tokens, k, dtype, device
     assert expected[1][expected[2].flatten()].tolist() == list(range(chosen.numel()))
 
 
-def test_places_of_rows_are_whole_words_of_each_expert(device):
+def test_expert_rows_have_places_in_whole_words(device):
     """Whatever the counts: an expert without rows, at the end too, counts of 16 and next to it."""
     for of_each in (OF_EACH, (0,), (50,), (16, 0, 17, 15), (0, 0, 0)):
         n, rows = sum(of_each), rows_of(of_each, device)
@@ -108,7 +108,7 @@ def hard_rows(n, m, seed=0):
 @pytest.mark.parametrize("n, m", [(1, 16), (7, 48), (130, 144), (3, 5008)])
 @pytest.mark.parametrize("k", [None, 1, 3])
 @pytest.mark.parametrize("biased", [False, True])
-def test_kernels_of_rows_agree_with_the_references(n, m, k, biased, device):
+def test_expert_row_kernels_agree_with_the_references(n, m, k, biased, device):
     x = hard_rows(n, m).to(device)
     counts = torch.bincount(torch.randint(0, 4, (n * (k or 1),)), minlength=5).tolist()
     rows = rows_of(counts, device, k)
@@ -134,7 +134,7 @@ def test_kernels_of_rows_agree_with_the_references(n, m, k, biased, device):
 
 
 @pytest.mark.parametrize("n, m", [(1, 16), (7, 48), (130, 144), (3, 5008)])
-def test_columns_of_codes_and_of_values_agree_with_the_references(n, m, device):
+def test_expert_column_kernels_agree_with_the_references(n, m, device):
     source = torch.cat((torch.randint(0, n + 1, (29,)), torch.tensor([n, 0, n]))).int().to(device)
     x = hard_rows(n, m).to(device)
     codes, largest = x.float().clamp(-448, 448).to(E4M3.dtype), torch.tensor([3.0], device=device)
@@ -143,7 +143,7 @@ def test_columns_of_codes_and_of_values_agree_with_the_references(n, m, device):
         assert exact(found[0], expected[0]) == 0 and (found[1] is None or found[1].equal(expected[1]))
 
 
-def test_scales_are_repeated(device):
+def test_expert_scales_are_repeated(device):
     a, b = torch.tensor([2.0], device=device), torch.tensor([3.0], device=device)
     for n_a, n_b in ((0, 5), (1, 1), (33, 2000)):
         of_a, of_b = repeat_scales(a, n_a, b, n_b)
@@ -154,9 +154,9 @@ def test_scales_are_repeated(device):
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize("gate", GATES.values(), ids=GATES)
-@pytest.mark.parametrize("f", [48, 512])
+@pytest.mark.parametrize("f", [48, 256])
 @pytest.mark.parametrize("fmt", ROUNDING)
-def test_kernels_of_gates_agree_with_the_references(fmt, f, gate, device):
+def test_expert_gate_kernels_agree_with_the_references(fmt, f, gate, device):
     """Codes differ at most at the rare value next to a tie."""
     gate = gate._replace(saved_format=fmt)
     n, k, width = 60, 3, (1 + gate.gated) * f

@@ -17,7 +17,7 @@ def round_trip_kernel(p_x, p_codes, p_values, p_bf16, n, E5M2: tl.constexpr, BLO
 
 
 @pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda f: f.name)
-def test_kernel_rounds_as_the_reference_does(fmt, device):
+def test_fp8_kernel_rounds_as_the_reference(fmt, device):
     every_code = torch.arange(256, dtype=torch.uint8).view(fmt.dtype).float()
     every_code = every_code[every_code.isfinite()]
     ties = (every_code.sort().values[:-1] + every_code.sort().values[1:]) / 2
@@ -35,7 +35,7 @@ def test_kernel_rounds_as_the_reference_does(fmt, device):
     torch.testing.assert_close(bf16, x.bfloat16(), rtol=0, atol=0, equal_nan=True)
 
 
-def test_rounding_saturates_and_shows_what_is_not_finite():
+def test_fp8_rounding_saturates_and_shows_what_is_not_finite():
     x = torch.tensor([1e9, -1e9, torch.inf, -torch.inf, torch.nan])
     for fmt in (E4M3, E5M2):
         rounded = round_to_fp8(x, fmt).float()

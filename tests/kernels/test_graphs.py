@@ -35,7 +35,7 @@ def allocate():
     return [[] for _ in range(1000)]
 
 
-def test_garbage_stays_where_it_is_not_to_be_collected(often):
+def test_graphs_leave_garbage_where_it_is_not_to_be_collected(often):
     with uncollected():
         node = weakref.ref(Node())
         allocate()
@@ -53,13 +53,13 @@ def in_a_thread(call):
 
 
 @pytest.mark.parametrize("elsewhere", [in_a_thread, lambda call: call()], ids=["thread", "nested"])
-def test_one_graph_is_recorded_at_a_time(elsewhere):
+def test_graphs_are_recorded_one_at_a_time(elsewhere):
     first, second = (Memory(torch.device("cpu"), number) for number in range(2))
     assert first.record(lambda: [elsewhere(lambda: second.record(lambda: 1))]) == [None]
     assert second.refusal is None and second.record(lambda: 1) == 1
 
 
-def test_another_graph_is_recorded_behind_an_error():
+def test_graphs_are_recorded_again_behind_an_error():
     memory = Memory(torch.device("cpu"), 0)
     with pytest.raises(KeyError):
         memory.record(lambda: {}["x"])
@@ -67,7 +67,7 @@ def test_another_graph_is_recorded_behind_an_error():
 
 
 @pytest.mark.gpu
-def test_a_graph_that_becomes_garbage_does_not_end_in_a_recording(often):
+def test_graphs_that_become_garbage_do_not_end_in_a_recording(often):
     """CUDA would fail the recording."""
     old = [torch.cuda.CUDAGraph()]
     with torch.cuda.graph(old[0]):
@@ -109,7 +109,7 @@ REPLAYS = {
 
 
 @pytest.mark.parametrize("case", REPLAYS)
-def test_a_replay_must_be_as_near_as_eager_passes_are_to_each_other(case):
+def test_graphs_replay_as_near_as_eager_passes_are_to_each_other(case):
     replayed, eager, expected = REPLAYS[case]
     passes = itertools.cycle(eager)
     assert (compare([replayed], lambda: [next(passes)], bool)[0] is None) == expected
@@ -118,7 +118,7 @@ def test_a_replay_must_be_as_near_as_eager_passes_are_to_each_other(case):
     assert compare([replayed], lambda: [next(passes)], lambda ok: False)[0] is not None
 
 
-def test_what_is_saved_for_backward_is_compared():
+def test_graphs_compare_what_is_saved_for_backward():
     def run(scale):
         x = torch.ones(3, requires_grad=True)
         return saved_for_backward(((x * scale).exp() * 2.0).sum().grad_fn)
@@ -128,7 +128,7 @@ def test_what_is_saved_for_backward_is_compared():
     assert compare(first, lambda: same, bool)[0] is None and compare(first, lambda: other, bool)[0] > 0
 
 
-def test_nothing_is_recorded_where_two_versions_of_a_library_are_mixed(trusted, monkeypatch, caplog):
+def test_graphs_are_not_recorded_where_two_versions_of_a_library_are_mixed(trusted, monkeypatch, caplog):
     """A replay might read memory that belongs to another tensor, which the comparison cannot survive."""
     monkeypatch.setattr(memory, "_mixed_libraries", lambda: "two versions of cudnn")
     first, second = (Memory(torch.device("cpu"), number) for number in range(2))
@@ -164,7 +164,7 @@ class Scale(torch.autograd.Function):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("wrong", ["nothing", "forward", "saved", "backward", "evaluation"])
-def test_a_wrong_replay_is_not_used(wrong, trusted, caplog):
+def test_graphs_that_replay_wrongly_are_not_used(wrong, trusted, caplog):
     """The recorded pass differs from the eager pass: results and gradients are those of the eager pass, and
     the process continues without graphs."""
     numbers = Breakable(wrong)
@@ -193,7 +193,7 @@ def test_a_wrong_replay_is_not_used(wrong, trusted, caplog):
 
 
 @pytest.mark.gpu
-def test_what_backward_adds_to_is_added_once(trusted):
+def test_graphs_add_once_where_backward_adds(trusted):
     """The gradient is accumulated once, as into Megatron's main_grad, although the comparison runs the pass
     too."""
     graphs, w = Graphs(), torch.full((1,), 3.0, device="cuda", requires_grad=True)

@@ -29,7 +29,7 @@ def test_group_kernel_equals_the_reference_bit_for_bit(shape, group_size, fmt, d
 
 
 @FORMATS
-def test_group_error_and_extremes(fmt):
+def test_group_codes_have_their_error_and_extremes(fmt):
     def decoded(x):
         return groups.reference.dequantize_groups_reference(groups.quantize_groups_reference(x, 16, fmt), 16)
 
@@ -46,7 +46,7 @@ def test_group_error_and_extremes(fmt):
     assert y[1, :2].isnan().all() and rel_rms(y[1, 2:3], x[1, 2:3]) <= 1 / 90 and (y[:, 3:] == 0).all()
 
 
-def test_roots_keep_a_small_value_beside_an_outlier():
+def test_group_roots_keep_a_small_value_beside_an_outlier():
     """Half a step of a root of 127 at 1000 is 1 / 8 at 1: (sqrt(1) + 1 / 8)^2 is 27 % off at most. Linear
     integers would lose the value, since their half step is 1000 / 254."""
     x = torch.cat((torch.tensor([1000.0]), torch.linspace(0.5, 2, 15)))[None]

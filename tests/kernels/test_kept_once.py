@@ -58,7 +58,7 @@ def codes_alive() -> int:
     return sum(held.values())
 
 
-def test_codes_outputs_and_gradients_are_the_same_as_alone(inputs):
+def test_shared_input_has_the_codes_outputs_and_gradients_of_linears_alone(inputs):
     _, weights, _ = inputs
     kept = []
     for copies in (True, False):
@@ -73,7 +73,7 @@ def test_codes_outputs_and_gradients_are_the_same_as_alone(inputs):
 
 
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "hooks"])
-def test_checkpoints_keep_nothing_more_and_recompute_the_same(inputs, reentrant):
+def test_shared_input_of_checkpoints_is_recomputed_and_not_kept(inputs, reentrant):
     """A note on a region's input, which checkpointing keeps, would keep the codes until backward."""
     _, weights, _ = inputs
     before = codes_alive()
@@ -94,7 +94,7 @@ def by_reference(a, b, scale_a, scale_b, bias, dtype, fast):
 
 
 @pytest.mark.parametrize("what", ["format", "change", "leaf"])
-def test_who_shares_nothing(inputs, what, monkeypatch):
+def test_shared_input_of_other_linears_is_saved_alone(inputs, what, monkeypatch):
     """Another format, a tensor changed between the reads, and a leaf, into which CUDA graphs write."""
     leaf, (weight, other, _), _ = inputs
     if what == "format":
@@ -114,7 +114,7 @@ def test_who_shares_nothing(inputs, what, monkeypatch):
     assert first.requires_grad
 
 
-def test_views_of_other_values_share_nothing(device):
+def test_shared_input_is_not_a_view_of_other_values(device):
     """Views of the same shape: a transposed matrix, and a part that ends elsewhere."""
     whole = torch.randn(33, 32, device=device).bfloat16().requires_grad_() * 1
     weight, other = (torch.randn(16, 32, device=device).bfloat16().requires_grad_() for _ in range(2))
@@ -126,7 +126,7 @@ def test_views_of_other_values_share_nothing(device):
         assert torch.equal(found, wanted) and first.requires_grad
 
 
-def test_without_gradients_no_columns_are_written(inputs, monkeypatch):
+def test_shared_input_without_gradients_has_no_columns(inputs, monkeypatch):
     leaf, weights, _ = inputs
     asked = []
 

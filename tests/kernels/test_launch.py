@@ -16,7 +16,7 @@ from coat_kernels.prepared import PreparedKernel, cdiv, next_power_of_2, on_devi
 from tests.hosts import TEST_ALL
 
 
-def test_integers_are_tritons():
+def test_launch_integers_are_tritons():
     for n in range(1, 70):
         assert next_power_of_2(n) == triton.next_power_of_2(n)
         for m in range(1, 20):
@@ -24,14 +24,14 @@ def test_integers_are_tritons():
     assert cdiv(0, 16) == 0 and next_power_of_2(0) == 1
 
 
-def test_a_cpu_tensor_needs_no_device():
+def test_launch_of_a_cpu_tensor_needs_no_device():
     with on_device_of(torch.zeros(1)):
         pass
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
-def test_kernels_run_where_their_tensors_are():
+def test_launch_is_where_the_tensors_are():
     x = torch.randn(40, 48, device="cuda:1")
     largest = tensorwise.largest_magnitude(x)
     assert torch.cuda.current_device() == 0 and largest.device == x.device and largest == x.abs().max()
@@ -73,7 +73,7 @@ def arguments(draw):
 
 @settings(max_examples=300 if TEST_ALL else 100, deadline=None)
 @given(st.lists(st.tuples(arguments(), arguments()), min_size=1, max_size=4))
-def test_one_signature_means_one_compiled_kernel(pairs):
+def test_launch_signature_means_one_compiled_kernel(pairs):
     """If triton would compile another kernel, the key of a prepared launch differs."""
     left, right = zip(*pairs, strict=True)
     specialized = Specialization(len(pairs))
@@ -81,7 +81,7 @@ def test_one_signature_means_one_compiled_kernel(pairs):
         assert signature_of(left)[0] != signature_of(right)[0]
 
 
-def test_a_signature_holds_what_matters_and_nothing_else():
+def test_launch_signature_holds_what_matters_and_nothing_else():
     x = torch.zeros(64)
     key, values = signature_of((x, None, 32, 1, 7, 2.0, True))
     assert values == [x.data_ptr(), None, 32, 1, 7, 2.0, True]
@@ -123,14 +123,14 @@ def check_launches(device: torch.device) -> None:
         assert out[n:].isnan().all()
 
 
-def test_prepared_launches_compute_what_first_ones_do(device):
+def test_launch_prepared_computes_what_the_first_does(device):
     # each signature occurs three times; the second and third launches are prepared launches
     for _ in range(3):
         check_launches(device)
 
 
 @pytest.mark.gpu
-def test_a_signature_goes_through_triton_once(monkeypatch):
+def test_launch_signature_goes_through_triton_once(monkeypatch):
     met = []
     kernel = PreparedKernel(add_if_there_kernel.function)
     launch = kernel.function.run
@@ -156,7 +156,7 @@ def test_a_signature_goes_through_triton_once(monkeypatch):
 
 
 @pytest.mark.gpu
-def test_a_prepared_launch_refuses_what_triton_refuses():
+def test_launch_prepared_refuses_what_triton_refuses():
     x, out = torch.randn(32), torch.empty(16, device="cuda")
     add_if_there_kernel[(1,)](out, None, out, 16, 1, 1.0, BLOCK=16)
     for _ in range(2):
@@ -165,7 +165,7 @@ def test_a_prepared_launch_refuses_what_triton_refuses():
 
 
 @pytest.mark.gpu
-def test_prepared_launches_go_to_the_current_stream_and_into_graphs():
+def test_launch_prepared_goes_to_the_current_stream_and_into_graphs():
     x, out = torch.ones(32, device="cuda"), torch.zeros(16, device="cuda")
     add_if_there_kernel[(1,)](x, None, out, 16, 1, 1.0, BLOCK=16)
     graph = torch.cuda.CUDAGraph()

@@ -35,7 +35,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_two_versions_of_a_library_are_named_with_the_fix(case):
+def test_libraries_in_two_versions_are_named_with_the_fix(case):
     paths, expected = CASES[case]
     found = libraries.conflicts(libraries.mapped(maps(*paths)))
     assert len(found) == len(expected)
@@ -45,6 +45,6 @@ def test_two_versions_of_a_library_are_named_with_the_fix(case):
         assert f"LD_LIBRARY_PATH={TORCH}" in found[0] and "9.14.0" in found[0]
 
 
-def test_this_process_is_read():
+def test_libraries_of_this_process_are_read():
     assert isinstance(libraries.mapped(), dict)
     assert libraries.conflicts() == [] or torch.cuda.is_available()

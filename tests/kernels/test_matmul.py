@@ -44,7 +44,7 @@ def guarded(n: int, k: int, dtype, device) -> tuple[torch.Tensor, torch.Tensor]:
 @on_hopper
 @pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda f: f.name)
 @pytest.mark.parametrize("n, k, t", RAGGED)
-def test_kernel_adds_the_exact_product(n, k, t, fmt, device):
+def test_matmul_kernel_adds_the_exact_product(n, k, t, fmt, device):
     a, b = integers(n, t, fmt, device), integers(k, t, E4M3, device)
     out, whole = guarded(n, k, torch.float32, device)
     # in units of the product of the two scales, so that nothing is rounded
@@ -59,7 +59,7 @@ def test_kernel_adds_the_exact_product(n, k, t, fmt, device):
 
 @on_hopper
 @pytest.mark.parametrize("accumulate", [matmul.accumulate_matmul_reference, matmul.accumulate_matmul_triton])
-def test_zeros_add_nothing(accumulate, device):
+def test_matmul_of_zeros_adds_nothing(accumulate, device):
     b = integers(272, 32, E4M3, device)
     out = torch.randn(144, 272, device=device)
     out[5, 7], out[6, 8] = -torch.inf, torch.nan
@@ -77,7 +77,7 @@ def test_zeros_add_nothing(accumulate, device):
         pytest.param(matmul.accumulate_matmul_triton, marks=pytest.mark.gpu),
     ],
 )
-def test_nan_spoils_its_row_or_column(accumulate, device):
+def test_matmul_nan_spoils_its_row_or_column(accumulate, device):
     a, b = integers(144, 32, E5M2, device), integers(272, 32, E4M3, device)
     a[3, 4] = b[9, 31] = torch.nan
     out = torch.randn(144, 272, device=device)
@@ -90,7 +90,7 @@ def test_nan_spoils_its_row_or_column(accumulate, device):
 @pytest.mark.gpu
 @on_hopper
 @pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda f: f.name)
-def test_fast_sums_of_the_kernel(fmt):
+def test_matmul_fast_sums(fmt):
     """Products of two FP8 numbers are exact."""
     t = 2048
     x, y = torch.randn(512, t, device="cuda"), torch.randn(768, t, device="cuda")
@@ -103,7 +103,7 @@ def test_fast_sums_of_the_kernel(fmt):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("fast", [False, True])
-def test_what_a_product_is_rounded_to(fast, dtype, device):
+def test_matmul_rounds_its_product(fast, dtype, device):
     """Fast sums are added to FP32 without rounding on a CPU and for a large GEMM; all other results are
     rounded."""
     x, y = torch.randn(2, 48, 64, device=device)
@@ -120,7 +120,7 @@ def test_what_a_product_is_rounded_to(fast, dtype, device):
 
 @pytest.mark.gpu
 @on_hopper
-def test_large_products_take_the_kernel_where_it_can(monkeypatch):
+def test_matmul_of_large_products_takes_the_kernel_where_it_can(monkeypatch):
     calls = []
     kernel = matmul.accumulate_matmul_triton
     monkeypatch.setattr(matmul, "accumulate_matmul_triton", lambda *args: calls.append(args) or kernel(*args))
@@ -151,7 +151,7 @@ def test_large_products_take_the_kernel_where_it_can(monkeypatch):
 
 @pytest.mark.parametrize("of", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_added_tensors_equal_torchs_bit_for_bit(dtype, of, device):
+def test_matmul_added_tensors_equal_torchs_bit_for_bit(dtype, of, device):
     for n in (1, 4095, 4096, 4097):
         cases = list(hard(n).values())
         for first, second in zip(cases, cases[1:] + cases[:1], strict=True):
@@ -164,7 +164,7 @@ def test_added_tensors_equal_torchs_bit_for_bit(dtype, of, device):
             torch.testing.assert_close(whole.cpu(), expected, rtol=0, atol=0, equal_nan=True)
 
 
-def test_operator_is_sound(device):
+def test_matmul_operator_passes_opcheck(device):
     a = torch.zeros(16, 16, device=device).to(torch.float8_e4m3fn)
     # torch's schema test would multiply FP8 elements, which torch does not support
     utils = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")

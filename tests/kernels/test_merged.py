@@ -28,7 +28,7 @@ def kernels(takes_kernels, monkeypatch):
 
 
 @pytest.mark.parametrize("keep", ["none", "fp8"])
-def test_codes_are_those_of_the_whole(keep, kernels, device):
+def test_merged_codes_are_those_of_the_whole(keep, kernels, device):
     weights, cache = weights_of(device), WeightCache(keep)
     for scale in (1.0, 2.0**30, None):
         if scale and cache._predicted:
@@ -52,7 +52,7 @@ def test_codes_are_those_of_the_whole(keep, kernels, device):
             weights[1].mul_(300)
 
 
-def test_products_and_gradients_are_those_of_the_whole(device):
+def test_merged_products_and_gradients_are_those_of_the_whole(device):
     weights, x = weights_of(device), torch.randn(2, TOKENS, K, device=device).bfloat16()[0].requires_grad_()
     grad = torch.randn(TOKENS, sum(ROWS), device=device).bfloat16()
     scales = {"x_scale": PredictedScale(E4M3), "grad_scale": PredictedScale(E5M2)}
@@ -71,7 +71,7 @@ def test_products_and_gradients_are_those_of_the_whole(device):
     assert torch.autograd.grad(y, x, grad)[0].equal(grad_x)
 
 
-def test_a_weight_that_changes_before_backward_is_refused(device):
+def test_merged_weight_that_changes_before_backward_is_refused(device):
     weights, x = weights_of(device), torch.randn(TOKENS, K, device=device).bfloat16().requires_grad_()
     y = fp8_linear(x, weights, cache=WeightCache())
     with torch.no_grad():
@@ -80,7 +80,7 @@ def test_a_weight_that_changes_before_backward_is_refused(device):
         y.sum().backward()
 
 
-def test_what_is_kept_belongs_to_these_weights(device):
+def test_merged_copies_belong_to_these_weights(device):
     cache, weights = WeightCache("fp8"), weights_of(device)
     first, _ = cache.of(weights).forward(weights, E4M3)
     assert cache.of(weights).forward(weights, E4M3)[0] is first
@@ -98,7 +98,7 @@ def test_what_is_kept_belongs_to_these_weights(device):
     assert cache.of(others).forward(others, E4M3)[0] is not second
 
 
-def test_copies_that_a_graph_knows_are_written_in_place(kernels, device, monkeypatch):
+def test_merged_copies_that_a_graph_knows_are_written_in_place(kernels, device, monkeypatch):
     cache, weights = WeightCache("fp8"), weights_of(device)
     places = cache.of(weights).stay(weights, E4M3)
     with torch.no_grad():
@@ -114,7 +114,7 @@ def test_copies_that_a_graph_knows_are_written_in_place(kernels, device, monkeyp
     assert found.columns.float().equal(expected.columns.float())
 
 
-def test_other_weights_are_not_written_into_copies_that_a_graph_knows(device):
+def test_merged_copies_that_a_graph_knows_take_no_other_weights(device):
     cache, weights = WeightCache("fp8"), weights_of(device)
     for given in (weights, weights[:2]):
         cache.of(given).stay(given, E4M3)
@@ -132,7 +132,7 @@ def parameter(memory, values):
 
 @pytest.mark.parametrize("keep", ["none", "fp8"])
 @pytest.mark.parametrize("weight_of", [masked, parameter])
-def test_other_weights_at_the_same_place(weight_of, keep, device):
+def test_merged_copies_are_not_of_other_weights_at_the_same_place(weight_of, keep, device):
     memories = [torch.empty(n, K, device=device) for n in ROWS]
     cache, x = WeightCache(keep), torch.randn(TOKENS, K, device=device)
     for _ in range(3):

@@ -21,7 +21,7 @@ from tests.util import default_dtype
 pytestmark = pytest.mark.early
 
 
-def test_results_never_depend_on_the_prediction(producer, kernels, device):
+def test_prediction_changes_no_result(producer, kernels, device):
     plain, scale = producer.plain(), PredictedScale(producer.fmt)
     largest = tensorwise.largest_magnitude(plain)
     columns = producer.sums
@@ -59,7 +59,7 @@ def small_tiles(monkeypatch):
 @LAYOUTS
 @pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda f: f.name)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_codes_of_a_plain_tensor_never_depend_on_the_prediction(
+def test_prediction_changes_no_code_of_a_plain_tensor(
     dtype, fmt, layouts, takes_kernels, kernels, small_tiles, device
 ):
     scale = PredictedScale(fmt)
@@ -83,7 +83,7 @@ def test_codes_of_a_plain_tensor_never_depend_on_the_prediction(
 
 
 @LAYOUTS
-def test_a_right_prediction_leaves_the_codes_alone(layouts, small_tiles, device):
+def test_prediction_that_is_right_leaves_the_codes_alone(layouts, small_tiles, device):
     """The codes of the first launch are unchanged after the second launch."""
     x = torch.randn(50, 40, device=device)
     scale = PredictedScale(E4M3)
@@ -98,7 +98,7 @@ def test_a_right_prediction_leaves_the_codes_alone(layouts, small_tiles, device)
         assert written or kept.any()
 
 
-def test_maxima_that_are_known_save_the_prediction(small_tiles, device, monkeypatch):
+def test_prediction_is_saved_by_known_maxima(small_tiles, device, monkeypatch):
     """The quantizing launch reads a few maxima; the largest of many maxima is found before it."""
     take_kernels(monkeypatch)
     monkeypatch.setattr(tensorwise.operands, "Attempt", None)
@@ -122,7 +122,7 @@ def test_maxima_that_are_known_save_the_prediction(small_tiles, device, monkeypa
 
 
 @pytest.mark.parametrize("name", PRODUCERS)
-def test_a_right_prediction_writes_once(name, monkeypatch):
+def test_prediction_that_is_right_writes_once(name, monkeypatch):
     # the test counts writes of the reference, on a CPU
     producer = PRODUCERS[name](torch.device("cpu"))
     scale = PredictedScale(producer.fmt)
@@ -141,7 +141,7 @@ def test_a_right_prediction_writes_once(name, monkeypatch):
     assert len(written) == 3
 
 
-def test_predictions_are_not_copied():
+def test_prediction_is_not_copied():
     scale = PredictedScale(E4M3)
     scale.on(torch.device("cpu")).fill_(3)
     for other in (copy.deepcopy(scale), pickle.loads(pickle.dumps(scale))):
@@ -149,7 +149,7 @@ def test_predictions_are_not_copied():
         assert other.on(torch.device("cpu")) == 1
 
 
-def test_predictions_are_fp32_whatever_the_default_dtype():
+def test_prediction_is_fp32_whatever_the_default_dtype():
     with default_dtype(torch.bfloat16):
         scale = PredictedScale(E4M3).on(torch.device("cpu"))
     assert scale.dtype == torch.float32

@@ -55,18 +55,18 @@ def inputs(shape, biased, layer_norm, device, dtype=torch.bfloat16):
 @pytest.mark.pairwise
 @LAYER_NORM
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_is_the_plain_addition(shape, layer_norm, device, kernels):
+def test_residual_norm_is_the_plain_addition(shape, layer_norm, device, kernels):
     check(inputs(shape, layer_norm, layer_norm, device), layer_norm, zero_centered=True)
 
 
 @LAYER_NORM
-def test_is_the_plain_addition_in_fp32(layer_norm, device, kernels):
+def test_residual_norm_is_the_plain_addition_in_fp32(layer_norm, device, kernels):
     tensors = inputs((21, 48), True, layer_norm, device, torch.float32)
     check(tensors, layer_norm, keep="e4m3")
 
 
 @pytest.mark.parametrize("case", hard(64))
-def test_is_the_plain_addition_of_hard_inputs(case, device, kernels):
+def test_residual_norm_is_the_plain_addition_of_hard_inputs(case, device, kernels):
     """Hard inputs in one row of each addend, in one row of both, and in all rows through the bias."""
     for residual_row, branch_row, biased in ((1, 2, False), (1, 1, False), (1, 1, True)):
         tensors = inputs((4, 64), biased, False, device)

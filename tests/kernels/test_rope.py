@@ -29,7 +29,7 @@ def inputs(shape, device, dtype=torch.float32):
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_rotation_is_a_complex_product(shape, device):
+def test_rope_is_a_complex_product(shape, device):
     mixed, cos, sin, groups, d = inputs(shape, device)
     m, half = shape[3], shape[5] // 2
     q, k, v = rope.rotate_qkv(mixed, cos, sin, groups, d)
@@ -44,7 +44,7 @@ def test_rotation_is_a_complex_product(shape, device):
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_gradient_against_autograd(shape, device):
+def test_rope_gradient_is_autograds(shape, device):
     mixed, *rest = inputs(shape, device)
     mixed.requires_grad_()
     results = rope.rotate_qkv(mixed, *rest), rope.reference.rotate_qkv_reference(mixed, *rest)
@@ -54,7 +54,7 @@ def test_gradient_against_autograd(shape, device):
     assert rel_rms(actual, expected) < 2**-22
 
 
-def test_inputs_that_are_views(kernels, device):
+def test_rope_takes_views(kernels, device):
     """Inputs with tokens in another order, and gradients with channels that are not adjacent."""
     mixed, *rest = inputs(SHAPES[1], device)
     found = []
@@ -68,7 +68,7 @@ def test_inputs_that_are_views(kernels, device):
 
 
 @pytest.mark.parametrize("part, half", [(0, 0), (1, 1), (2, 0)], ids=["q", "k", "v"])
-def test_operands_wherever_the_largest_magnitude_is(part, half, kernels, device):
+def test_rope_finds_the_largest_magnitude_wherever_it_is(part, half, kernels, device):
     """The scale covers all three tensors. Each of the three gradients has its own strides."""
     mixed, cos, sin, groups, d = inputs((3, 2, 2, 2, 8, 8), device, torch.bfloat16)
     # no rotation: the largest element stays in its place
@@ -88,7 +88,7 @@ def test_operands_wherever_the_largest_magnitude_is(part, half, kernels, device)
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_kernels_equal_the_reference(shape, dtype, device):
+def test_rope_kernels_equal_the_reference(shape, dtype, device):
     mixed, cos, sin, groups, d = inputs(shape, device, dtype)
     mixed.view(-1)[:2] = torch.tensor([torch.nan, torch.inf])
     # the compiler may fuse a multiplication with the addition: FP32's last bit, and BF16's on a tie
@@ -105,7 +105,7 @@ def test_kernels_equal_the_reference(shape, dtype, device):
     torch.testing.assert_close(a_maxima.amax(), e_maxima.amax(), rtol=tolerance, atol=0)
 
 
-def test_backward_hands_its_maxima_on(device):
+def test_rope_backward_hands_its_maxima_on(device):
     mixed, *rest = inputs(SHAPES[1], device)
     seen = {}
 
@@ -125,7 +125,7 @@ def test_backward_hands_its_maxima_on(device):
     assert seen["maxima"].amax() == seen["grad"].abs().amax()
 
 
-def test_operators_are_sound(device):
+def test_rope_operators_pass_opcheck(device):
     mixed, cos, sin, groups, d = inputs(SHAPES[2], device)
     torch.library.opcheck(rope.op.rotate_qkv_forward.op, (mixed, cos, sin, groups, d))
     q, k, v = rope.rotate_qkv(mixed, cos, sin, groups, d)
@@ -133,7 +133,7 @@ def test_operators_are_sound(device):
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_heads_that_lie_apart(shape, device):
+def test_rope_takes_heads_that_lie_apart(shape, device):
     """The same bits as with contiguous groups, for groups in another order."""
     mixed, cos, sin, groups, d = inputs(shape, device, torch.bfloat16)
     s, b, m = *mixed.shape[:2], shape[3]

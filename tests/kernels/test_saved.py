@@ -58,7 +58,7 @@ def gradients(net, x, reentrant, packs=False):
 
 @pytest.mark.parametrize("dtype", saved.DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(4, 32, 64), (5, 7, 131), (4099,), (1, 4096)], ids=str)
-def test_packed(device, shape, dtype):
+def test_fp8_saved_packs_activations(device, shape, dtype):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(shape, generator=generator).to(device, dtype)
     held = Packed(x)
@@ -74,7 +74,7 @@ def test_packed(device, shape, dtype):
     assert torch.equal(Packed(exact).unpack(), exact)
 
 
-def test_strides_survive(device):
+def test_fp8_saved_keeps_strides(device):
     x = torch.randn(32, 16, 24, device=device)
     for view in (x.transpose(0, 1), x.permute(2, 0, 1), x[:, ::2], x[3:, :, 1:], x[:, :1].expand(32, 16, 24)):
         y = Packed(view).unpack()
@@ -83,7 +83,7 @@ def test_strides_survive(device):
         assert rel_rms(y, view) < 2**-4
 
 
-def test_not_finite_is_seen(device):
+def test_fp8_saved_shows_what_is_not_finite(device):
     x = torch.ones(4096, device=device)
     x[5], x[700], x[3000] = float("nan"), float("inf"), -float("inf")
     y = Packed(x).unpack()
@@ -91,7 +91,7 @@ def test_not_finite_is_seen(device):
     assert (y[y.isfinite()] == 1).all()
 
 
-def test_what_is_an_activation():
+def test_fp8_saved_knows_what_is_an_activation():
     leaf = torch.randn(ROWS, WIDTH, requires_grad=True)
     assert is_activation(leaf * 1) and is_activation((leaf * 1).bfloat16())
     parameter = torch.nn.Parameter(torch.randn(ROWS, WIDTH))
@@ -112,7 +112,7 @@ def test_what_is_an_activation():
 
 
 @both
-def test_what_a_region_returns_may_be_a_view(reentrant):
+def test_fp8_saved_region_may_return_a_view(reentrant):
     """A view of a tensor that was computed without gradients. Converted layers return such views."""
     x = torch.randn(ROWS, WIDTH, requires_grad=True) * 1
     before = set(saved.alive_packed())
@@ -123,7 +123,7 @@ def test_what_a_region_returns_may_be_a_view(reentrant):
     x.sum().backward()
 
 
-def test_one_copy_for_all_who_keep_a_tensor():
+def test_fp8_saved_keeps_one_copy_of_a_tensor():
     x = torch.randn(ROWS, WIDTH)
     first = packed(x)
     assert packed(x) is first
@@ -135,7 +135,7 @@ def test_one_copy_for_all_who_keep_a_tensor():
 
 
 @both
-def test_exact_inputs_give_the_same_gradients(device, reentrant):
+def test_fp8_saved_of_exact_inputs_gives_the_same_gradients(device, reentrant):
     """Equal to the bit, with dropout: the random numbers are replayed."""
     x = representable((ROWS, WIDTH), torch.Generator().manual_seed(3), device).div(16)
     net = block(device)
@@ -147,7 +147,7 @@ def test_exact_inputs_give_the_same_gradients(device, reentrant):
 
 
 @both
-def test_error_of_gradients(device, reentrant):
+def test_fp8_saved_gradients_have_one_rounding(device, reentrant):
     """For y = x W, the gradient of W is the sum over rows of outer products of x and the gradient of y. Each
     element of x is off by 2^-4 at most. For independent rows of mean zero the squares add up: 2^-4 relative
     RMS at most. The input's gradient does not depend on x at all."""
@@ -170,7 +170,7 @@ def test_error_of_gradients(device, reentrant):
 
 
 @both
-def test_bytes_kept(reentrant):
+def test_fp8_saved_keeps_the_promised_bytes(reentrant):
     """A chain of checkpointed layers keeps one byte and 1/128 byte per element of a layer's input."""
     net = block("cpu", torch.bfloat16)
     kept = []
@@ -192,7 +192,7 @@ def test_bytes_kept(reentrant):
 
 @both
 @pytest.mark.parametrize("rows", [ROWS, 8], ids=["packed", "small"])
-def test_an_input_that_is_changed_later_is_let_go(reentrant, rows):
+def test_fp8_saved_lets_an_input_go_that_is_changed_later(reentrant, rows):
     """After the change its own graph refers to the region that saved it: a reference cycle if the region kept
     it."""
     x = torch.randn(rows, WIDTH, requires_grad=True) * 1
@@ -206,7 +206,7 @@ def test_an_input_that_is_changed_later_is_let_go(reentrant, rows):
 
 
 @both
-def test_a_leaf_that_a_region_reads_is_not_held(reentrant):
+def test_fp8_saved_holds_no_leaf_that_a_region_reads(reentrant):
     """As with a parameter that ZeRO-3 releases after forward and gathers again in backward."""
     values = torch.randn(WIDTH, 8)
     x, weight = torch.randn(ROWS, WIDTH, requires_grad=True), torch.nn.Parameter(values.clone())
@@ -231,7 +231,7 @@ def kept_of_a_region(reentrant) -> int:
 
 @both
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_outside_nothing_changes(reentrant, error):
+def test_fp8_saved_changes_nothing_outside(reentrant, error):
     """The context ends with any exception, and does not change what other contexts save."""
 
     def fail(x):
@@ -258,7 +258,7 @@ def test_outside_nothing_changes(reentrant, error):
 @both
 @pytest.mark.parametrize("inner", [True, False], ids=["reentrant-in-it", "hooks-in-it"])
 @pytest.mark.parametrize("backward_inside", [True, False])
-def test_masks_and_nested_regions(reentrant, inner, backward_inside):
+def test_fp8_saved_of_masks_and_nested_regions(reentrant, inner, backward_inside):
     """A mask with infinities is kept unchanged, and so are all tensors in a recomputed region, also if the
     recompute runs within the context."""
     net = block("cpu").eval()
@@ -288,7 +288,7 @@ def test_masks_and_nested_regions(reentrant, inner, backward_inside):
     assert a.isfinite().all() and a.any() and torch.equal(a, b)
 
 
-def test_a_function_that_always_packs_keeps_inputs_inside_a_region_as_they_are():
+def test_fp8_saved_leaves_inputs_of_a_function_that_always_packs():
     """For functions that always pack, such as Megatron's. The outer region recomputes what the inner region
     reads."""
     net, plain = block("cpu").eval(), torch.utils.checkpoint.CheckpointFunction
@@ -304,7 +304,7 @@ def test_a_function_that_always_packs_keeps_inputs_inside_a_region_as_they_are()
 
 @both
 @pytest.mark.parametrize("changed", ["activation", "alias", "view", "leaf", "mask"])
-def test_what_is_changed_before_backward_is_refused(reentrant, changed):
+def test_fp8_saved_refuses_what_changes_before_backward(reentrant, changed):
     """The error is the same as without packing, both for a packed tensor and for one that is kept unchanged,
     also if only an alias is left."""
 
@@ -327,7 +327,7 @@ def test_what_is_changed_before_backward_is_refused(reentrant, changed):
 
 
 @pytest.mark.parametrize("tokens", [ROWS, 8], ids=["packed", "small"])
-def test_a_region_behind_a_norm(device, tokens):
+def test_fp8_saved_region_behind_a_norm(device, tokens):
     """Notes on the norm's output describe how to recompute it. The tensor that the region is recomputed from
     has no notes."""
     generator = torch.Generator().manual_seed(3)

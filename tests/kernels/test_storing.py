@@ -62,14 +62,14 @@ CASES += [(m, "log8", True) for m in ("ratio8", "fp8_expanded")]
 
 
 @pytest.mark.parametrize("m_name, v_name, dither", CASES)
-def test_the_kernel_is_the_reference(m_name, v_name, dither, device):
+def test_store_kernel_is_the_reference(m_name, v_name, dither, device):
     options = options_of(m_name, v_name, dither=dither)
     expected = compare(options, example(options, 6, device))
     assert (expected[:, (0, 1, 2, 5)] > 0).all()
 
 
 @pytest.mark.parametrize("groups", [0, 1, 4, 9])
-def test_any_number_of_groups(groups, device):
+def test_store_takes_any_number_of_groups(groups, device):
     options = options_of("ratio8", "log8", dither=True, maximize=True, eps=0.1)
     arguments = example(options, groups, device)
     if groups:
@@ -78,7 +78,7 @@ def test_any_number_of_groups(groups, device):
 
 
 @pytest.mark.parametrize("m_name, v_name", [("ratio8", "log8"), ("fp8_expanded", "fp8_expanded")])
-def test_zeros_and_what_is_not_finite(m_name, v_name, device):
+def test_store_of_zeros_and_what_is_not_finite(m_name, v_name, device):
     options = options_of(m_name, v_name, eps=0.0)
     before, after, grad, step = example(options, 6, device)
     zeros = stored(options, torch.zeros(6, 128), torch.zeros(6, 128))
@@ -105,7 +105,7 @@ def test_zeros_and_what_is_not_finite(m_name, v_name, device):
     close(found[rows], expected[rows])
 
 
-def test_batches_of_the_reference_say_what_it_says_at_once(monkeypatch):
+def test_store_reference_in_batches_is_that_at_once(monkeypatch):
     options = options_of("ratio8", "log8", dither=True)
     arguments = example(options, 7, torch.device("cpu"))
     expected = storing_sums_reference(*arguments, options)
@@ -114,7 +114,7 @@ def test_batches_of_the_reference_say_what_it_says_at_once(monkeypatch):
 
 
 @pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
-def test_thresholds_are_the_same_whatever_the_default_dtype_is(default):
+def test_store_thresholds_are_the_same_whatever_the_default_dtype(default):
     options = options_of("ratio8", "log8", dither=True)
     arguments = example(options, 4, torch.device("cpu"))
     expected = storing_sums_reference(*arguments, options)

@@ -33,7 +33,7 @@ def test_tensorwise_kernel_equals_the_reference_bit_for_bit(dtype, shape, fmt, d
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_sums_of_columns(dtype, shape, device):
+def test_tensorwise_sums_of_columns(dtype, shape, device):
     quantizers = tensorwise.quantize.quantize_tensor_reference, tensorwise.quantize.quantize_tensor_triton
     x = wide(*shape)
     for i, vector in enumerate(hard(shape[1]).values()):
@@ -53,7 +53,7 @@ def test_sums_of_columns(dtype, shape, device):
 
 @FORMATS
 @pytest.mark.parametrize("layouts", [(True, False), (False, True), (True, True)], ids=str)
-def test_many_maxima_decide_as_their_largest(layouts, fmt, device):
+def test_tensorwise_maxima_decide_as_their_largest(layouts, fmt, device):
     """The number of maxima is what a program reads at a time, fewer, or more."""
     x = wide(20, 48).to(device)
     largest = tensorwise.largest_magnitude(x)
@@ -71,7 +71,7 @@ def test_many_maxima_decide_as_their_largest(layouts, fmt, device):
 @pytest.mark.parametrize(
     "quantize", [tensorwise.quantize.quantize_tensor_reference, tensorwise.quantize.quantize_tensor_triton]
 )
-def test_scale_of_zeros_and_of_what_is_not_finite(quantize, device):
+def test_tensorwise_scale_of_zeros_and_of_what_is_not_finite(quantize, device):
     for empty in (torch.zeros(4, 4, device=device), torch.zeros(0, 4, device=device)):
         assert quantize(empty, tensorwise.largest_magnitude(empty), E4M3).scale == 1
     x = torch.tensor([[2.0, torch.inf], [torch.nan, -1.0]], device=device)
@@ -85,7 +85,7 @@ def test_scale_of_zeros_and_of_what_is_not_finite(quantize, device):
 
 
 @pytest.mark.parametrize("step, fmt", [(1, E4M3), (4, E5M2)], ids=["e4m3", "e5m2"])
-def test_scales_are_the_smallest_of_their_steps_that_suffice(step, fmt, device):
+def test_tensorwise_scales_are_the_smallest_of_their_steps_that_suffice(step, fmt, device):
     powers = torch.arange(-149, 128).float().exp2()
     largest = torch.cat((powers, 1.75 * powers, powers.nextafter(torch.tensor(torch.inf))))
     largest = largest[largest.isfinite()]
@@ -104,7 +104,7 @@ def test_scales_are_the_smallest_of_their_steps_that_suffice(step, fmt, device):
         assert tensorwise.quantize.quantize_tensor_triton(x, x[0], fmt).scale == expected
 
 
-def test_bf16_values_lie_between_codes_no_more_often_than_by_chance(device):
+def test_tensorwise_bf16_values_lie_between_codes_no_more_often_than_by_chance(device):
     """With a scale that is a power of two, one BF16 value in 16 would lie half way between two codes, which
     makes the error 1.004 times that of FP32 values."""
     x = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0)).to(device)
@@ -117,7 +117,7 @@ def test_bf16_values_lie_between_codes_no_more_often_than_by_chance(device):
     assert error(x.bfloat16()) < 1.002 * error(x)
 
 
-def test_operators_are_sound(device):
+def test_tensorwise_operators_pass_opcheck(device):
     x = torch.randn(20, 48, device=device)
     torch.library.opcheck(tensorwise.scale.largest_of.op, (x,))
     for wanted in ((True, False, False), (False, True, False), (True, True, False), (True, False, True)):
@@ -127,7 +127,7 @@ def test_operators_are_sound(device):
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_transposed_codes(shape, device):
+def test_tensorwise_transposed_codes(shape, device):
     codes = torch.randint(0, 255, shape, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
     expected = tensorwise.transpose.transpose_codes_reference(codes).view(torch.uint8)
     assert expected[:, : shape[0]].equal(codes.view(torch.uint8).t()) and not expected[:, shape[0] :].any()

@@ -50,7 +50,7 @@ def check_same(actual, expected) -> None:
 @FORMATS
 @pytest.mark.parametrize("name", TENSORS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_each_tensor_is_quantized_as_if_alone(dtype, name, fmt, device):
+def test_quantize_together_is_as_if_alone(dtype, name, fmt, device):
     xs = tensors(name, dtype, device)
     predictions = [PredictedScale(fmt) for _ in xs]
     places = [prediction.on(xs[0].device) for prediction in predictions]
@@ -80,7 +80,7 @@ def test_each_tensor_is_quantized_as_if_alone(dtype, name, fmt, device):
         check_same(one, tensorwise.quantize_tensor(x, most, fmt, rows=False, columns=True))
 
 
-def test_right_predictions_leave_the_codes_alone(device, monkeypatch):
+def test_quantize_together_leaves_rightly_predicted_codes_alone(device, monkeypatch):
     """The second launch rewrites the tensors whose scale was wrong, and no others."""
     xs = tensors("three", torch.bfloat16, device)
     predictions = [PredictedScale(E4M3) for _ in xs]

@@ -39,7 +39,7 @@ def layer(device):
 
 
 @pytest.mark.parametrize("keep, passes", [("none", (3, 3)), ("fp8", (1, 0))])
-def test_passes_and_bytes_of_three_micro_batches(keep, passes, work, device):
+def test_weight_cache_passes_and_bytes_of_three_micro_batches(keep, passes, work, device):
     x, weight = layer(device)
     cache = WeightCache(keep)
     for _ in range(3):
@@ -90,7 +90,7 @@ CHANGES = [in_place, load_state_dict, other_memory, by_hand]
     ("change", "trains"),
     [*((change, True) for change in IN_STEPS + CHANGES), *((change, False) for change in CHANGES)],
 )
-def test_is_never_stale(change, trains, device):
+def test_weight_cache_is_never_stale(change, trains, device):
     x, weight = layer(device)
     weight.requires_grad_(trains)
     cache = WeightCache("fp8")
@@ -115,7 +115,7 @@ def part_of_another(memory, values):
 
 
 @pytest.mark.parametrize("weight_of", [masked, another_parameter, part_of_another])
-def test_another_weight_at_the_same_place(weight_of, device):
+def test_weight_cache_of_another_weight_at_the_same_place(weight_of, device):
     """Replaced between forwards, and between a forward and its backward, where a GEMM reads the weight
     again."""
     memory, cache = torch.empty(64, 64, device=device), WeightCache("fp8")
@@ -131,7 +131,7 @@ def test_another_weight_at_the_same_place(weight_of, device):
         del weight, y
 
 
-def test_another_view_of_a_parameter(device):
+def test_weight_cache_of_another_view_of_a_parameter(device):
     weight, cache = torch.nn.Parameter(torch.randn(64, 64, device=device)), WeightCache("fp8")
     x, amax = torch.randn(16, 64, device=device), weight.detach().abs().max().view(1)
     for view in (weight, weight.t(), weight.view_as(weight)):
@@ -141,7 +141,7 @@ def test_another_view_of_a_parameter(device):
 
 
 @pytest.mark.parametrize("keep", ["none", "fp8"])
-def test_codes_do_not_depend_on_what_was_predicted(keep, kernels, device):
+def test_weight_cache_codes_do_not_depend_on_predictions(keep, kernels, device):
     """The previous scale is right, too large, too small, or of another format."""
     _, weight = layer(device)
     cache = WeightCache(keep)
@@ -168,7 +168,7 @@ def test_codes_do_not_depend_on_what_was_predicted(keep, kernels, device):
 
 
 @pytest.mark.parametrize("keep", ["none", "fp8"])
-def test_codes_of_a_transposed_weight(keep, kernels, device):
+def test_weight_cache_codes_of_a_transposed_weight(keep, kernels, device):
     """As in transformers' Conv1D."""
     weight, cache = layer(device)[1].detach().t(), WeightCache(keep)
     codes, largest = cache.forward((weight,), E4M3)
@@ -177,7 +177,7 @@ def test_codes_of_a_transposed_weight(keep, kernels, device):
     assert codes.rows.equal(expected.rows) and columns.equal(expected.columns)
 
 
-def test_backward_uses_the_weight_of_its_forward_or_refuses(device):
+def test_weight_cache_backward_uses_the_weight_of_its_forward_or_refuses(device):
     x, weight = layer(device)
     cache = WeightCache("fp8")
     y = fp8_linear(x, weight, cache=cache)
@@ -187,7 +187,7 @@ def test_backward_uses_the_weight_of_its_forward_or_refuses(device):
         y.sum().backward()
 
 
-def test_evaluation_neither_fills_nor_uses_it(device):
+def test_weight_cache_is_neither_filled_nor_used_by_evaluation(device):
     x, weight = layer(device)
     cache = WeightCache("fp8")
     with torch.no_grad():
@@ -200,7 +200,7 @@ def test_evaluation_neither_fills_nor_uses_it(device):
         assert fp8_linear(x, weight, cache=cache).equal(fp8_linear(x, weight))
 
 
-def test_copies_that_a_graph_knows_are_written_in_place(kernels, device, monkeypatch):
+def test_weight_cache_writes_copies_that_a_graph_knows_in_place(kernels, device, monkeypatch):
     # columns are padded
     weight = torch.nn.Parameter(torch.randn(40, 64, device=device))
     cache = WeightCache("fp8")
@@ -218,7 +218,7 @@ def test_copies_that_a_graph_knows_are_written_in_place(kernels, device, monkeyp
     assert found.columns.float().equal(expected.columns.float())
 
 
-def test_another_weight_is_not_written_into_copies_that_a_graph_knows(device):
+def test_weight_cache_writes_no_other_weight_into_copies_that_a_graph_knows(device):
     """The new weight may have another shape."""
     cache = WeightCache("fp8")
     for rows in (32, 48):
