@@ -194,7 +194,7 @@ def test_attention_saves_repeated_heads_once_and_layers_share_a_mask(device, fmt
     for a, e in zip(
         torch.autograd.grad(y, inputs, grad), torch.autograd.grad(expected, inputs, grad), strict=True
     ):
-        # as in `test_attention_is_exact_and_its_gradients_see_one_rounding_of_each_tensor`, or BF16's own rounding
+        # as in the first test, or BF16's own rounding
         assert rel_rms(a, e) < (2**-7 if fmt is None else 2 * (2**0.5 + 1) * ROUNDING["sqrt8"] + 2**-9)
 
 

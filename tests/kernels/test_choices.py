@@ -64,7 +64,7 @@ def _gradients(net, leaf, y, upstream):
 
 @reentrant
 @pytest.mark.parametrize("choose", CHOOSE)
-def test_repeat_choices_gives_gradients_of_rounded_inputs_with_the_first_choices(device, reentrant, choose):
+def test_router_choices_gives_gradients_of_rounded_inputs_with_the_first_choices(device, reentrant, choose):
     """Equal to the bit. Rounding alone would route some tokens to other experts."""
     net = Mixture(device, CHOOSE[choose])
     x = torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(2)).to(device)
@@ -85,7 +85,7 @@ def test_repeat_choices_gives_gradients_of_rounded_inputs_with_the_first_choices
         assert torch.equal(a, b)
 
 
-def test_repeat_choices_after_indices_changed_in_place(device):
+def test_router_choices_after_indices_changed_in_place(device):
     """Backward adds its gradient at the positions that the forward pass has read."""
     x, read = torch.randn(TOKENS, WIDTH, device=device, requires_grad=True), []
 
@@ -103,7 +103,7 @@ def test_repeat_choices_after_indices_changed_in_place(device):
 
 
 @reentrant
-def test_repeat_choices_of_regions_that_do_not_choose_by_these(device, reentrant):
+def test_router_choices_of_regions_that_do_not_choose_by_these(device, reentrant):
     """A compiled part computes the same in both passes, and `out` gets the same values as without the
     context."""
     x = torch.randn(TOKENS, WIDTH, device=device, requires_grad=True)
@@ -125,7 +125,7 @@ def test_repeat_choices_of_regions_that_do_not_choose_by_these(device, reentrant
     assert len(seen) == 2 and x.grad.isfinite().all()
 
 
-def test_repeat_choices_under_selective_checkpointing(device):
+def test_router_choices_under_selective_checkpointing(device):
     def policy(context, op, *args, **kwargs):
         saved = op is torch.ops.aten.addmm.default
         return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
@@ -140,7 +140,7 @@ def test_repeat_choices_under_selective_checkpointing(device):
 
 
 @reentrant
-def test_repeat_choices_in_two_backward_passes_with_an_error_between(device, reentrant):
+def test_router_choices_in_two_backward_passes_with_an_error_between(device, reentrant):
     """A failed forward leaves no recorded choices for the next forward."""
     net = Mixture(device, CHOOSE["topk"])
     leaf = torch.randn(TOKENS, WIDTH, device=device, requires_grad=True)
@@ -161,7 +161,7 @@ def test_repeat_choices_in_two_backward_passes_with_an_error_between(device, ree
     assert all(torch.equal(taken, net.taken[-1]) for taken in net.taken[1:])
 
 
-def test_repeat_choices_leaves_values_and_gradients_to_topk(device):
+def test_router_choices_leaves_values_and_gradients_to_topk(device):
     x = torch.randn(5, 7, device=device, requires_grad=True)
     for arguments in ({"k": 3}, {"k": 2, "dim": 0}, {"k": 2, "largest": False}):
         plain = torch.topk(x, **arguments)

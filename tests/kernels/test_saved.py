@@ -58,7 +58,7 @@ def gradients(net, x, reentrant, packs=False):
 
 @pytest.mark.parametrize("dtype", saved.DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(4, 32, 64), (5, 7, 131), (4099,), (1, 4096)], ids=str)
-def test_fp8_saved_packs_activations(device, shape, dtype):
+def test_packed_has_one_rounding(device, shape, dtype):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(shape, generator=generator).to(device, dtype)
     held = Packed(x)
@@ -74,7 +74,7 @@ def test_fp8_saved_packs_activations(device, shape, dtype):
     assert torch.equal(Packed(exact).unpack(), exact)
 
 
-def test_fp8_saved_keeps_strides(device):
+def test_packed_keeps_strides(device):
     x = torch.randn(32, 16, 24, device=device)
     for view in (x.transpose(0, 1), x.permute(2, 0, 1), x[:, ::2], x[3:, :, 1:], x[:, :1].expand(32, 16, 24)):
         y = Packed(view).unpack()
@@ -83,7 +83,7 @@ def test_fp8_saved_keeps_strides(device):
         assert rel_rms(y, view) < 2**-4
 
 
-def test_fp8_saved_shows_what_is_not_finite(device):
+def test_packed_shows_what_is_not_finite(device):
     x = torch.ones(4096, device=device)
     x[5], x[700], x[3000] = float("nan"), float("inf"), -float("inf")
     y = Packed(x).unpack()
@@ -91,7 +91,7 @@ def test_fp8_saved_shows_what_is_not_finite(device):
     assert (y[y.isfinite()] == 1).all()
 
 
-def test_fp8_saved_knows_what_is_an_activation():
+def test_is_activation():
     leaf = torch.randn(ROWS, WIDTH, requires_grad=True)
     assert is_activation(leaf * 1) and is_activation((leaf * 1).bfloat16())
     parameter = torch.nn.Parameter(torch.randn(ROWS, WIDTH))
@@ -112,7 +112,7 @@ def test_fp8_saved_knows_what_is_an_activation():
 
 
 @both
-def test_fp8_saved_region_may_return_a_view(reentrant):
+def test_compressed_checkpoints_region_may_return_a_view(reentrant):
     """A view of a tensor that was computed without gradients. Converted layers return such views."""
     x = torch.randn(ROWS, WIDTH, requires_grad=True) * 1
     before = set(saved.alive_packed())
@@ -123,7 +123,7 @@ def test_fp8_saved_region_may_return_a_view(reentrant):
     x.sum().backward()
 
 
-def test_fp8_saved_keeps_one_copy_of_a_tensor():
+def test_compressed_checkpoints_keeps_one_copy_of_a_tensor():
     x = torch.randn(ROWS, WIDTH)
     first = packed(x)
     assert packed(x) is first
@@ -135,7 +135,7 @@ def test_fp8_saved_keeps_one_copy_of_a_tensor():
 
 
 @both
-def test_fp8_saved_of_exact_inputs_gives_the_same_gradients(device, reentrant):
+def test_compressed_checkpoints_of_exact_inputs_gives_the_same_gradients(device, reentrant):
     """Equal to the bit, with dropout: the random numbers are replayed."""
     x = representable((ROWS, WIDTH), torch.Generator().manual_seed(3), device).div(16)
     net = block(device)
@@ -147,7 +147,7 @@ def test_fp8_saved_of_exact_inputs_gives_the_same_gradients(device, reentrant):
 
 
 @both
-def test_fp8_saved_gradients_have_one_rounding(device, reentrant):
+def test_compressed_checkpoints_gradients_have_one_rounding(device, reentrant):
     """For y = x W, the gradient of W is the sum over rows of outer products of x and the gradient of y. Each
     element of x is off by 2^-4 at most. For independent rows of mean zero the squares add up: 2^-4 relative
     RMS at most. The input's gradient does not depend on x at all."""
@@ -170,7 +170,7 @@ def test_fp8_saved_gradients_have_one_rounding(device, reentrant):
 
 
 @both
-def test_fp8_saved_keeps_the_promised_bytes(reentrant):
+def test_compressed_checkpoints_keeps_the_promised_bytes(reentrant):
     """A chain of checkpointed layers keeps one byte and 1/128 byte per element of a layer's input."""
     net = block("cpu", torch.bfloat16)
     kept = []
@@ -192,7 +192,7 @@ def test_fp8_saved_keeps_the_promised_bytes(reentrant):
 
 @both
 @pytest.mark.parametrize("rows", [ROWS, 8], ids=["packed", "small"])
-def test_fp8_saved_lets_an_input_go_that_is_changed_later(reentrant, rows):
+def test_compressed_checkpoints_lets_an_input_go_that_is_changed_later(reentrant, rows):
     """After the change its own graph refers to the region that saved it: a reference cycle if the region kept
     it."""
     x = torch.randn(rows, WIDTH, requires_grad=True) * 1
@@ -206,7 +206,7 @@ def test_fp8_saved_lets_an_input_go_that_is_changed_later(reentrant, rows):
 
 
 @both
-def test_fp8_saved_holds_no_leaf_that_a_region_reads(reentrant):
+def test_compressed_checkpoints_holds_no_leaf_that_a_region_reads(reentrant):
     """As with a parameter that ZeRO-3 releases after forward and gathers again in backward."""
     values = torch.randn(WIDTH, 8)
     x, weight = torch.randn(ROWS, WIDTH, requires_grad=True), torch.nn.Parameter(values.clone())
@@ -231,7 +231,7 @@ def kept_of_a_region(reentrant) -> int:
 
 @both
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_fp8_saved_changes_nothing_outside(reentrant, error):
+def test_compressed_checkpoints_changes_nothing_outside(reentrant, error):
     """The context ends with any exception, and does not change what other contexts save."""
 
     def fail(x):
@@ -258,7 +258,7 @@ def test_fp8_saved_changes_nothing_outside(reentrant, error):
 @both
 @pytest.mark.parametrize("inner", [True, False], ids=["reentrant-in-it", "hooks-in-it"])
 @pytest.mark.parametrize("backward_inside", [True, False])
-def test_fp8_saved_of_masks_and_nested_regions(reentrant, inner, backward_inside):
+def test_compressed_checkpoints_of_masks_and_nested_regions(reentrant, inner, backward_inside):
     """A mask with infinities is kept unchanged, and so are all tensors in a recomputed region, also if the
     recompute runs within the context."""
     net = block("cpu").eval()
@@ -288,7 +288,7 @@ def test_fp8_saved_of_masks_and_nested_regions(reentrant, inner, backward_inside
     assert a.isfinite().all() and a.any() and torch.equal(a, b)
 
 
-def test_fp8_saved_leaves_inputs_of_a_function_that_always_packs():
+def test_compressed_checkpoints_leaves_inputs_of_a_function_that_always_packs():
     """For functions that always pack, such as Megatron's. The outer region recomputes what the inner region
     reads."""
     net, plain = block("cpu").eval(), torch.utils.checkpoint.CheckpointFunction
@@ -304,7 +304,7 @@ def test_fp8_saved_leaves_inputs_of_a_function_that_always_packs():
 
 @both
 @pytest.mark.parametrize("changed", ["activation", "alias", "view", "leaf", "mask"])
-def test_fp8_saved_refuses_what_changes_before_backward(reentrant, changed):
+def test_compressed_checkpoints_refuses_what_changes_before_backward(reentrant, changed):
     """The error is the same as without packing, both for a packed tensor and for one that is kept unchanged,
     also if only an alias is left."""
 
@@ -327,7 +327,7 @@ def test_fp8_saved_refuses_what_changes_before_backward(reentrant, changed):
 
 
 @pytest.mark.parametrize("tokens", [ROWS, 8], ids=["packed", "small"])
-def test_fp8_saved_region_behind_a_norm(device, tokens):
+def test_compressed_checkpoints_region_behind_a_norm(device, tokens):
     """Notes on the norm's output describe how to recompute it. The tensor that the region is recomputed from
     has no notes."""
     generator = torch.Generator().manual_seed(3)

@@ -34,7 +34,7 @@ LLAMA = FAMILIES["llama"]
 
 
 @pytest.mark.parametrize("which", ["forward", "all", "none"])
-def test_which_products_are_summed_with_fewer_bits(which, monkeypatch):
+def test_convert_sums_some_products_with_fewer_bits(which, monkeypatch):
     multiply, fast = products.scaled_matmul, []
 
     def noting(*operands):
@@ -48,7 +48,7 @@ def test_which_products_are_summed_with_fewer_bits(which, monkeypatch):
     assert fast == [which != "none"] * 8 + 2 * [*[every] * 5, False, every, False]
 
 
-def test_input_and_gradient_have_predictions_of_their_own(device, monkeypatch):
+def test_convert_predicts_input_and_gradient_apart(device, monkeypatch):
     take_kernels(monkeypatch)
     model = coat_ds.convert(nn.Linear(64, 32, bias=False, device=device, dtype=torch.bfloat16))
     x = torch.full((16, 64), 3.0, device=device, dtype=torch.bfloat16)
@@ -69,7 +69,7 @@ def test_input_and_gradient_have_predictions_of_their_own(device, monkeypatch):
     ],
     ids=["bfloat16", "float16", "meta"],
 )
-def test_defaults_of_torch_are_of_no_concern(default):
+def test_convert_is_independent_of_torchs_defaults(default):
     family = FAMILIES["gpt2"]
     stock, batch = family.build(), family.batch()
     expected = run(model := coat_ds.convert(copy.deepcopy(stock)), batch)
@@ -81,7 +81,7 @@ def test_defaults_of_torch_are_of_no_concern(default):
 
 @pytest.mark.parametrize("norm", [nn.RMSNorm, functools.partial(nn.RMSNorm, eps=1e-3), nn.LayerNorm])
 @pytest.mark.parametrize("act", [nn.GELU, nn.ReLU, functools.partial(nn.GELU, approximate="tanh")])
-def test_plain_torch(norm, act):
+def test_convert_of_plain_torch(norm, act):
     stock = plain(norm, act)
     model = coat_ds.convert(copy.deepcopy(stock))
     assert coat_ds.conversion_of(model).converted["feed_forward"] == ["0.act", "1.act"]
@@ -98,7 +98,7 @@ def test_plain_torch(norm, act):
     assert all(rel_rms(a, e) < bound for a, e in zip(found, expected, strict=True))
 
 
-def test_copies_and_pickles():
+def test_converted_model_copies_and_pickles():
     model, batch = LLAMA.build(), LLAMA.batch()
     coat_ds.convert(model, {"attention_format": "sqrt8"})
     expected = run(model, batch)
@@ -118,7 +118,7 @@ def test_copies_and_pickles():
 
 
 @pytest.mark.parametrize("weight_cache", ["none", "fp8"])
-def test_averages_of_weights(weight_cache):
+def test_converted_model_averages_weights(weight_cache):
     """A model of torch's moving averages multiplies by the average, also where weights are cached."""
     model, batch, activations = LLAMA.build(), LLAMA.batch(), {"weight_cache": weight_cache}
     average = AveragedModel(coat_ds.convert(model, activations), multi_avg_fn=get_ema_multi_avg_fn(0.5))
@@ -136,7 +136,7 @@ def test_averages_of_weights(weight_cache):
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("attention_format", ["bf16", "recompute"])
-def test_evaluation_keeps_no_weights_and_training_goes_on(attention_format, mode):
+def test_converted_model_keeps_no_weights_in_evaluation(attention_format, mode):
     activations = {"weight_cache": "fp8", "attention_format": attention_format}
     models = [coat_ds.convert(LLAMA.build(), activations) for _ in range(2)]
     batch = LLAMA.batch()
@@ -153,7 +153,7 @@ def test_evaluation_keeps_no_weights_and_training_goes_on(attention_format, mode
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "mixtral", "qwen3_moe_grouped"])
-def test_shapes_without_numbers(name, caplog):
+def test_converted_model_on_the_meta_device(name, caplog):
     """On "meta"; transformers masks nothing there as long as a cache is filled."""
     family = FAMILIES[name]
     stock, batch = family.build().to("meta"), placed(family.batch(), "meta")
@@ -164,7 +164,7 @@ def test_shapes_without_numbers(name, caplog):
     assert len(said) == 1 and "linear layers in FP8" in said[0]
 
 
-def test_the_options_of_the_last_conversion_count():
+def test_convert_again_takes_the_last_options():
     model = coat_ds.convert(plain(), {"saved_format": "e4m3"})
     count = len(coat_ds.conversion_of(model).converted["linear"])
     assert coat_ds.convert(model) is model
@@ -176,7 +176,7 @@ def test_the_options_of_the_last_conversion_count():
     assert coat_ds.unconvert(stock := plain()) is stock
 
 
-def test_linear_layers_of_other_weights_are_counted():
+def test_convert_counts_linear_layers_of_other_weights():
     """Weight norm computes the weight in each forward; FP8 checkpoints of transformers have separate scales;
     compressed-tensors has codes in its place."""
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)), nn.Embedding(64, 64))
@@ -192,7 +192,7 @@ def test_linear_layers_of_other_weights_are_counted():
     assert conversion.summary().startswith("1 of 4 linear layers in FP8")
 
 
-def test_activations_that_work_in_place_stay():
+def test_convert_leaves_activations_that_work_in_place():
     """Code that reads their input afterwards reads what they wrote."""
     stock = nn.Sequential(nn.Linear(64, 72), nn.SiLU(inplace=True), nn.ReLU(inplace=True), nn.ReLU())
     model = coat_ds.convert(copy.deepcopy(stock))
@@ -205,7 +205,7 @@ def test_activations_that_work_in_place_stay():
     assert y.equal(expected)
 
 
-def test_the_filter_and_the_reasons():
+def test_convert_takes_a_filter_and_gives_reasons():
     model = coat_ds.convert(LLAMA.build(), filter=lambda name, module: "layers.0" not in name)
     conversion = coat_ds.conversion_of(model)
     assert conversion.left["model.layers.0.mlp.up_proj"] == "the filter"
@@ -250,7 +250,7 @@ def test_the_filter_and_the_reasons():
     }
 
 
-def test_the_only_layer_with_the_sizes_of_an_embedding_is_the_head():
+def test_convert_leaves_the_only_layer_with_the_sizes_of_an_embedding():
     def parts(*layers):
         return nn.Sequential(nn.Embedding(128, 64), *layers)
 
@@ -263,7 +263,7 @@ def test_the_only_layer_with_the_sizes_of_an_embedding_is_the_head():
         assert coat_ds.conversion_of(coat_ds.convert(model)).left == left
 
 
-def test_an_input_on_another_device_is_refused():
+def test_converted_model_refuses_an_input_on_another_device():
     model = coat_ds.convert(plain())
     # as nn.DataParallel's copies call it
     with pytest.raises(RuntimeError, match="layer on cpu got an input on meta.*DistributedDataParallel"):
@@ -285,7 +285,7 @@ def doubled(self, x):
     return 2 * F.linear(x, self.weight, self.bias)
 
 
-def test_patched_forwards_are_known_by_what_they_compute():
+def test_convert_knows_patched_forwards_by_what_they_compute():
     model = plain(norm=Patched)
     model[1].norm.power = 0.4
     model[0].up.forward = types.MethodType(rewritten, model[0].up)
@@ -304,7 +304,7 @@ def test_patched_forwards_are_known_by_what_they_compute():
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "gemma3"])
 @pytest.mark.parametrize("autocast", [True, False], ids=["autocast", "fp32"])
-def test_fp32_models_return_the_dtypes_of_the_stock_model(name, autocast):
+def test_converted_fp32_model_returns_stock_dtypes(name, autocast):
     family = FAMILIES[name]
     model, batch = family.build(torch.float32), family.batch()
     dtypes = {}
@@ -336,7 +336,7 @@ def test_fp32_models_return_the_dtypes_of_the_stock_model(name, autocast):
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "bert"])
-def test_fp32_models_under_autocast_always_round_alike(name, device):
+def test_converted_fp32_model_under_autocast_always_rounds_alike(name, device):
     """Without gradients as with them, and in the first forward, which does not know yet that more than
     products read a norm of BERT, as in later ones."""
     family = FAMILIES[name]
@@ -352,7 +352,7 @@ def test_fp32_models_under_autocast_always_round_alike(name, device):
         assert first.equal(second) and first.equal(loss())
 
 
-def test_a_model_that_shares_the_config_of_a_converted_one_is_stock(caplog):
+def test_convert_leaves_a_model_that_shares_the_config(caplog):
     """A warning is logged, as for a reference model that TRL loads; not where `filter` left attention."""
     import transformers
 
@@ -379,7 +379,7 @@ def test_a_model_that_shares_the_config_of_a_converted_one_is_stock(caplog):
     assert "a model that was not converted" not in caplog.text
 
 
-def test_compiled_models_compute_the_same():
+def test_converted_model_compiled_equals_eager():
     model = coat_ds.convert(plain())
     x = torch.randn(16, 64).bfloat16()
     y = model(x)
@@ -394,7 +394,7 @@ def test_compiled_models_compute_the_same():
         assert rel_rms(found, wanted) < fp8_bound(2)
 
 
-def test_second_derivatives_are_an_error():
+def test_converted_model_refuses_second_derivatives():
     """Of layers that run as fused blocks; of single operations: tests/kernels/test_autograd.py. The model is
     trained as before."""
     model, batch = coat_ds.convert(LLAMA.build()), LLAMA.batch()

@@ -54,7 +54,7 @@ def ranks():
     return run_distributed(weights, 2)
 
 
-def test_two_ranks_train_as_one_process_does(ranks):
+def test_ddp_ranks_train_as_one_process(ranks):
     for found in ranks:
         for kind, ways in found.items():
             for name, trained in ways.items():

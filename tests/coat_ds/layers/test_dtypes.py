@@ -13,14 +13,14 @@ from tests.families import FAMILIES
 
 @pytest.mark.parametrize("build", [LlamaRMSNorm, T5LayerNorm])
 @pytest.mark.parametrize("given", [torch.float32, torch.bfloat16])
-def test_norms_return_what_stock_ones_do_once_they_are_cast(build, given):
+def test_converted_norms_return_what_stock_ones_do_once_they_are_cast(build, given):
     x = torch.randn(4, 64).to(given)
     stock, ours = build(64), coat_ds.convert(build(64))
     for own in (torch.float32, torch.bfloat16):
         assert ours.to(own)(x).dtype == stock.to(own)(x).dtype
 
 
-def test_a_norm_whose_output_is_another_under_autocast():
+def test_convert_leaves_a_norm_with_another_output_under_autocast():
     """As of LayerNorm on GPUs."""
 
     class Cast(LlamaRMSNorm):
@@ -35,7 +35,7 @@ def test_a_norm_whose_output_is_another_under_autocast():
             assert norm(x).dtype == (torch.bfloat16 if enabled else torch.float32)
 
 
-def test_a_norm_of_fp32_in_bf16_rounds_once():
+def test_converted_norm_of_fp32_in_bf16_rounds_once():
     """T5's."""
     torch.manual_seed(0)
     norm, x = T5LayerNorm(64).bfloat16(), torch.randn(256, 64)
@@ -51,7 +51,7 @@ def test_a_norm_of_fp32_in_bf16_rounds_once():
     [(torch.float16, None), (torch.float16, torch.bfloat16), (torch.float32, torch.float16)],
 )
 @pytest.mark.parametrize("build", [plain, lambda: torch.nn.Linear(64, 64)], ids=["model", "layer"])
-def test_inputs_in_fp16_are_refused(build, given, autocast):
+def test_converted_model_refuses_fp16_inputs(build, given, autocast):
     """Also where autocast would cast them to BF16, or other inputs to FP16."""
     model, x = coat_ds.convert(build()), torch.randn(2, 32, 64).to(given)
     with (
@@ -61,7 +61,7 @@ def test_inputs_in_fp16_are_refused(build, given, autocast):
         model(x)
 
 
-def test_parts_of_a_feed_forward_in_other_types_have_gradients_of_their_own_type():
+def test_converted_feed_forward_gradients_have_the_type_of_their_part():
     """That of an FP32 weight is not rounded to BF16."""
     mlp = coat_ds.convert(FAMILIES["llama"].build().model.layers[0].mlp)
     mlp.up_proj.float()

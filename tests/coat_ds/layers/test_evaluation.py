@@ -33,7 +33,7 @@ def logits_of(model, batch, gradients=False):
 @pytest.mark.parametrize(
     "name", [name if name in DIFFERENT else pytest.param(name, marks=LONG) for name in FAMILIES]
 )
-def test_a_family_evaluates_as_without_coat(name, device):
+def test_evaluation_of_a_family_is_stock(name, device):
     family = FAMILIES[name]
     batch = placed(family.batch(), device)
     stock, fp8, model = (family.build().to(device) for _ in range(3))
@@ -60,7 +60,7 @@ def test_a_family_evaluates_as_without_coat(name, device):
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpoints_repeat_what_was_trained(reentrant):
+def test_evaluation_checkpoints_repeat_what_was_trained(reentrant):
     batch, found = LLAMA.batch(), []
     for activations in ({}, STOCK):
         model = coat_ds.convert(LLAMA.build(), activations)
@@ -70,7 +70,7 @@ def test_checkpoints_repeat_what_was_trained(reentrant):
     assert loss == again and all(same[name].equal(gradient) for name, gradient in gradients.items())
 
 
-def test_autocast_over_fp32_weights():
+def test_evaluation_under_autocast_over_fp32_weights():
     batch, models = LLAMA.batch(dtype=torch.float32), [LLAMA.build(torch.float32).eval() for _ in range(2)]
     coat_ds.convert(models[1], STOCK)
     with torch.autocast("cpu", torch.bfloat16):
@@ -78,7 +78,7 @@ def test_autocast_over_fp32_weights():
     assert found.equal(expected)
 
 
-def test_a_forward_that_was_patched_before_evaluates():
+def test_evaluation_of_a_forward_that_was_patched_before():
     model, seen, x = Net(), [], tokens()
 
     def patched(self, x):
@@ -94,7 +94,7 @@ def test_a_forward_that_was_patched_before_evaluates():
     assert seen == [x]
 
 
-def test_a_compiled_model():
+def test_evaluation_of_a_compiled_model():
     stock, x = Net(norm=nn.RMSNorm(64)), tokens()
     model = torch.compile(coat_ds.convert(Net(norm=nn.RMSNorm(64)), STOCK), backend="eager")
     with torch.no_grad():
@@ -135,7 +135,7 @@ def by_stages():
     return found
 
 
-def test_under_deepspeed():
+def test_evaluation_under_deepspeed():
     for found in run_distributed(by_stages, 2):
         for stage in (1, 3):
             (losses, first, then), (again, plain, later) = (found[stage, name] for name in ("fp8", "stock"))
@@ -156,6 +156,6 @@ def sharded():
     return found
 
 
-def test_under_fsdp2():
+def test_evaluation_under_fsdp2():
     for stock, fp8, plain in run_distributed(sharded, 2):
         assert plain.equal(stock) and not fp8.equal(stock)

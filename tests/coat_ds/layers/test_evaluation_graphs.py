@@ -31,7 +31,7 @@ on_gpu = pytest.mark.gpu
 @on_gpu
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
-def test_replays_evaluate_as_launches_do(variant, padded):
+def test_evaluation_replays_are_launches(variant, padded):
     """Steps in between change weights and scales, and have graphs of their own."""
     models = [converted(graphs, *VARIANTS[variant]) for graphs in (True, False)]
     optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in models]
@@ -47,7 +47,7 @@ def test_replays_evaluate_as_launches_do(variant, padded):
 
 
 @on_gpu
-def test_results_of_evaluations_stay():
+def test_evaluation_replays_keep_earlier_results():
     models = [converted(graphs) for graphs in (True, False)]
     results = [[evaluated(model, number) for number in range(WARM_UP + 3)] for model in models]
     assert all(map(torch.equal, *results))
@@ -55,7 +55,7 @@ def test_results_of_evaluations_stay():
 
 
 @on_gpu
-def test_evaluations_of_other_lengths():
+def test_evaluation_replays_of_other_lengths():
     """A graph stays until another length has come often enough, longer where it did not pay off."""
     models, seen = [converted(graphs) for graphs in (True, False)], []
     lengths = [64] * 3 + [48] * 2 + [64] + [48] * 3 + [64] * 4 + [64] + [32]
@@ -68,7 +68,7 @@ def test_evaluations_of_other_lengths():
 
 
 @on_gpu
-def test_evaluation_between_a_forward_and_its_backward():
+def test_evaluation_replays_between_a_forward_and_its_backward():
     found = []
     for model in recorded():
         for number in range(WARM_UP + 2):
@@ -81,7 +81,7 @@ def test_evaluation_between_a_forward_and_its_backward():
 
 
 @on_gpu
-def test_a_frozen_reference_model_beside_what_is_trained():
+def test_evaluation_replays_of_a_frozen_reference_beside_training():
     """They share buffers and memory, as DPO's two models."""
     found = []
     for graphs in (True, False):
@@ -116,7 +116,7 @@ def held_by_evaluation() -> list[int]:
 
 
 @on_gpu
-def test_evaluation_holds_the_memory_of_one_layer():
+def test_evaluation_replays_hold_the_memory_of_one_layer():
     """No layer's evaluation keeps anything, so that more of them hold no more.
 
     In a process of its own: what other tests leave decides which segments are reserved.
@@ -126,7 +126,7 @@ def test_evaluation_holds_the_memory_of_one_layer():
 
 
 @on_gpu
-def test_what_is_not_evaluated_has_no_graph():
+def test_evaluation_graphs_are_of_evaluated_layers_alone():
     """Forwards without gradients of a model in training, and those of inference mode, whose tensors do not
     say when they change."""
     model = converted(True)
@@ -145,7 +145,7 @@ def test_what_is_not_evaluated_has_no_graph():
     assert evaluated_counts(model) == [0] * LAYERS
 
 
-def test_without_a_gradient_nobody_asks_what_a_graph_would_use():
+def test_evaluation_graphs_ask_nothing_without_a_gradient():
     """To answer brings kept copies of weights up to date."""
 
     def uses():

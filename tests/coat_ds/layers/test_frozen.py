@@ -23,7 +23,7 @@ from tests.util import rel_rms, saved_tensors
 LLAMA = FAMILIES["llama"]
 
 
-def test_frozen_weights_save_no_input():
+def test_frozen_weights_of_a_model_save_no_input():
     model = plain()
     for block in model:
         block.up.requires_grad_(False)
@@ -41,7 +41,7 @@ def test_frozen_weights_save_no_input():
     assert x.grad is not None and all(p.grad is None for p in model.parameters())
 
 
-def test_frozen_weights_are_quantized_once(monkeypatch):
+def test_frozen_weights_of_a_model_are_quantized_once(monkeypatch):
     count = []
     quantize = WeightCache._quantize
     monkeypatch.setattr(WeightCache, "_quantize", lambda *a, **k: count.append(1) or quantize(*a, **k))
@@ -61,7 +61,7 @@ def test_frozen_weights_are_quantized_once(monkeypatch):
     assert rel_rms(model[0].up(torch.ones(1, 64).bfloat16()) - bias, 2 * (before - bias)) < 2**-6
 
 
-def test_a_frozen_part_of_a_feed_forward_has_a_scale_of_its_own():
+def test_frozen_part_of_a_feed_forward_has_a_scale_of_its_own():
     """By that of the other part its codes would all be zero."""
     mlp = LLAMA.build().model.layers[0].mlp
     x = torch.randn(4, 128, generator=torch.Generator().manual_seed(1)).bfloat16()
@@ -72,7 +72,7 @@ def test_a_frozen_part_of_a_feed_forward_has_a_scale_of_its_own():
     assert rel_rms(coat_ds.convert(mlp)(x), expected) < fp8_bound(3)
 
 
-def test_a_frozen_tower_without_gradients():
+def test_frozen_tower_without_gradients():
     family = FAMILIES["llava"]
     model, batch = family.build(), family.batch()
     model.model.vision_tower.requires_grad_(False)
@@ -84,7 +84,7 @@ def test_a_frozen_tower_without_gradients():
 
 
 @pytest.mark.parametrize("cached", ["none", "fp8"])
-def test_a_frozen_reference_computes_what_its_policy_does(monkeypatch, cached, device):
+def test_frozen_reference_computes_what_its_policy_does(monkeypatch, cached, device):
     policy = coat_ds.convert(LLAMA.build().to(device), {"weight_cache": cached})
     batch = placed(LLAMA.batch(), device)
     # LLaMA-Factory freezes it, TRL does not
@@ -103,7 +103,7 @@ def test_a_frozen_reference_computes_what_its_policy_does(monkeypatch, cached, d
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["convert first", "peft first"])
-def test_lora(before):
+def test_lora_trains_converted_layers(before):
     peft = pytest.importorskip("peft")
     lora = peft.LoraConfig(
         r=16, target_modules=["q_proj", "v_proj", "gate_proj", "down_proj"], lora_dropout=0.0
@@ -135,7 +135,7 @@ def test_lora(before):
 
 
 @pytest.mark.parametrize("kind", ["lora_A", "modules_to_save"])
-def test_heads_within_pefts_wrappers_stay(kind):
+def test_convert_leaves_heads_within_pefts_wrappers(kind):
     peft = pytest.importorskip("peft")
     transformers = pytest.importorskip("transformers")
     causal = LLAMA.build()
@@ -156,7 +156,7 @@ def test_heads_within_pefts_wrappers_stay(kind):
 
 
 @pytest.mark.parametrize("kind", ["PromptEncoderConfig", "PrefixTuningConfig"])
-def test_what_makes_pefts_prompts_stays(kind):
+def test_convert_leaves_what_makes_pefts_prompts(kind):
     peft = pytest.importorskip("peft")
     sizes = {"encoder_hidden_size": 64, "num_virtual_tokens": 4, "task_type": "CAUSAL_LM"}
     if kind == "PrefixTuningConfig":

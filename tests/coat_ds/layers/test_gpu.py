@@ -20,7 +20,7 @@ def on_gpu(batch):
 
 @pytest.mark.parametrize("attention_format", ["bf16", "sqrt8", "recompute"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_gradients(name, attention_format):
+def test_converted_gradients_on_a_gpu(name, attention_format):
     family = FAMILIES[name]
     batch = on_gpu(family.batch())
     _, expected = run(family.build().float().cuda(), on_gpu(family.batch(dtype=torch.float32)))
@@ -48,7 +48,7 @@ def _images(batch):
 
 @pytest.mark.parametrize("padding", [0, 9])
 @pytest.mark.parametrize("weight_cache", ["none", "fp8"])
-def test_blocks_agree_with_the_modules(weight_cache, padding, monkeypatch):
+def test_fused_blocks_agree_with_modules_on_a_gpu(weight_cache, padding, monkeypatch):
     family = FAMILIES["qwen2"]
     batch = on_gpu(padded(family.batch(), padding))
     model = coat_ds.convert(family.build().cuda(), {"weight_cache": weight_cache})
@@ -65,7 +65,7 @@ def test_blocks_agree_with_the_modules(weight_cache, padding, monkeypatch):
 
 @pytest.mark.parametrize("attention_format", ["bf16", "sqrt8", "recompute"])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2"])
-def test_tokens_that_see_nothing(name, attention_format):
+def test_converted_tokens_that_see_nothing_on_a_gpu(name, attention_format):
     """As those of padding on the left, for which torch's own choice on Hopper gives NaN."""
     family = FAMILIES[name]
     batch = on_gpu(padded(family.batch(), 5, left=True))
@@ -84,7 +84,7 @@ def train_twice_alike(attention_format):
 
 
 @pytest.mark.parametrize("attention_format", ["bf16", "sqrt8", "recompute"])
-def test_a_run_repeats_to_the_bit_where_attention_sums_in_order(attention_format, monkeypatch):
+def test_converted_run_repeats_to_the_bit_where_attention_sums_in_order(attention_format, monkeypatch):
     """The backward pass of torch's attention sums over blocks of tokens, in any order unless asked.
 
     In a process of its own, since cuBLAS reads its variable once.
@@ -94,7 +94,7 @@ def test_a_run_repeats_to_the_bit_where_attention_sums_in_order(attention_format
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3"])
-def test_fp32_under_autocast_and_compiled(name):
+def test_converted_fp32_model_under_autocast_and_compiled_on_a_gpu(name):
     family = FAMILIES[name]
     batch = on_gpu(family.batch())
     model = family.build(torch.float32).cuda()
@@ -110,7 +110,7 @@ def test_fp32_under_autocast_and_compiled(name):
 
 
 @pytest.mark.parametrize("loss", [False, True], ids=["layers", "layers and loss"])
-def test_ligers_forwards_are_known_by_what_they_compute(loss, monkeypatch):
+def test_convert_knows_ligers_forwards_by_what_they_compute(loss, monkeypatch):
     liger = pytest.importorskip("liger_kernel.transformers")
     family = FAMILIES["llama"]
     batch = on_gpu(family.batch()) | {"use_cache": False}

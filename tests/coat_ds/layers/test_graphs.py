@@ -38,14 +38,14 @@ on_gpu = pytest.mark.gpu
 @on_gpu
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
-def test_replays_train_as_launches_do(variant, padded):
+def test_layer_graphs_train_as_launches(variant, padded):
     models = [converted(graphs, *VARIANTS[variant]) for graphs in (True, False)]
     trained_alike(models, how=lambda number: {"padding": (1 + number % 7) * padded})
     assert counts(models[0]) == [1] * LAYERS and counts(models[1]) == [0] * LAYERS
 
 
 @on_gpu
-def test_replays_under_autocast():
+def test_layer_graphs_under_autocast():
     models = [converted(graphs) for graphs in (True, False)]
     with torch.autocast("cuda", torch.bfloat16):
         trained_alike(models)
@@ -53,7 +53,7 @@ def test_replays_under_autocast():
 
 
 @on_gpu
-def test_lengths_that_change():
+def test_layer_graphs_of_lengths_that_change():
     """Graphs of one length are held at a time, their memory is freed, and each change makes the next
     graphs wait longer."""
     models = [converted(graphs, layers=4) for graphs in (True, False)]
@@ -71,7 +71,7 @@ def test_lengths_that_change():
 
 
 @on_gpu
-def test_a_short_last_batch_of_each_epoch():
+def test_layer_graphs_with_a_short_last_batch_of_each_epoch():
     """Graphs that have paid off come back as soon as the first did."""
     models = [converted(graphs) for graphs in (True, False)]
     optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-3) for model in models]
@@ -86,7 +86,7 @@ def test_a_short_last_batch_of_each_epoch():
 
 
 @on_gpu
-def test_memory_of_another_length_is_given_back():
+def test_layer_graphs_give_back_memory_of_another_length():
     model = converted(True, layers=4)
     torch.cuda.empty_cache()
 
@@ -106,7 +106,7 @@ def test_memory_of_another_length_is_given_back():
 
 @on_gpu
 @pytest.mark.parametrize("padding", [(0, 0), (5, 9)], ids=["whole", "padded"])
-def test_two_forwards_before_their_backwards(padding):
+def test_layer_graphs_of_two_forwards_before_their_backwards(padding):
     """The second is launched; neither reads the other's angles or mask."""
     found = []
     for model in recorded():
@@ -127,7 +127,7 @@ def test_two_forwards_before_their_backwards(padding):
 
 
 @on_gpu
-def test_masks_that_come_and_go():
+def test_layer_graphs_with_masks_that_come_and_go():
     """transformers leaves the mask out where all tokens are seen: a function of its own."""
     models = [converted(graphs) for graphs in (True, False)]
     trained_alike(models, how=lambda number: {"padding": 3 * (number % 2)})
@@ -135,7 +135,7 @@ def test_masks_that_come_and_go():
 
 
 @on_gpu
-def test_weights_that_move_between_forward_and_backward():
+def test_layer_graphs_with_weights_that_move_between_forward_and_backward():
     """As under FSDP, which frees and re-gathers them: the recorded backward has their addresses."""
     found = []
     for model in recorded():
@@ -157,7 +157,7 @@ def test_weights_that_move_between_forward_and_backward():
 
 
 @on_gpu
-def test_two_models_at_once():
+def test_layer_graphs_of_two_models_at_once():
     """The second one's angles may not overwrite what the first one's graphs still read: it is launched."""
     found = []
     for graphs in (True, False):
@@ -175,7 +175,7 @@ def test_two_models_at_once():
 
 
 @on_gpu
-def test_a_recorded_forward_without_a_backward():
+def test_layer_graphs_of_a_forward_without_a_backward():
     """Its backward is recorded after another forward, whose angles are newer."""
     models = [converted(graphs) for graphs in (True, False)]
     for _ in range(WARM_UP):
@@ -188,7 +188,7 @@ def test_a_recorded_forward_without_a_backward():
 
 
 @on_gpu
-def test_forwards_without_backwards_warm_nothing_up():
+def test_layer_graphs_are_not_warmed_up_by_forwards_alone():
     """As a first look at losses: what backward compiles cannot be compiled while it is recorded."""
     models = [converted(graphs) for graphs in (True, False)]
     for number in range(WARM_UP + 2):
@@ -199,7 +199,7 @@ def test_forwards_without_backwards_warm_nothing_up():
 
 
 @on_gpu
-def test_outputs_that_are_changed_in_place():
+def test_layer_graphs_with_outputs_that_are_changed_in_place():
     """As by hooks that steer a model."""
     models = [converted(graphs) for graphs in (True, False)]
     for model in models:
@@ -210,7 +210,7 @@ def test_outputs_that_are_changed_in_place():
 
 
 @on_gpu
-def test_anomalies_are_looked_for_in_launches():
+def test_layer_graphs_are_left_where_anomalies_are_looked_for():
     models = [converted(graphs) for graphs in (True, False)]
     with torch.autograd.set_detect_anomaly(True):
         trained_alike(models, 3)
@@ -220,7 +220,7 @@ def test_anomalies_are_looked_for_in_launches():
 
 
 @on_gpu
-def test_evaluation_in_inference_mode_keeps_nothing_for_training():
+def test_layer_graphs_keep_nothing_of_inference_mode():
     models = [converted(graphs, activations={"weight_cache": "fp8"}) for graphs in (True, False)]
     for _ in range(WARM_UP + 2):
         for model in models:
@@ -231,7 +231,7 @@ def test_evaluation_in_inference_mode_keeps_nothing_for_training():
 
 
 @on_gpu
-def test_models_in_threads_of_their_own():
+def test_layer_graphs_of_models_in_threads_of_their_own():
     """They share a stream, but no buffers."""
     models = [converted(graphs) for graphs in (True, True, False)]
     results = [[] for _ in models]
@@ -253,7 +253,7 @@ def test_models_in_threads_of_their_own():
 
 @on_gpu
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_what_is_recomputed_is_launched(reentrant):
+def test_layer_graphs_leave_what_is_recomputed(reentrant):
     models = [converted(graphs) for graphs in (True, False)]
     for model in models:
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
@@ -263,7 +263,7 @@ def test_what_is_recomputed_is_launched(reentrant):
 
 
 @on_gpu
-def test_copies_record_anew():
+def test_layer_graphs_of_copies_are_recorded_anew():
     model = copy.deepcopy(recorded()[0])
     assert counts(model) == [0] * LAYERS
     for number in range(WARM_UP + 1):
@@ -272,7 +272,7 @@ def test_copies_record_anew():
 
 
 @on_gpu
-def test_what_is_changed_before_its_backward_is_an_error():
+def test_layer_graphs_refuse_what_is_changed_before_its_backward():
     model, _ = recorded()
     loss = model(**batch(0)).loss
     with torch.no_grad():
@@ -282,7 +282,7 @@ def test_what_is_changed_before_its_backward_is_an_error():
 
 
 @on_gpu
-def test_layers_take_turns_in_being_watched(monkeypatch):
+def test_layer_graphs_take_turns_in_being_watched(monkeypatch):
     model, plain = recorded(layers=3)
     replays, forward = [], Recording.forward
     monkeypatch.setattr(Recording, "forward", lambda *args: (replays.append(1), forward(*args))[1])
@@ -303,7 +303,7 @@ def test_layers_take_turns_in_being_watched(monkeypatch):
 
 
 @on_gpu
-def test_where_graphs_are_taken_by_themselves():
+def test_layer_graphs_are_taken_by_themselves():
     for wanted in (None, True, False):
         layer = replaced(converted(wanted).model.layers[0])
         numel = sum(linear.weight.numel() for linears in layer.products for linear in linears)
@@ -317,7 +317,7 @@ def test_where_graphs_are_taken_by_themselves():
         assert not layer.uses_graphs(torch.empty(1, 1, 1))
 
 
-def test_a_constant_stays_while_it_is_to_be_read():
+def test_layer_graphs_keep_a_constant_while_it_is_to_be_read():
     mask = torch.randn(1, 1, 5, 8)[..., :5]
     constant = Constant(mask)
     assert constant.buffer.stride() == mask.stride()
@@ -333,7 +333,7 @@ def test_a_constant_stays_while_it_is_to_be_read():
     assert constant.take(other) and constant.buffer.equal(other)
 
 
-def test_the_key_says_where_it_has_no_effect(caplog):
+def test_cuda_graphs_key_says_where_it_has_no_effect(caplog):
     model = coat_ds.convert(FAMILIES["llama"].build(), {"cuda_graphs": True})
     model(**FAMILIES["llama"].batch()).loss.backward()
     (line,) = [m for m in caplog.messages if "cuda_graphs" in m]

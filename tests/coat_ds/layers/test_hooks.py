@@ -61,7 +61,7 @@ def larger(y: torch.Tensor) -> None:
 @pytest.mark.parametrize("everywhere", [False, True], ids=["own", "global"])
 @pytest.mark.parametrize("before", [False, True], ids=["behind the producer", "in front of the reader"])
 @pytest.mark.parametrize("build", [of_norm, of_activation, of_gated])
-def test_what_hooks_write_unseen_is_multiplied(build, before, everywhere):
+def test_converted_layers_multiply_what_hooks_write_unseen(build, before, everywhere):
     x, results = torch.randn(2, 32, 64).bfloat16(), []
     for model in build():
         place = model[1] if before else model[0]
@@ -88,7 +88,7 @@ def test_what_hooks_write_unseen_is_multiplied(build, before, everywhere):
     "kind", ["forward", "forward pre", "backward", "backward pre", "global", "global backward"]
 )
 @pytest.mark.parametrize("name", ["act_fn", "up_proj"])
-def test_watched_modules_are_called(name, kind):
+def test_converted_layers_call_modules_with_hooks(name, kind):
     """Kernels call no activation, and multiply two layers as one."""
     _, model = of_gated()
     module, seen = getattr(model[1], name), []
@@ -110,7 +110,7 @@ def test_watched_modules_are_called(name, kind):
 
 
 @pytest.mark.parametrize("build", [of_norm, of_layer_norm, of_activation, of_gated])
-def test_a_batch_of_nothing(build, device):
+def test_converted_layers_with_hooks_take_a_batch_of_nothing(build, device):
     """Alone, and between others."""
     _, model = build()
     model.to(device)

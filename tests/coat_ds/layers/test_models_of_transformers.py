@@ -45,7 +45,7 @@ class Gated(torch.nn.Module):
         return self.out_proj(self.norm(x, gate))
 
 
-def test_a_norm_that_takes_a_gate_is_left():
+def test_convert_leaves_a_norm_that_takes_a_gate():
     """Without its gate it is RMSNorm."""
     torch.manual_seed(0)
     model, inputs = Gated().bfloat16(), torch.randn(2, 4, 8, 64).bfloat16()
@@ -55,7 +55,7 @@ def test_a_norm_that_takes_a_gate_is_left():
     assert rel_rms(model(*inputs), expected) < fp8_forward_bound(1)
 
 
-def test_experts_with_biases_and_a_gate_of_their_own():
+def test_experts_of_gpt_oss_with_biases_and_own_gate():
     """GPT-OSS's, interleaved, clamped and transposed; also in a copy, and where they are compiled with their
     router."""
     ids = torch.arange(128).view(2, 64) % 61
@@ -85,7 +85,7 @@ def test_experts_with_biases_and_a_gate_of_their_own():
             assert rel_rms(own, gradient) < fp8_bound(4), name
 
 
-def test_experts_save_as_the_block_says():
+def test_experts_of_models_save_as_the_block_says():
     def gradient(**activations):
         config = {"num_local_experts": 4, "num_experts_per_tok": 2}
         experts = coat_ds.convert(build("Mixtral", **config), activations).model.layers[0].mlp.experts
@@ -108,7 +108,7 @@ def tokens_of():
     return x, torch.arange(64).view(64, 1) % 4, torch.ones(64, 1, dtype=torch.bfloat16)
 
 
-def test_experts_of_no_tokens(device):
+def test_experts_of_models_take_no_tokens(device):
     experts = coat_ds.convert(mixtral().to(device))
     x = torch.zeros(0, 64, dtype=torch.bfloat16, device=device, requires_grad=True)
     weights = torch.zeros(0, 2, dtype=torch.bfloat16, device=device, requires_grad=True)
@@ -127,7 +127,7 @@ ZEROS = {
 
 
 @pytest.mark.parametrize("change", ZEROS)
-def test_what_is_put_into_experts_later_is_called(change):
+def test_experts_of_models_call_what_is_put_into_them_later(change):
     experts = coat_ds.convert(mixtral())
     for copied in (copy.deepcopy(experts), experts):
         assert copied(*tokens_of()).any()
@@ -165,7 +165,7 @@ def with_biases(experts):
     "change, autocast",
     [(clamped, False), (with_biases, False), (in_fp32, True)],
 )
-def test_experts_with_a_gate_of_their_own_or_biases(change, autocast, trains):
+def test_experts_of_models_with_own_gate_or_biases(change, autocast, trains):
     experts = mixtral()
     change(experts)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast), torch.set_grad_enabled(trains):
@@ -176,7 +176,7 @@ def test_experts_with_a_gate_of_their_own_or_biases(change, autocast, trains):
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-def test_many_experts_of_an_fp32_model_multiply_in_bf16(autocast):
+def test_experts_of_an_fp32_model_multiply_in_bf16(autocast):
     def run(model):
         ids = torch.arange(128).view(2, 64) % 61
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
@@ -196,7 +196,7 @@ def test_many_experts_of_an_fp32_model_multiply_in_bf16(autocast):
     assert abs(found_loss - loss) < 0.01 * loss
 
 
-def test_experts_that_are_left_count_as_a_linear_layer():
+def test_convert_counts_experts_that_it_leaves_as_a_linear_layer():
     """As those do that are converted: most weights of the model are theirs."""
     model = build("GptOss", num_local_experts=4, intermediate_size=40)
     conversion = coat_ds.conversion_of(coat_ds.convert(model))
@@ -205,7 +205,7 @@ def test_experts_that_are_left_count_as_a_linear_layer():
     assert conversion.found["feed_forward"] == 1
 
 
-def test_experts_of_other_ranks_are_left_to_transformers():
+def test_convert_leaves_experts_of_other_ranks_to_transformers():
     """Under expert parallelism a token may have one that this rank does not hold."""
     experts = mixtral()
     experts._is_expert_parallel = True
@@ -215,7 +215,7 @@ def test_experts_of_other_ranks_are_left_to_transformers():
     assert coat_ds.convert(experts)(x, chosen, weights).equal(expected)
 
 
-def test_experts_of_other_forms_are_left():
+def test_convert_leaves_experts_of_other_forms():
     for fields in (
         {"down_scale": torch.nn.Parameter(torch.ones(4))},
         {"gate_up_proj": torch.nn.Parameter(torch.zeros(4, 192, 64))},
@@ -230,7 +230,7 @@ def test_experts_of_other_forms_are_left():
         assert list(conversion.left) == [""] and not any(conversion.converted.values()), fields
 
 
-def test_a_router_in_a_module_of_its_own_is_left():
+def test_convert_leaves_a_router_in_a_module_of_its_own():
     model = coat_ds.convert(build("HunYuanMoEV1", num_experts=32, moe_topk=2))
     conversion = coat_ds.conversion_of(model)
     assert conversion.left["model.layers.0.mlp.gate.wg"] == "the router"
@@ -238,7 +238,7 @@ def test_a_router_in_a_module_of_its_own_is_left():
     assert "model.layers.0.mlp.shared_mlp.down_proj" in conversion.converted["linear"]
 
 
-def test_one_token_without_a_batch():
+def test_converted_model_takes_one_token_without_a_batch():
     linear = torch.nn.Linear(64, 64).bfloat16()
     tokens = torch.randn(2, 64).bfloat16()
     model = coat_ds.convert(torch.nn.Sequential(linear))
@@ -249,7 +249,7 @@ def test_one_token_without_a_batch():
     assert alone.grad.shape == (64,) and linear.bias.grad.equal(torch.ones_like(linear.bias))
 
 
-def test_a_model_that_asks_for_its_attention_by_name_keeps_it():
+def test_convert_leaves_attention_that_a_model_asks_for_by_name():
     """Gemma 4 computes the last tokens alone in layers that share keys, but not with "sdpa".
 
     In older releases of transformers it computes all tokens, and asks for no name.
@@ -272,6 +272,6 @@ def test_a_model_that_asks_for_its_attention_by_name_keeps_it():
     assert rel_rms(last, every[:, -4:]) < fp8_forward_bound(2)
 
 
-def test_experts_give_the_dtype_of_their_input_whatever_a_routers_is():
+def test_experts_of_models_give_the_dtype_of_their_input_whatever_a_routers_is():
     x, chosen, weights = tokens_of()
     assert coat_ds.convert(mixtral())(x, chosen, weights.float()).dtype == torch.bfloat16

@@ -73,7 +73,7 @@ def masks_made(monkeypatch) -> list:
 
 @LAYOUTS
 @pytest.mark.parametrize("name", ["mistral", "qwen3", "gemma3"])
-def test_attention_alone_is_exact(name, lengths, monkeypatch):
+def test_packed_rows_attention_alone_is_exact(name, lengths, monkeypatch):
     """In FP64. The windows of Mistral and Gemma 3 are shorter than some of the documents."""
     made = masks_made(monkeypatch)
     model = FAMILIES[name].build(torch.float64)
@@ -90,7 +90,7 @@ def test_attention_alone_is_exact(name, lengths, monkeypatch):
 @FORMATS
 @pytest.mark.parametrize("lengths", [LENGTHS["several"], LENGTHS["many"]], ids=len)
 @pytest.mark.parametrize("name", ["mistral", "qwen3"])
-def test_fused_blocks_agree_with_documents_one_by_one(name, lengths, attention_format, monkeypatch):
+def test_packed_rows_agree_with_documents_one_by_one(name, lengths, attention_format, monkeypatch):
     taken, made = fused_calls(monkeypatch), masks_made(monkeypatch)
     _, expected = one_by_one(FAMILIES[name].build(torch.float32), lengths)
     model = coat_ds.convert(FAMILIES[name].build(), {"attention_format": attention_format})
@@ -100,7 +100,7 @@ def test_fused_blocks_agree_with_documents_one_by_one(name, lengths, attention_f
 
 
 @FORMATS
-def test_borders_and_positions_are_one_form(attention_format, monkeypatch):
+def test_packed_rows_by_borders_are_those_by_positions(attention_format, monkeypatch):
     taken = fused_calls(monkeypatch)
     model = coat_ds.convert(FAMILIES["llama"].build(), {"attention_format": attention_format})
     lengths = LENGTHS["several"]
@@ -113,7 +113,7 @@ def test_borders_and_positions_are_one_form(attention_format, monkeypatch):
     assert len(taken) == 3 * len(model.model.layers)
 
 
-def test_trls_batches_without_padding_are_packed(monkeypatch):
+def test_packed_rows_of_trl_without_padding(monkeypatch):
     from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
     made = masks_made(monkeypatch)
@@ -126,7 +126,7 @@ def test_trls_batches_without_padding_are_packed(monkeypatch):
 
 @FORMATS
 @pytest.mark.parametrize("name", ["llama", "mistral"])
-def test_no_mask_is_saved(name, attention_format):
+def test_packed_rows_save_no_mask(name, attention_format):
     """A packed batch saves what the same tokens as one document save, and the borders."""
     model = coat_ds.convert(FAMILIES[name].build(), {"attention_format": attention_format})
     lengths = LENGTHS["several"]
@@ -134,7 +134,7 @@ def test_no_mask_is_saved(name, attention_format):
     assert abs(packed - plain) <= 4 * (len(lengths) + 1)
 
 
-def test_log_probabilities_of_a_policy_and_its_reference():
+def test_packed_rows_of_a_policy_and_its_reference_have_their_log_probabilities():
     """Of sequences without padding, as verl packs them. A frozen reference agrees with its policy in training
     to the bit, and sequences one by one up to the rounding of FP8."""
     lengths = LENGTHS["several"]
@@ -154,7 +154,7 @@ def test_log_probabilities_of_a_policy_and_its_reference():
     assert error < 2 * 2**0.5 * fp8_forward_bound(14) * logits.square().mean().sqrt()
 
 
-def test_borders_that_miss_tokens_are_refused():
+def test_packed_rows_refuse_borders_that_miss_tokens():
     model = coat_ds.convert(FAMILIES["llama"].build())
     batch = flat([5, 33], return_flash_attn_kwargs=True)
     batch["cu_seq_lens_q"] = batch["cu_seq_lens_k"] = torch.tensor([0, 5, 30], dtype=torch.int32)
@@ -168,7 +168,7 @@ def loaded_with_flash(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-def test_models_with_flash_attention_convert_and_get_it_back(monkeypatch):
+def test_packed_rows_of_models_with_flash_attention_that_get_it_back(monkeypatch):
     taken = fused_calls(monkeypatch)
     expected = run(coat_ds.convert(FAMILIES["llama"].build()), flat(LENGTHS["several"]))
     model = coat_ds.convert(loaded_with_flash(FAMILIES["llama"].build()))
@@ -180,7 +180,7 @@ def test_models_with_flash_attention_convert_and_get_it_back(monkeypatch):
 
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("name", ["llama", "mistral"])
-def test_numbers_of_documents_are_read_as_by_flash_attention(name, rows, monkeypatch):
+def test_packed_rows_by_numbers_of_documents_are_read_as_by_flash_attention(name, rows, monkeypatch):
     """LLaMA-Factory and Axolotl number documents in attention_mask and give them to a function of their own
     inside of FlashAttention."""
     lengths, made = [7, 30, 3, 20, 4], masks_made(monkeypatch)
@@ -206,7 +206,7 @@ def test_numbers_of_documents_are_read_as_by_flash_attention(name, rows, monkeyp
 
 
 @pytest.mark.parametrize("name", ["gemma2"])
-def test_what_ours_does_not_compute_keeps_flash_attention(name, caplog):
+def test_packed_rows_keep_flash_attention_for_what_ours_does_not_compute(name, caplog):
     model = loaded_with_flash(FAMILIES[name].build())
     with caplog.at_level(logging.INFO):
         coat_ds.convert(model)
@@ -233,12 +233,12 @@ def only_attention(name, _) -> bool:
     return name.endswith("self_attn")
 
 
-# as of `test_attention_alone_is_exact`
+# as of `test_packed_rows_attention_alone_is_exact`
 LOSS, GRADIENTS = 2**-18, 2**-17
 
 
 @pytest.mark.parametrize("loaded", ["eager", "flash_attention_3"])
-def test_sinks_are_exact(loaded, monkeypatch):
+def test_packed_rows_with_sinks_are_exact(loaded, monkeypatch):
     made, model, lengths = masks_made(monkeypatch), gpt_oss(), LENGTHS["several"]
     assert model.config._attn_implementation == "eager"
     expected = one_by_one(model, lengths)
@@ -254,7 +254,7 @@ def test_sinks_are_exact(loaded, monkeypatch):
 
 
 @pytest.mark.parametrize("case", ["whole", "padded left", "padded right", "dropout", "compiled"])
-def test_sinks_of_other_batches_are_exact(case):
+def test_sinks_of_batches_that_are_not_packed_are_exact(case):
     ids = torch.randint(3, VOCABULARY, (2, 21), generator=torch.Generator().manual_seed(0))
     batch, real = {"input_ids": ids, "labels": ids.clone()}, torch.ones_like(ids)
     if case.startswith("padded"):
@@ -266,14 +266,14 @@ def test_sinks_of_other_batches_are_exact(case):
     expected = run(model, batch)
     coat_ds.convert(model, filter=only_attention)
     if case == "compiled":
-        # a whole compiled model: test_compiled_models_attend_inside_of_documents
+        # a whole compiled model: test_packed_rows_of_a_compiled_model
         for layer in model.model.layers:
             layer.self_attn.compile(backend="eager")
     loss, gradients = run(model, batch)
     assert abs(loss / expected[0] - 1) < LOSS and relative(gradients, expected[1]) < GRADIENTS
 
 
-def test_tokens_are_generated_with_sinks():
+def test_sinks_generate_stock_tokens():
     model, prompt = gpt_oss().eval(), torch.arange(3, 22)[None]
     how = {"max_new_tokens": 12, "do_sample": False}
     expected = model.generate(prompt, **how)
@@ -281,7 +281,7 @@ def test_tokens_are_generated_with_sinks():
     assert model.generate(prompt, **how).equal(expected)
 
 
-def test_dropout_and_evaluation_in_bf16_are_packed_too():
+def test_packed_rows_with_dropout_and_in_evaluation():
     lengths, batch = LENGTHS["several"], flat(LENGTHS["several"])
     stock = FAMILIES["llama"].build().eval()
     model = coat_ds.convert(FAMILIES["llama"].build(), {"evaluation": "stock"}).eval()
@@ -294,7 +294,7 @@ def test_dropout_and_evaluation_in_bf16_are_packed_too():
     assert all(g.isfinite().all() for g in gradients.values())
 
 
-def test_any_reader_reads_the_whole_mask():
+def test_packed_rows_mask_is_whole_for_any_reader():
     """A model's own code may slice a mask or hand it to torch's attention."""
     seen = []
 
@@ -315,7 +315,7 @@ def test_any_reader_reads_the_whole_mask():
     assert found.whole().equal(expected)
 
 
-def test_blocks_in_both_directions_keep_their_mask():
+def test_packed_rows_leave_the_mask_of_blocks_in_both_directions():
     """As images in Gemma 3."""
     groups = torch.tensor([[-1, 0, 0, -1, 1, 1]])
     how = {
@@ -331,7 +331,7 @@ def test_blocks_in_both_directions_keep_their_mask():
     assert type(found) is torch.Tensor and found.equal(sdpa_mask(**how))
 
 
-def test_compiled_models_attend_inside_of_documents():
+def test_packed_rows_of_a_compiled_model():
     model = coat_ds.convert(FAMILIES["llama"].build())
     batch = flat([5, 33, 4], return_flash_attn_kwargs=True, return_position_ids=False)
     expected = run(model, batch)[0]
@@ -344,7 +344,7 @@ def batches_of(lengths) -> tuple[dict, ...]:
 
 
 @pytest.mark.parametrize("attention_format", ["sqrt8", "recompute"])
-def test_batches_of_one_size_are_alike_to_a_graph(attention_format, monkeypatch):
+def test_packed_rows_of_one_size_are_alike_to_a_graph(attention_format, monkeypatch):
     """They call the same function with constants of the same shapes, and get the results of eager calls."""
     lengths, calls = [5, 13, 2, 17, 27], []
 
@@ -366,7 +366,7 @@ def test_batches_of_one_size_are_alike_to_a_graph(attention_format, monkeypatch)
     assert len({id(borders) for *_, borders in calls}) == 3
 
 
-def test_slots_grow_twice_at_most():
+def test_packed_rows_grow_slots_twice_at_most():
     def fitted(*lengths):
         starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
         found = slots.fit(Packed(starts, max(lengths), 7), 1, sum(lengths))
@@ -386,7 +386,7 @@ def test_slots_grow_twice_at_most():
 @pytest.mark.gpu
 @pytest.mark.parametrize("attention_format", ["bf16", "sqrt8", "recompute"])
 @pytest.mark.parametrize("name", ["llama", "mistral"])
-def test_replays_of_packed_batches_are_eager_calls(name, attention_format):
+def test_packed_rows_replayed_are_eager_calls(name, attention_format):
     models = []
     for graphs in (True, False):
         options = {"attention_format": attention_format, "cuda_graphs": graphs}

@@ -30,7 +30,7 @@ def rows_of(package: str):
     return pytest.mark.parametrize("row", found, ids=lambda row: f"{row.trainer} {row.option}")
 
 
-def test_the_page_has_the_table():
+def test_packing_table_is_in_the_docs():
     assert PAGE["text"]() in (DOCS / "huggingface.md").read_text(), "run python docs/packing.py"
 
 
@@ -72,7 +72,7 @@ def form_of(given: dict) -> str:
 
 
 @FORMS
-def test_forms_run_as_the_table_says(form, monkeypatch):
+def test_packing_forms_run_as_the_table_says(form, monkeypatch):
     taken, masked, attend = fused_calls(monkeypatch), [], decoder_layer.any_attention
     monkeypatch.setattr(decoder_layer, "any_attention", lambda *a, **k: masked.append(1) or attend(*a, **k))
     given = batch(form)
@@ -84,7 +84,7 @@ def test_forms_run_as_the_table_says(form, monkeypatch):
 
 
 @FORMS
-def test_documents_are_kept_apart_as_the_table_says(form):
+def test_packing_forms_keep_documents_apart_as_the_table_says(form):
     """In FP64, with COAT's attention alone."""
     model = FAMILIES["llama"].build(torch.float64)
     apart = [model(torch.tensor([document["input_ids"]])).logits[0] for document in documents(LENGTHS)]
@@ -115,14 +115,14 @@ def sequences() -> list[dict]:
 
 
 @rows_of("transformers")
-def test_transformers(row, tmp_path):
+def test_packing_forms_of_transformers(row, tmp_path):
     collator = DataCollatorWithFlattening(return_flash_attn_kwargs="flash" in row.option)
     forms = train(Trainer, TrainingArguments, tmp_path, sequences(), data_collator=collator)
     assert forms == [row.form]
 
 
 @rows_of("trl")
-def test_trl(row, tmp_path):
+def test_packing_forms_of_trl(row, tmp_path):
     trl = pytest.importorskip("trl")
     if "DPO" in row.trainer:
         assert not {"padding_free", "packing"} & {field.name for field in dataclasses.fields(trl.GRPOConfig)}

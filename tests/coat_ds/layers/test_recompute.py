@@ -41,7 +41,7 @@ def test_gradient_checkpointing_keeps_the_inputs_of_layers_alone(name):
 
 @pytest.mark.parametrize("trains", [True, False], ids=["training", "evaluation"])
 @pytest.mark.parametrize("gradients", [True, False], ids=["gradients", "no gradients"])
-def test_layers_are_checkpointed_where_stock_ones_are(trains, gradients, monkeypatch):
+def test_gradient_checkpointing_is_of_the_layers_of_stock(trains, gradients, monkeypatch):
     family, calls, taken = FAMILIES["llama"], [], fused_calls(monkeypatch)
     for model in (family.build(), coat_ds.convert(family.build())):
         model.train(trains).gradient_checkpointing_enable({"use_reentrant": True})
@@ -54,7 +54,7 @@ def test_layers_are_checkpointed_where_stock_ones_are(trains, gradients, monkeyp
     assert len(taken) == 2 and len(calls[0]) == len(calls[1])
 
 
-def test_convert_checkpoints_nothing():
+def test_convert_checkpoints_no_layer():
     """Also not where layers do so in `__call__` whether there are gradients or not, as in older releases of
     transformers."""
     model, calls = FAMILIES["llama"].build().train(), []
@@ -83,7 +83,7 @@ def count_calls(calls, function, *args, **kwargs):
 
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_compressed_checkpoints_keep_the_input_of_each_layer_in_fp8(name, reentrant, monkeypatch):
+def test_gradient_checkpointing_compressed_keeps_the_input_of_each_layer_in_fp8(name, reentrant, monkeypatch):
     monkeypatch.setattr(saved, "MIN_NUMEL", 1)
     model, batch = FAMILIES[name].build(), FAMILIES[name].batch()
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})

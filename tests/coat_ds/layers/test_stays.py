@@ -41,14 +41,14 @@ INDEXER = {f"model.layers.0.self_attn.indexer.{n}" for n in ("wq_b", "wk", "weig
         ("DeepseekV32ForCausalLM", LAYER, INDEXER),
     ],
 )
-def test_heads_routers_and_indexers(name, fields, left):
+def test_convert_leaves_heads_routers_and_indexers(name, fields, left):
     assert left <= linears_left(name, **fields)
 
 
 @pytest.mark.parametrize(
     "name", ["CsmForConditionalGeneration", "KyutaiSpeechToTextForConditionalGeneration"]
 )
-def test_codecs_stay_whole(name):
+def test_convert_leaves_codecs_whole(name):
     left = linears_left(name, **LAYER)
     assert "codec_model.encoder_transformer.layers.0.self_attn.q_proj" in left | {
         n.replace("encoder.encoder_transformer", "encoder_transformer") for n in left
@@ -74,7 +74,7 @@ class Codec(nn.Module):
         return self.a(x).round()
 
 
-def test_modules_of_no_framework():
+def test_convert_of_modules_of_no_framework():
     model = nn.ModuleDict(
         {
             "first": Chooser(),

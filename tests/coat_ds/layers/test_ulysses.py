@@ -41,7 +41,7 @@ def share(order):
 
 
 @pytest.mark.parametrize("order", ["registered first", "converted first"])
-def test_ranks_attend_to_each_other(order):
+def test_ulysses_ranks_attend_to_each_other(order):
     if order == "converted first" and Version(version("deepspeed")) < Version("0.19"):
         pytest.skip("DeepSpeed before 0.19 takes no name of attention but its own list's")
     parts = run_distributed(share, 2, order)

@@ -31,7 +31,7 @@ def observed():
     watching.observe(None)
 
 
-def test_flushed_and_saturated_codes_of_a_linear_layer(observed):
+def test_watch_counts_flushed_and_saturated_codes_of_a_linear_layer(observed):
     model = linear()
     counter = observed(model)
     x = torch.ones(16, 64, dtype=torch.bfloat16, requires_grad=True)
@@ -58,7 +58,7 @@ def test_flushed_and_saturated_codes_of_a_linear_layer(observed):
 @pytest.mark.parametrize(
     "dtype, largest, next_largest", [(torch.float8_e4m3fn, 448, 416), (torch.float8_e5m2, 57344, 49152)]
 )
-def test_the_largest_code_and_what_is_not_finite_are_saturated(dtype, largest, next_largest):
+def test_watch_counts_the_largest_code_and_what_is_not_finite_as_saturated(dtype, largest, next_largest):
     model = linear()
     counter = CodeCounter(model)
     values = [[largest, -largest, next_largest, -next_largest, float("nan"), 1, 0, -0.0]]
@@ -73,7 +73,7 @@ def test_the_largest_code_and_what_is_not_finite_are_saturated(dtype, largest, n
 
 
 @pytest.mark.parametrize("fmt", GROUP_FORMATS)
-def test_saved_codes(observed, fmt):
+def test_watch_counts_saved_codes(observed, fmt):
     counter = observed(linear())
     x = torch.full((4, 64), 2.0**-40)
     x[:, ::16] = 1.0
@@ -97,7 +97,7 @@ class Keeps(torch.autograd.Function):
         return grad, None, None
 
 
-def test_the_largest_roots_are_of_either_sign():
+def test_watch_counts_the_largest_roots_of_either_sign():
     counter = CodeCounter(linear())
     values = torch.tensor([[127, -127, -128, 126, -126, 1, -1, 0]], dtype=torch.int8)
     exponent = torch.tensor([[9]], dtype=torch.uint8)
@@ -105,14 +105,14 @@ def test_the_largest_roots_are_of_either_sign():
     assert figures_of(counter) == {SAVED: {"saved_flushed": 1 / 8, "saved_saturated": 3 / 8}}
 
 
-def test_a_sample_is_spread_over_all_columns(monkeypatch):
+def test_watch_spreads_a_sample_over_all_columns(monkeypatch):
     monkeypatch.setattr(codes, "SAMPLE", 100)
     x = torch.arange(64, dtype=torch.uint8).expand(50, 64)
     found = codes.sampled(x)
     assert len(found) <= 100 and len(set(found.tolist())) == 64
 
 
-def test_a_llama_names_all_of_its_products(observed):
+def test_watch_names_all_products_of_a_llama(observed):
     """By fused blocks. No GEMM is counted under the name of another, and none is missed."""
     model = coat_ds.convert(llama())
     counter = observed(model)
@@ -126,7 +126,7 @@ def test_a_llama_names_all_of_its_products(observed):
         assert 0 <= of_layer["input_flushed"] < 0.1 and "gradient_flushed" in of_layer, name
 
 
-def test_replayed_layers_take_turns(monkeypatch):
+def test_watch_of_replayed_layers_takes_turns(monkeypatch):
     model = coat_ds.convert(torch.nn.Sequential(*(torch.nn.Sequential(linear()) for _ in range(12))))
     with_graphs(list(model)[:10])
     graphs = graphs_of(model)

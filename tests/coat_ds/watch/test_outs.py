@@ -28,7 +28,7 @@ def run(tmp_path):
     return tmp_path / "run"
 
 
-def test_the_command_prints_a_table_and_draws(run, tmp_path, capsys):
+def test_watch_command_prints_a_table_and_draws(run, tmp_path, capsys):
     assert cli.main(["watch", str(run)]) == 0
     out = capsys.readouterr().out
     first, _, *rows = out.splitlines()
@@ -47,7 +47,7 @@ def test_the_command_prints_a_table_and_draws(run, tmp_path, capsys):
 
 @pytest.mark.parametrize("figure", ["update_error", "input_flushed", "gradient_flushed"])
 @pytest.mark.parametrize("value", [0.5, 0.51, float("nan")])
-def test_the_command_ends_with_a_verdict(tmp_path, capsys, figure, value):
+def test_watch_command_ends_with_a_verdict(tmp_path, capsys, figure, value):
     append(tmp_path, Reading(8, {"a": {figure: 0.1, "saved_flushed": 1.0}, "b.*": {figure: value}}))
     assert cli.main(["watch", str(tmp_path)]) == 0
     verdict = capsys.readouterr().out.splitlines()[-2]
@@ -58,14 +58,14 @@ def test_the_command_ends_with_a_verdict(tmp_path, capsys, figure, value):
     assert verdict.startswith("verdict: NOT healthy") and f"{figure} of b.*" in verdict and fix in verdict
 
 
-def test_a_folder_that_cannot_be_written_is_refused_before_the_first_step(tmp_path):
+def test_watch_refuses_a_folder_that_cannot_be_written_before_the_first_step(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(CoatConfigError, match="coat.watch.folder: .*Not a directory"):
         Watch(model(), None, {"every": 100, "folder": str(tmp_path / "file/run")})
     assert watching.observer() is None
 
 
-def test_a_full_disk_or_an_out_that_raises_ends_no_run(tmp_path, caplog):
+def test_watch_ends_no_run_when_the_disk_is_full_or_out_raises(tmp_path, caplog):
     """It may be one rank's, and the others would wait for it."""
 
     def unreachable(reading):
@@ -104,7 +104,7 @@ def interrupt(reading):
 
 
 @pytest.mark.parametrize("kept", [-1, 20, 1])
-def test_a_line_that_was_cut_off_costs_that_reading_alone(run, kept, caplog):
+def test_watch_command_leaves_out_a_line_that_was_cut_off(run, kept, caplog):
     """As of a machine that lost its power. A run that resumes does not write on in that line."""
     path = run / FILE
     *before, last = path.read_bytes().splitlines(keepends=True)
@@ -117,21 +117,21 @@ def test_a_line_that_was_cut_off_costs_that_reading_alone(run, kept, caplog):
     assert [f"{path}: line 4" in line for line in caplog.messages] == [True] * (0 if kept == -1 else 3)
 
 
-def test_files_of_earlier_versions_are_read(tmp_path):
+def test_watch_command_reads_files_of_earlier_versions(tmp_path):
     line = reading(6, 0.02)._asdict() | {"samples": 48, "fallen": []}
     (tmp_path / FILE).write_text(json.dumps(line) + "\n")
     assert read(tmp_path) == [reading(6, 0.02)]
 
 
 @pytest.mark.parametrize("content", ["", "{}\n", "no\n", "[" * 10**5], ids=lambda text: text[:3])
-def test_the_command_names_what_is_wrong_in_the_file(tmp_path, capsys, content):
+def test_watch_command_names_what_is_wrong_in_the_file(tmp_path, capsys, content):
     (tmp_path / FILE).write_text(content)
     assert cli.main(["watch", str(tmp_path)]) == 2
     # no file: tests/test_mistakes.py
     assert f"RUN: {tmp_path}/{FILE}: " in capsys.readouterr().err
 
 
-def test_booleans_and_defaults():
+def test_watch_key_takes_booleans_and_has_defaults():
     assert CoatConfig.from_dict({"enabled": True}).watch == WatchConfig()
     assert CoatConfig.from_dict({"enabled": True, "watch": True}).watch.every == 100
     assert CoatConfig.from_dict({"enabled": True, "watch": False}).watch.every == 0
@@ -164,7 +164,7 @@ def logged_by(trainer):
     return [entry for entry in trainer.state.log_history if "coat/step" in entry]
 
 
-def test_trainer_logs_readings(tmp_path):
+def test_watch_callback_logs_readings_of_trainer(tmp_path):
     trainer, optimizer = trainer_of(tmp_path)
     for _ in range(2):
         trainer.train()
@@ -176,7 +176,7 @@ def test_trainer_logs_readings(tmp_path):
     assert all(0 < entry[name] < 0.1 for entry in logged)
 
 
-def test_trainer_goes_on_counting_after_an_interruption(tmp_path):
+def test_watch_callback_goes_on_counting_after_an_interruption(tmp_path):
     from transformers import TrainerCallback
 
     class Interrupts(TrainerCallback):
@@ -195,7 +195,7 @@ def test_trainer_goes_on_counting_after_an_interruption(tmp_path):
     assert not optimizer._optimizer_step_pre_hooks and watching.observer() is None
 
 
-def test_trainer_without_our_optimizer():
+def test_watch_callback_without_our_optimizer():
     callback = Callback(object())
     with pytest.raises(ValueError, match="expected a CoatAdamW, found AdamW"):
         callback.on_train_begin(None, None, None, model(), torch.optim.AdamW(model().parameters()))

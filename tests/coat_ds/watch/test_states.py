@@ -38,7 +38,7 @@ def put(made, p, exp_avg, exp_avg_sq, step=10):
 
 @pytest.mark.parametrize("formats", [(None, "log8"), ("fp8_expanded", "fp8_expanded"), ("bf16", "bf16")])
 @pytest.mark.parametrize("options", [{}, {"maximize": True, "betas": (0.8, 0.95), "eps": 0.1}])
-def test_update_error_is_that_of_an_fp32_step(formats, options):
+def test_watch_update_error_is_that_of_an_fp32_step(formats, options):
     first, second = formats
     made, p = optimizer(second, exp_avg_format=first, **options)
     beta1, beta2 = options.get("betas", (0.9, 0.999))
@@ -69,7 +69,7 @@ def test_update_error_is_that_of_an_fp32_step(formats, options):
         ("fp8_expanded", "log8", 0.0, 0.1),
     ],
 )
-def test_stalled_is_the_decay_that_rounding_undoes(first, second, least, most):
+def test_watch_stalled_is_the_decay_that_rounding_undoes(first, second, least, most):
     """Without gradients everything is to shrink by a thousandth, much less than half a code."""
     made, p = optimizer(second, exp_avg_format=first)
     spread = torch.exp(6 * torch.rand(*SHAPE))
@@ -90,7 +90,7 @@ def test_stalled_is_the_decay_that_rounding_undoes(first, second, least, most):
     assert found == pytest.approx(1 - min(decayed.item(), 1.0), abs=0.05)
 
 
-def test_underflowed_are_those_stored_at_more_than_twice_their_value():
+def test_watch_underflowed_are_those_stored_at_more_than_twice_their_value():
     """Values below 2^-120 count as 2^-120."""
     made, p = optimizer("log8", betas=(0.9, 0.5))
     v = torch.ones(*SHAPE)
@@ -105,7 +105,7 @@ def test_underflowed_are_those_stored_at_more_than_twice_their_value():
     assert found["underflowed"] == pytest.approx((15 * 32) / (16 * 128 - 32))
 
 
-def test_a_gradient_scaler_changes_no_figure():
+def test_watch_figures_are_those_without_a_gradient_scaler():
     found = []
     for scale in (1.0, 8.0):
         made, p = optimizer()
@@ -120,7 +120,7 @@ def test_a_gradient_scaler_changes_no_figure():
     assert found[0][0, 1] > 0 and torch.equal(*found)
 
 
-def test_a_step_that_is_skipped_counts_nothing():
+def test_watch_counts_no_step_that_is_skipped():
     made, p = optimizer()
     put(made, p, torch.randn(*SHAPE), torch.rand(*SHAPE))
     made.found_inf = torch.ones(1)
@@ -179,7 +179,7 @@ def sums_of(made, tensors):
     return sampler.close()
 
 
-def test_tensors_that_are_measured_together_say_what_each_says_alone(monkeypatch):
+def test_watch_of_tensors_together_is_that_of_each_alone(monkeypatch):
     alone = torch.zeros(len(TENSORS), SUMS, dtype=torch.float64)
     for i in range(len(TENSORS)):
         made, tensors = many()
@@ -195,7 +195,7 @@ def test_tensors_that_are_measured_together_say_what_each_says_alone(monkeypatch
 
 
 @pytest.mark.gpu
-def test_a_gpu_says_what_the_reference_says(device):
+def test_watch_on_a_gpu_is_the_reference(device):
     """Its steps round a few elements of a hundred otherwise, by a code, which moves a logarithm by 0.05."""
     found = []
     for where in ("cpu", device):
@@ -207,7 +207,7 @@ def test_a_gpu_says_what_the_reference_says(device):
     assert torch.equal(found[1][:, 5], found[0][:, 5])
 
 
-def test_parts_of_a_flat_partition_say_what_they_say_as_tensors():
+def test_watch_of_parts_of_a_flat_partition_is_that_of_tensors():
     """ZeRO's partitions: groups start with each parameter, and some parameters keep FP32 moments."""
     sizes, kept = [1000, 300, 128 * 40, 640, 77], [True, False, False, False, False]
     grads = [torch.randn(n, generator=torch.Generator().manual_seed(n)) * 10.0 ** -(n % 4) for n in sizes]
