@@ -48,7 +48,7 @@ def plain(capsys, *words: str, code: int = 0) -> dict:
     return json.loads(said(capsys, *words, "--json", code=code))
 
 
-def test_in_a_process_of_its_own(tmp_path):
+def test_coat_command_in_a_process_of_its_own(tmp_path):
     """Without a message of torch's or DeepSpeed's on the way, and without importing either host, nor torch's
     module that builds extensions, which warns where there is a compiler and no GPU."""
     code = "import sys; from coat_ds.cli import main; main(['plan', *sys.argv[1:]]); "
@@ -61,14 +61,14 @@ def test_in_a_process_of_its_own(tmp_path):
     assert done.stdout.startswith("6.74B parameters, 1 x H100, ZeRO-2, micro-batch 1 x 2048 tokens")
 
 
-def test_version_and_schema(capsys):
+def test_coat_command_prints_version_and_schema(capsys):
     with pytest.raises(SystemExit) as end:
         cli.main(["--version"])
     assert end.value.code == 0 and capsys.readouterr().out.startswith("coat ")
     assert said(capsys, "schema") == (ROOT / "configs/coat.schema.json").read_text()
 
 
-def test_a_plan_of_every_rung(capsys):
+def test_coat_plan_of_every_rung(capsys):
     found = plain(capsys, "plan", *SHAPE, "--gpus", "2", "--micro-batch", "4", "--gpu", "h200")
     systems = {system["system"]: system for system in found["systems"]}
     # without DeepSpeed only one GPU is planned
@@ -91,7 +91,7 @@ def test_a_plan_of_every_rung(capsys):
     assert systems["COAT, recompute"]["roles"]["saved"] < systems["COAT"]["roles"]["saved"]
 
 
-def test_the_largest_micro_batch_is_the_measured_one():
+def test_coat_plan_finds_the_largest_micro_batch_that_was_measured():
     """Of llama2-7b on two H200s within 80 GB (train_7b_2gpu.csv): 8 under ZeRO-2, 22 under TP 2."""
     model = from_values(json.loads((ROOT / SHAPE[0]).read_text()), 32000)
     for layout, largest in (
@@ -103,7 +103,7 @@ def test_the_largest_micro_batch_is_the_measured_one():
     assert advice.largest_micro_batch(model, layout, rungs()["BF16"], 1e18) == advice.MOST
 
 
-def test_the_recommendation_fits_and_can_be_pasted(capsys, tmp_path):
+def test_coat_plan_recommendation_fits_and_can_be_pasted(capsys, tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(CONFIG))
     found = plain(capsys, "plan", str(path), "--gpus", "8", "--sequence", "4096", "--fit", "80GB")
@@ -125,7 +125,7 @@ def test_the_recommendation_fits_and_can_be_pasted(capsys, tmp_path):
     assert plain(capsys, *words, "--fit", "80GB")["recommended"]["stage"] == other
 
 
-def test_a_json_keeps_what_the_plan_does_not_change():
+def test_coat_plan_keeps_the_rest_of_a_json():
     model = from_values(CONFIG, None)
     systems = [rungs()["COAT, offload"], rungs()["COAT, smallest, recomputed attention"]]
     base = {
@@ -166,7 +166,7 @@ def test_a_json_keeps_what_the_plan_does_not_change():
     ],
     ids=lambda base: next(iter(base)),
 )
-def test_a_json_is_of_the_system_that_was_chosen(base):
+def test_coat_plan_json_is_of_the_system_that_was_chosen(base):
     """Whatever the base asks for; and DeepSpeed reads it."""
     from deepspeed.runtime.config import DeepSpeedConfig
 
@@ -182,7 +182,7 @@ def test_a_json_is_of_the_system_that_was_chosen(base):
         assert read.optimizer_params == base.get("optimizer", {}).get("params")
 
 
-def test_a_block_is_found_as_the_engine_finds_it(capsys, tmp_path):
+def test_coat_plan_finds_a_block_as_the_engine_does(capsys, tmp_path):
     (tmp_path / "ds.json").write_text(
         json.dumps({"optimizer": {"type": "CoatAdamW"}, "zero_optimization": {"stage": 2}})
     )
@@ -195,12 +195,12 @@ def test_a_block_is_found_as_the_engine_finds_it(capsys, tmp_path):
     assert "COAT: found a block there, which would be ignored" in said(capsys, *words, code=2)
 
 
-def test_sizes_of_memory_have_their_units():
+def test_coat_plan_memory_has_its_units():
     for text, size in (("2GiB", 2**31), ("2gb", 2e9), ("2", 2e9), ("79.5 GB", 79.5e9)):
         assert _bytes(text) == size
 
 
-def test_states_in_host_memory_are_proposed_with_their_bytes_and_seconds(capsys):
+def test_coat_plan_proposes_states_in_host_memory_with_their_bytes_and_seconds(capsys):
     words = ["plan", *SHAPE, "--gpus", "1", "--fit", "40GB"]
     text, best = said(capsys, *words), plain(capsys, *words)["recommended"]
     seconds = best["milliseconds"]["optimizer"] / 1e3
@@ -211,7 +211,7 @@ def test_states_in_host_memory_are_proposed_with_their_bytes_and_seconds(capsys)
     assert scope["optimizer"].defaults["lr"] == 2e-5 and coat_ds.conversion_of(scope["model"])
 
 
-def test_megatrons_arguments_and_block_can_be_pasted(capsys):
+def test_coat_plan_gives_megatrons_arguments_and_block(capsys):
     words = ["plan", *SHAPE, "--megatron", "--gpus", "8", "--sequence", "8192", "--micro-batch", "1"]
     text = said(capsys, *words, "--fit", "50GB")
     rows = {line.removeprefix("> ").partition("  ")[0]: line for line in text.splitlines()}
@@ -328,25 +328,25 @@ def ends(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", PLAIN)
-def test_commands_need_no_optional_package(ends, name):
+def test_coat_commands_need_no_optional_package(ends, name):
     code, said, error = ends[name]
     assert code == 0 and said and "Traceback" not in error, error
 
 
-def test_plan_of_a_published_config_needs_transformers(ends):
+def test_coat_plan_of_a_published_config_needs_transformers(ends):
     """A table of model types in its place would plan another model."""
     code, *said = ends["gemma"]
     assert code == 2 and "pip install transformers" in "".join(said)
 
 
 @pytest.mark.parametrize("package", ["megatron", "deepspeed"])
-def test_train_names_the_package_that_is_missing(ends, package):
+def test_coat_train_names_the_package_that_is_missing(ends, package):
     code, _, error = ends[package]
     (line,) = error.splitlines()
     assert code == 1 and f'pip install "coat-train[{package}]"' in line
 
 
-def test_watch_without_matplotlib_prints_the_table(ends):
+def test_coat_watch_without_matplotlib_prints_the_table(ends):
     code, said, error = ends["table"]
     (line,) = error.splitlines()
     assert code == 0 and said and "matplotlib" in line
@@ -360,7 +360,7 @@ healthy = pytest.mark.skipif(
 
 
 @healthy
-def test_doctor_ends_by_what_is_wrong_and_not_by_what_is_missing(capsys, monkeypatch):
+def test_coat_doctor_fails_by_what_is_wrong_and_not_by_what_is_missing(capsys, monkeypatch):
     found = plain(capsys, "doctor")
     assert found["healthy"] and found["problems"] == 0
     page = said(capsys, "doctor")
@@ -371,7 +371,7 @@ def test_doctor_ends_by_what_is_wrong_and_not_by_what_is_missing(capsys, monkeyp
 
 
 @healthy
-def test_doctor_looks_at_a_model(capsys, tmp_path):
+def test_coat_doctor_looks_at_a_model(capsys, tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(CONFIG | {"num_hidden_layers": 1, "vocab_size": 512}))
     words = ["doctor", "--deepspeed", "configs/ds_zero2_coat.json"]

@@ -8,7 +8,7 @@ from coat_ds import CoatConfig, CoatConfigError
 from coat_ds.config import ActivationsConfig, OptimizerConfig, WatchConfig
 
 
-def test_defaults():
+def test_coat_config_defaults():
     assert CoatConfig.from_dict(None) == CoatConfig()
     assert not CoatConfig().enabled
     config = CoatConfig.from_dict({"enabled": True})
@@ -24,7 +24,7 @@ def test_defaults():
         assert getattr(CoatConfig.from_dict({"enabled": True, block: value}), block) == meant
 
 
-def test_every_key():
+def test_coat_config_takes_every_key():
     block = {
         "enabled": True,
         "optimizer": {
@@ -76,13 +76,13 @@ def test_every_key():
     ],
     ids=str,
 )
-def test_values_of_nearly_the_right_kind_are_refused(block, said):
+def test_coat_config_refuses_values_of_nearly_the_right_kind(block, said):
     """Messages for the rest: tests/test_mistakes.py."""
     with pytest.raises(CoatConfigError, match=said) as error:
         CoatConfig.from_dict(block)
     assert isinstance(error.value, ValueError)
 
 
-def test_importing_does_not_import_deepspeed():
+def test_coat_config_does_not_import_deepspeed():
     code = "import coat_ds, sys; sys.exit('deepspeed' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -39,7 +39,7 @@ def by_check(findings) -> dict:
     return {finding.check: finding for finding in findings}
 
 
-def test_tested_versions_are_fine():
+def test_doctor_finds_tested_versions_fine():
     found = by_check(packages.check(GOOD))
     for name in ("python", "torch", "triton", "deepspeed"):
         assert found[name].state == OK, found[name]
@@ -67,24 +67,24 @@ def test_tested_versions_are_fine():
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
-def test_other_versions_are_named_with_the_way_out(change, check, state, text):
+def test_doctor_names_other_versions_with_the_way_out(change, check, state, text):
     found = [f for f in packages.check(GOOD | change) if f.check == check and f.state == state]
     assert any(text in f.text for f in found), found
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without a GPU")
-def test_without_a_gpu_nothing_is_claimed():
+def test_doctor_claims_nothing_without_a_gpu():
     assert {finding.state for finding in machine.check()} == {UNKNOWN}
 
 
 @pytest.mark.gpu
-def test_a_gpu_with_fp8_is_healthy():
+def test_doctor_finds_a_gpu_with_fp8_healthy():
     found = machine.check()
     assert {finding.state for finding in found} == {OK}, found
     assert by_check(found)["FP8 GEMM"].details["error"] > 0
 
 
-def test_a_wrong_product_is_a_problem(monkeypatch):
+def test_doctor_finds_a_wrong_product(monkeypatch):
     assert machine.check_product("cpu").state == OK
     right = matmul.scaled_matmul
     for wrong in (
@@ -103,7 +103,7 @@ def test_a_wrong_product_is_a_problem(monkeypatch):
     assert "CUBLAS_STATUS_NOT_SUPPORTED" in machine.check_product("cpu").text
 
 
-def test_what_a_machine_of_several_gpus_is_told(monkeypatch):
+def test_doctor_of_a_machine_of_several_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: SimpleNamespace(total_memory=80e9))
     kinds = ["NVIDIA H100", 9, 0], ["NVIDIA H200", 9, 0], ["NVIDIA A100", 8, 0]
     for found, states in (
@@ -116,7 +116,7 @@ def test_what_a_machine_of_several_gpus_is_told(monkeypatch):
 
 
 @pytest.mark.parametrize("name, broken", [("coat_ds", True), ("another", False)])
-def test_an_entry_point_that_cannot_be_loaded_is_named(name, broken, monkeypatch, tmp_path):
+def test_doctor_names_an_entry_point_that_cannot_be_loaded(name, broken, monkeypatch, tmp_path):
     """Ours, not another package's."""
     before = switches.check()
     folder = tmp_path / f"{name}_broken-1.dist-info"
@@ -131,7 +131,7 @@ def test_an_entry_point_that_cannot_be_loaded_is_named(name, broken, monkeypatch
         assert found == before
 
 
-def test_switches(monkeypatch):
+def test_doctor_names_switches(monkeypatch):
     assert switches.check().state in (OK, UNKNOWN)
     monkeypatch.setenv("COAT_DISABLE", "0")
     assert switches.check().state in (OK, UNKNOWN)
@@ -151,7 +151,7 @@ def config(block: dict | None) -> dict:
     return made if block is None else made | {"coat": block}
 
 
-def test_a_dry_run_counts_layers():
+def test_dry_run_counts_layers():
     found = dry(config({"enabled": True}))
     assert {finding.state for finding in found.values()} == {OK}
     assert (
@@ -159,7 +159,7 @@ def test_a_dry_run_counts_layers():
     )
 
 
-def test_a_dry_run_names_weights_outside_of_fp8_by_their_share():
+def test_dry_run_names_weights_outside_of_fp8_by_their_share():
     """Experts of a form that is not converted are no linear layers that are counted."""
     model = meta_model(
         {
@@ -179,7 +179,7 @@ def test_a_dry_run_names_weights_outside_of_fp8_by_their_share():
     assert f"JetMoeParallelExperts {share:.1%}" in found.text
 
 
-def test_a_model_is_built_without_memory_whatever_ran_before():
+def test_dry_run_builds_a_model_without_memory_whatever_ran_before():
     # as in DeepSpeed's zero.Init, which exchanges constructors while torch lists them
     _device._device_constructors.cache_clear()
     with mock.patch.object(torch, "empty", functools.partial(torch.empty)), torch.device("meta"):
@@ -190,7 +190,7 @@ def test_a_model_is_built_without_memory_whatever_ran_before():
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
 
 
-def test_a_dry_run_leaves_the_model_as_it_was():
+def test_dry_run_leaves_the_model_as_it_was():
     model = meta_model(LLAMA)
     assert {p.device.type for p in model.parameters()} == {"meta"}
     before = {name: type(module).forward for name, module in model.named_modules()}
@@ -216,12 +216,12 @@ def test_a_dry_run_leaves_the_model_as_it_was():
     ],
     ids=str,
 )
-def test_a_dry_run_says_why_nothing_is_saved(block, model, check, state, text):
+def test_dry_run_names_why_nothing_is_saved(block, model, check, state, text):
     found = dry(config(block), **model)[check]
     assert found.state == state and text in found.text, found
 
 
-def test_a_dry_run_reads_the_json_as_the_engine_would():
+def test_dry_run_reads_the_json_as_the_engine_would():
     offload = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}
     for wrong, text in (
         ({"COAT": {"enabled": True}}, "COAT: found a block there"),
@@ -238,7 +238,7 @@ def test_a_dry_run_reads_the_json_as_the_engine_would():
     assert dry(config(None) | {"optimizer": {"type": "CoatAdamW"}}) == dry(config({"enabled": True}))
 
 
-def test_a_dry_run_knows_that_fp16_keeps_layers_as_they_are():
+def test_dry_run_with_fp16_leaves_layers_as_they_are():
     fp16 = {"fp16": {"enabled": True}}
     found = dry(config({"enabled": True}) | fp16)
     assert found["layers"].state == PROBLEM
@@ -260,7 +260,7 @@ def page(tmp_path, capsys, ds: dict, model: dict = LLAMA, *words) -> tuple[int, 
 
 
 @pytest.mark.parametrize("block, state", [({"enabled": True}, None), ({"enable": True}, PROBLEM)])
-def test_a_model_with_code_of_its_own_is_one_finding(block, state, tmp_path, capsys):
+def test_dry_run_of_a_model_with_code_of_its_own_is_one_finding(block, state, tmp_path, capsys):
     """Machine, packages, and what needs no model, are checked."""
     remote = {"model_type": "no_model_of_transformers", "auto_map": {"AutoConfig": "configuration.Config"}}
     _, found = page(tmp_path, capsys, {**config(block), "train_batch_size": 2}, remote)
@@ -272,14 +272,14 @@ def test_a_model_with_code_of_its_own_is_one_finding(block, state, tmp_path, cap
     assert code == 1 and found["model"]["state"] == PROBLEM and "torch" in found
 
 
-def test_without_transformers_the_json_is_checked_alone(tmp_path, monkeypatch, capsys):
+def test_dry_run_without_transformers_checks_the_json_alone(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "transformers", None)
     code, found = page(tmp_path, capsys, {**config({"enable": True}), "train_batch_size": 1})
     assert code == 1 and found["model"]["state"] == PROBLEM and "transformers" in found["model"]["text"]
     assert found["dry run"]["state"] == PROBLEM and "layers" not in found
 
 
-def test_models_that_cannot_be_built_are_named():
+def test_dry_run_names_models_that_cannot_be_built():
     with pytest.raises(PlanError, match="model: transformers cannot build it"):
         meta_model(LLAMA | {"model_type": "lama"})
     with pytest.raises(PlanError, match="transformers cannot build it .*hidden_size"):

@@ -307,7 +307,7 @@ def two(folder, four):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_shards_of_whole_groups_are_one_process_to_the_bit(four, kind):
+def test_dtensor_shards_of_whole_groups_are_one_process_to_the_bit(four, kind):
     (losses, held), (others, shards) = four[0]["runs"][kind, 128, True]
     if kind == "tp":
         # its products are sums in another order
@@ -320,7 +320,7 @@ def test_shards_of_whole_groups_are_one_process_to_the_bit(four, kind):
 
 
 @pytest.mark.parametrize("kind", ["fsdp", "tp"])
-def test_groups_that_shards_cut_are_as_exact(four, kind):
+def test_dtensor_shards_that_cut_groups_are_as_exact(four, kind):
     runs = four[0]["runs"]
     (losses, exact), (others, shards) = runs[kind, 96, False]
     assert others == (pytest.approx(losses, rel=1e-6) if kind == "tp" else losses)
@@ -332,23 +332,23 @@ def test_groups_that_shards_cut_are_as_exact(four, kind):
 
 
 @pytest.mark.parametrize("name", ["clip", "scale", "bf16"])
-def test_kinds_of_steps(four, name):
+def test_dtensor_steps_of_every_kind(four, name):
     alone, together = four[0]["steps"][name]
     assert together == pytest.approx(alone, rel=1e-6)
     assert together[-1] < alone[0] - 0.1
 
 
-def test_a_rank_that_holds_nothing_of_a_compressed_tensor(four):
+def test_dtensor_rank_that_holds_nothing_of_a_compressed_tensor(four):
     assert four[3]["state"]["shapes"]["3.weight"] == (0, VOCABULARY)
     alone, together = four[0]["steps"]["everything"]
     assert together == pytest.approx(alone, rel=1e-4)
 
 
-def test_an_infinity_on_one_rank_skips_the_step_on_all(four):
+def test_dtensor_infinity_on_one_rank_skips_the_step_on_all(four):
     assert [out["skipped"] for out in four] == [[]] * 4
 
 
-def test_states_are_laid_out_like_the_parameter(four):
+def test_dtensor_states_are_laid_out_like_the_parameter(four):
     codecs = four[0]["state"]["codecs"]
     # by the size of the whole tensor; every rank has less than min_numel of it
     assert {name for name, codec in codecs.items() if codec != "fp32"} == {"1.down.weight"}
@@ -362,11 +362,11 @@ def test_states_are_laid_out_like_the_parameter(four):
     assert {h["by_codec"]["log8"] for h in held} == {32 * 256 + 5 * 64}
 
 
-def test_a_full_state_dict_goes_to_another_mesh(four):
+def test_dtensor_full_state_dict_goes_to_another_mesh(four):
     assert [out["full"] for out in four] == [[]] * 4
 
 
-def test_checkpoints_resume_to_the_bit_on_any_mesh(four, two):
+def test_dtensor_checkpoints_resume_to_the_bit_on_any_mesh(four, two):
     saved, losses = four[0]["saved"]["coat"]
     assert {saved[name].dtype for name in saved} == {torch.float32}
     for held, others in (*four[0]["resumed"], *two[0]["coat", False]):
@@ -374,7 +374,7 @@ def test_checkpoints_resume_to_the_bit_on_any_mesh(four, two):
         assert others == pytest.approx(losses, rel=1e-6)
 
 
-def test_stock_checkpoints_both_ways(four, two):
+def test_dtensor_checkpoints_of_stock_adamw_go_both_ways(four, two):
     saved, losses = four[0]["saved"]["coat"]
     for held, others in two[0]["coat", True]:
         assert held.keys() == saved.keys() and not differing(held, saved)
@@ -385,7 +385,7 @@ def test_stock_checkpoints_both_ways(four, two):
         assert others[0] == losses[0] and others[1] == pytest.approx(losses[1], rel=1e-3)
 
 
-def test_refusals(four):
+def test_dtensor_refusals(four):
     elsewhere, mixed, compressed, late, groups = four[0]["refused"]
     assert "is a DTensor, its gradient a Tensor" in mixed
     assert "is a TwoTensor, which holds its values elsewhere" in elsewhere
@@ -415,7 +415,7 @@ def on_gpu(folder):
 
 
 @pytest.mark.gpu
-def test_shards_on_a_gpu_and_offloaded_ones(tmp_path):
+def test_dtensor_shards_on_a_gpu_and_offloaded_ones(tmp_path):
     alone, *runs = run_distributed(on_gpu, 1, str(tmp_path), gpus=True)[0]
     for (losses, devices, changed), device in zip(runs, ("cuda", "cpu"), strict=True):
         assert losses == pytest.approx(alone, rel=1e-4)

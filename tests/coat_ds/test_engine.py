@@ -204,7 +204,7 @@ every_cell = pytest.mark.parametrize(
 
 
 @every_cell
-def test_resume_gives_the_same_moments_and_losses(one, two, stage, bf16):
+def test_engine_resumes_with_the_same_moments_and_losses(one, two, stage, bf16):
     for rank in (one, *two):
         run = rank[stage, bf16]
         assert run["fresh_equal"] and run["stepped_equal"]
@@ -214,7 +214,7 @@ def test_resume_gives_the_same_moments_and_losses(one, two, stage, bf16):
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_what_is_built(one, two, stage):
+def test_engine_builds_what_the_block_says(one, two, stage):
     for world, ranks in ((1, [one]), (2, two)):
         for rank in ranks:
             run = rank[stage, True]
@@ -233,26 +233,26 @@ def test_what_is_built(one, two, stage):
         assert sum(h["fp32"] for h in held) == 8 * 544
 
 
-def test_without_the_block_nothing_changes(one):
+def test_engine_without_the_block_is_stock(one):
     stock, absent, disabled = one["without"]
     assert stock == absent == disabled
     assert stock[1:] == ("AdamW", False)
 
 
-def test_every_way_to_give_the_config(one):
+def test_engine_takes_every_way_to_give_the_config(one):
     built, untouched = one["given"]
     assert built == [("CoatAdamW", (0.9, 0.95))] * 4
     assert untouched
 
 
-def test_client_optimizers(one):
+def test_engine_takes_client_optimizers(one):
     used, held, left_alone = one["client"]
     assert used and set(held["by_codec"]) == {"fp8_expanded", "log8", "fp32"}
     assert held["by_codec"]["fp32"] > 2 * 4 * 32 * 128
     assert left_alone == ("AdamW", None, "nothing enabled")
 
 
-def test_engines_without_an_optimizer_have_fp8_layers(one):
+def test_engine_without_an_optimizer_has_fp8_layers(one):
     for error, said, watched, lines in one["no optimizer"]:
         assert 0 < error < 0.1
         assert not watched
@@ -260,7 +260,7 @@ def test_engines_without_an_optimizer_have_fp8_layers(one):
         assert "3 of 3 linear layers in FP8" in said
 
 
-def test_parameter_groups_are_the_users():
+def test_engine_keeps_the_users_parameter_groups():
     large, small, frozen = (torch.nn.Parameter(torch.zeros(n)) for n in (5000, 10, 5000))
     frozen.requires_grad_(False)
     config = OptimizerConfig(exp_avg_sq_format="bf16", min_numel=64)

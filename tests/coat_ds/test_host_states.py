@@ -100,7 +100,7 @@ def allocations(optimizer):
 
 @pytest.mark.parametrize("offload", ["cpu", BUDGET])
 @pytest.mark.parametrize("kind", KINDS)
-def test_steps_have_the_bits_of_resident_states(kind, offload, device):
+def test_host_states_step_with_the_bits_of_resident_ones(kind, offload, device):
     dtype, options = KINDS[kind]
     (params, resident), (others, host) = (
         made(device, dtype, where, **options) for where in ("none", offload)
@@ -115,7 +115,7 @@ def test_steps_have_the_bits_of_resident_states(kind, offload, device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("pinned", [False, True])
 @pytest.mark.parametrize("kind", ["fp32", "bf16"])
-def test_parameters_on_the_cpu_are_stepped_by_the_gpu(kind, pinned):
+def test_host_states_of_parameters_on_the_cpu_are_stepped_by_the_gpu(kind, pinned):
     """As with DeepSpeed's `offload_optimizer`, which pins masters and gradients or does not."""
     dtype, options = KINDS[kind]
     params, resident = made(torch.device("cuda"), dtype, "none", **options)
@@ -129,7 +129,7 @@ def test_parameters_on_the_cpu_are_stepped_by_the_gpu(kind, pinned):
     assert all(state["exp_avg"].is_pinned() for state in host.state.values() if state["exp_avg"].numel())
 
 
-def test_as_many_states_stay_as_fit_into_the_budget(device):
+def test_host_states_stay_as_fit_into_the_budget(device):
     for budget in (0, BUDGET, 1):
         params, optimizer = made(device, torch.bfloat16, budget)
         with listening(logging.INFO, "offload") as lines:
@@ -147,7 +147,7 @@ def test_as_many_states_stay_as_fit_into_the_budget(device):
 
 
 @pytest.mark.parametrize("offload, passes", [("cpu", True), (0.0, True), (1.0, False), ("none", False)])
-def test_states_in_host_memory_are_stepped_in_chunks(offload, passes, device, monkeypatch):
+def test_host_states_are_stepped_in_chunks(offload, passes, device, monkeypatch):
     """On the CPU, where states could be stepped in place."""
     sizes, stepped = [], optimizer_step.adamw_
 
@@ -161,7 +161,7 @@ def test_states_in_host_memory_are_stepped_in_chunks(offload, passes, device, mo
     assert (max(sizes) <= host_states.CHUNK) == passes
 
 
-def test_all_states_lie_in_one_pinned_allocation(device):
+def test_host_states_lie_in_one_pinned_allocation(device):
     params, optimizer = made(device, torch.bfloat16, "cpu")
     optimizer.init_states()
     assert allocations(optimizer) == 1
@@ -174,7 +174,7 @@ def test_all_states_lie_in_one_pinned_allocation(device):
 
 @pytest.mark.parametrize("layout", ["stock", "compressed"])
 @pytest.mark.parametrize("there", ["none", "cpu", BUDGET])
-def test_resumes_to_the_bit_on_either_side(layout, there, device):
+def test_host_states_resume_to_the_bit_on_either_side(layout, there, device):
     options = {"checkpoint_layout": layout}
     params, whole = made(device, torch.bfloat16, "cpu", **options)
     train(params, whole, 5)
@@ -191,7 +191,7 @@ def test_resumes_to_the_bit_on_either_side(layout, there, device):
 
 
 @pytest.mark.parametrize("room", [256, 512, 2048])
-def test_no_chunk_copies_bytes_of_an_earlier_one(room):
+def test_host_states_of_no_chunk_copy_bytes_of_an_earlier_one(room):
     """The copy back of the earlier chunk may still run when the later one is copied in."""
     params = [torch.nn.Parameter(torch.ones(n)) for n in (host_states.CHUNK - room, 3000)]
     optimizer = CoatAdamW(params, min_numel=0, offload="cpu")
@@ -210,7 +210,7 @@ def test_no_chunk_copies_bytes_of_an_earlier_one(room):
         earlier |= {b for t in tensors for b in range(t.data_ptr(), t.data_ptr() + t.nbytes)}
 
 
-def test_a_stock_adamw_reads_the_checkpoint(device):
+def test_host_states_are_read_by_a_stock_adamw(device):
     params, optimizer = made(device, torch.float32, "cpu")
     train(params, optimizer, 3)
     stock = torch.optim.AdamW([{"params": params[:4]}, {"params": params[4:]}])
@@ -220,7 +220,7 @@ def test_a_stock_adamw_reads_the_checkpoint(device):
 
 
 @pytest.mark.parametrize("offload", ["cpu", BUDGET])
-def test_a_copy_and_a_pickle_go_on(offload, device):
+def test_host_states_of_a_copy_and_a_pickle_go_on(offload, device):
     params, optimizer = made(device, torch.float32, offload)
     train(params, optimizer, 3)
     file = io.BytesIO()
@@ -235,7 +235,7 @@ def test_a_copy_and_a_pickle_go_on(offload, device):
         assert len(other._host._pages) == 1
 
 
-def test_flat_partitions_take_one_allocation(device):
+def test_host_states_of_flat_partitions_take_one_allocation(device):
     flats = [torch.nn.Parameter(torch.randn(n, device=device)) for n in (5000, 9000)]
     optimizer = CoatAdamW(flats, min_numel=0, offload="cpu")
     optimizer.set_fragments(
@@ -275,7 +275,7 @@ def shard_both():
     return [shards(offload) for offload in ("none", "cpu")]
 
 
-def test_shards_of_fsdp2_step_as_resident_ones():
+def test_host_states_of_fsdp2_shards_step_as_resident_ones():
     """Over two ranks. One row of the last layer lies on the second, of three."""
     for resident, host in run_distributed(shard_both, 2):
         assert_equal(resident, host)
@@ -285,7 +285,7 @@ def test_shards_of_fsdp2_step_as_resident_ones():
     "total, available, ranks, refused",
     [(100, 100, 1, False), (100, 40, 1, True), (100, 100, 4, True), (1000, 60, 4, False)],
 )
-def test_too_little_host_memory_is_found_before_it_is_allocated(
+def test_host_states_find_too_little_memory_before_it_is_allocated(
     total, available, ranks, refused, device, monkeypatch, tmp_path
 ):
     """One process of four may find memory that the other three have taken already."""
@@ -307,7 +307,7 @@ def test_too_little_host_memory_is_found_before_it_is_allocated(
     assert not optimizer.state[p].get("remainder")
 
 
-def test_limits_of_the_cgroup_count(monkeypatch, tmp_path):
+def test_host_states_count_limits_of_the_cgroup(monkeypatch, tmp_path):
     monkeypatch.setattr(host_memory, "CGROUP", tmp_path)
     total, available = host_memory.host_memory()
     (tmp_path / "memory.max").write_text("max\n")

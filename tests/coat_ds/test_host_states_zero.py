@@ -95,6 +95,6 @@ def found(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", CELLS)
-def test_engines_step_as_with_resident_states(found, name):
+def test_host_states_of_engines_step_as_resident_ones(found, name):
     for rank in found:
         assert rank[name] == dict.fromkeys(rank[name], True)

@@ -189,7 +189,7 @@ def gpu(tmp_path_factory):
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: "-".join(map(str, row)))
 @pytest.mark.parametrize("where", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
-def test_checkpoints_go_both_ways(where, row, request):
+def test_checkpoints_of_stock_engines_go_both_ways(where, row, request):
     if OLD and row[3] and row[1] in (1, 2):
         pytest.skip("DeepSpeed 0.18 names other masters after loading its own universal checkpoint, too")
     outcome, (said, nothing) = request.getfixturevalue(where)[row]
@@ -210,7 +210,7 @@ def test_checkpoints_go_both_ways(where, row, request):
 
 
 @pytest.mark.parametrize("where", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
-def test_adamw_goes_on_from_the_compressed_layout(where, request):
+def test_compressed_layout_is_continued_by_adamw(where, request):
     # both are decoded codes: by kernels on a GPU, whose exp2 is off by 2^-22, and by the CPU's reference,
     # where it is by 1.2 * 2^-24. In second moments that counts twice, since roots are squared; two roundings
     # follow on either. Roots for first moments are 2^x, where x is half the log2 of a scale and a part
@@ -224,12 +224,12 @@ def test_adamw_goes_on_from_the_compressed_layout(where, request):
 
 
 @pytest.mark.parametrize("where", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
-def test_stage_0_saves_codes(where, request):
+def test_checkpoints_of_stage_0_save_codes(where, request):
     assert request.getfixturevalue(where)["codes of stage 0"] == [True, True]
 
 
 @pytest.mark.parametrize("where", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
-def test_stage_0_refuses_states_of_other_wrappers(where, request):
+def test_checkpoints_of_stage_0_refuse_states_of_other_wrappers(where, request):
     for error, same, (said,) in request.getfixturevalue(where)["others"]:
         assert "load_checkpoint: " in error and "load_optimizer_states=False" in error and same
         assert said.endswith("moments of the checkpoint: none was loaded")
@@ -271,7 +271,7 @@ def formats(folder, stage):
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_a_universal_checkpoint_leaves_formats_as_the_block_says(tmp_path, stage):
+def test_universal_checkpoint_leaves_formats_as_the_block_says(tmp_path, stage):
     ((before, after, flats),) = run_distributed(formats, 1, str(tmp_path), stage)
     assert before == after and before[0] == {"log8"}
     # a number on the CPU, and not the partition on its device; stage 3 has no flat ones

@@ -14,7 +14,7 @@ NEW = {"betas": (0.9, 0.95)}
 
 
 @pytest.mark.parametrize("layout", ["stock", "compressed"])
-def test_a_file_of_the_papers_formats_loads(layout):
+def test_state_file_of_the_papers_formats_loads(layout):
     """The file was written at fda3ef9: three steps of 200 elements, by layout."""
     state_dict = torch.load(Path(__file__).with_name("papers_states.pt"), weights_only=True)[layout]
     moments = []
@@ -31,7 +31,7 @@ def test_a_file_of_the_papers_formats_loads(layout):
 
 
 @pytest.mark.parametrize("layout", ["stock", "compressed"])
-def test_a_file_of_todays_formats_loads(layout):
+def test_state_file_of_todays_formats_loads(layout):
     """The file was written at fda3ef9: three steps of 200 elements, by layout."""
     states = torch.load(Path(__file__).with_name("todays_states.pt"), weights_only=True)
     p = torch.nn.Parameter(torch.zeros(2, 100))

@@ -64,14 +64,14 @@ def loads(tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_an_old_moment_is_gone_before_the_loaded_one_comes(case, loads):
+def test_load_state_dict_frees_an_old_moment_before_the_loaded_one_comes(case, loads):
     """A GPU has no room for both."""
     alive, _ = loads[case]
     assert len(alive) >= 2 and not any(alive)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_states_are_those_of_the_checkpoint_and_stay_where_a_load_is_refused(case, loads):
+def test_load_state_dict_gives_states_of_the_checkpoint_or_none(case, loads):
     before, *later = ([t for one in found for t in one] for found in loads[case][1])
     assert len(before) > 6
     for found in later:

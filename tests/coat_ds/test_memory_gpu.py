@@ -44,7 +44,7 @@ def saved_by(optimizer):
         torch.save(optimizer.state_dict(), io.BytesIO())
 
 
-def test_moments_of_one_large_tensor(monkeypatch):
+def test_gpu_memory_of_moments_of_one_large_tensor(monkeypatch):
     in_parts(monkeypatch)
     p = nn.Parameter(torch.randn(NUMEL, device="cuda"))
     p.grad = torch.randn_like(p)
@@ -105,7 +105,7 @@ def checkpoints(stage, folder):
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_checkpoints_of_engines(stage, tmp_path):
+def test_gpu_memory_of_checkpoints_of_engines(stage, tmp_path):
     (found,) = run_distributed(checkpoints, 1, stage, str(tmp_path), gpus=True)
     assert found["save"] < SMALL, found
     # a step needs more

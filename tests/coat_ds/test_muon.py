@@ -61,7 +61,7 @@ def found(tmp_path_factory):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_layers_beside_muon(found, stage):
+def test_engine_has_fp8_layers_beside_muon(found, stage):
     (kind, expected, *_), (own, losses, said, again) = (found[stage, name] for name in BLOCKS)
     assert kind == own == "MuonWithAuxAdam" and "14 of 15 linear layers in FP8" in said
     assert losses[0] != expected[0]

@@ -115,7 +115,7 @@ every_stage = pytest.mark.parametrize("stage", STAGES)
 
 
 @every_cell
-def test_offloaded_runs_are_those_on_the_gpu(runs, name):
+def test_offloaded_engine_trains_as_on_the_gpu(runs, name):
     stays, offloaded = runs[name]
     assert offloaded["losses"][0] == stays["losses"][0]
     assert offloaded["losses"] == pytest.approx(stays["losses"], rel=TOLERANCE["bf16"])
@@ -123,7 +123,7 @@ def test_offloaded_runs_are_those_on_the_gpu(runs, name):
 
 
 @every_cell
-def test_gradients_arrive_on_the_host(runs, name):
+def test_offloaded_engine_gradients_arrive_on_the_host(runs, name):
     """The first step's: their norm, and the moments that are stored in FP32, which they alone make."""
     stays, offloaded = runs[name]
     assert offloaded["norm"] == pytest.approx(stays["norm"], rel=FP32_ROUNDING)
@@ -139,7 +139,7 @@ def test_gradients_arrive_on_the_host(runs, name):
 
 
 @every_cell
-def test_weights_on_the_gpu_are_the_rounded_masters(runs, name):
+def test_offloaded_engine_weights_are_the_rounded_masters(runs, name):
     for run in runs[name]:
         for master, _, _, weight in run["last"]:
             assert weight.device.type == "cuda"
@@ -147,7 +147,7 @@ def test_weights_on_the_gpu_are_the_rounded_masters(runs, name):
 
 
 @every_cell
-def test_masters_and_compressed_states_are_on_the_host(runs, name):
+def test_offloaded_engine_has_masters_and_states_on_the_host(runs, name):
     stays, offloaded = runs[name]
     assert (stays["devices"], offloaded["devices"]) == ({"cuda"}, {"cpu"})
     # as on the GPU, which test_zero.py bounds
@@ -156,7 +156,7 @@ def test_masters_and_compressed_states_are_on_the_host(runs, name):
 
 @every_stage
 @pytest.mark.parametrize("how", range(len(MOVES)), ids=map(str, MOVES))
-def test_states_move_as_they_are_stored(runs, stage, how):
+def test_offloaded_engine_moves_states_as_they_are_stored(runs, stage, how):
     pin_memory, _, _ = MOVES[how]
     run = runs["moves", stage][how]
     (before, used, states), (away, left, same), (back, again, equal) = run["seen"]

@@ -12,7 +12,7 @@ from tests.coat_ds.optimizers import assert_equal, codes, parameters, set_grads,
 from tests.util import run_distributed
 
 
-def test_misspelled_options_of_a_group_are_errors():
+def test_group_options_that_are_misspelled_are_errors():
     p = torch.nn.Parameter(torch.ones(3))
     for name, meant in (("weight_decy", "weight_decay"), ("Betas", "betas"), ("minnumel", "min_numel")):
         with pytest.raises(ValueError, match=f"{name!r}, which is no option. Did you mean {meant!r}"):
@@ -44,7 +44,7 @@ def spread_over_ranks():
     return [p.detach() for p in params]
 
 
-def test_options_of_the_whole_optimizer_may_stand_in_groups_too():
+def test_group_options_may_be_those_of_the_whole_optimizer():
     """torch's ZeroRedundancyOptimizer passes them so, with the constructor's."""
     alone, _ = trained(**OF_ALL)
     for params in run_distributed(spread_over_ranks, 2):
@@ -70,7 +70,7 @@ OF_A_GROUP += [({"exp_avg_sq_format": "ratio8"}, "exp_avg_sq_format")]
 
 
 @pytest.mark.parametrize("options, key", OF_A_GROUP, ids=str)
-def test_bad_options_are_errors_that_name_them(options, key):
+def test_coat_adamw_names_bad_options(options, key):
     """Their messages: tests/mistakes/others.py."""
     params = parameters()
     for build in (lambda: CoatAdamW(params, **options), lambda: CoatAdamW([{"params": params, **options}])):
@@ -79,13 +79,13 @@ def test_bad_options_are_errors_that_name_them(options, key):
 
 
 @pytest.mark.parametrize("options, key", OF_THE_WHOLE, ids=str)
-def test_bad_options_of_the_whole_optimizer_are_errors_that_name_them(options, key):
+def test_coat_adamw_names_bad_options_of_the_whole_optimizer(options, key):
     with pytest.raises(ValueError, match=key):
         CoatAdamW(torch.nn.Linear(8, 8).named_parameters(), **options)
 
 
 @pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {"fused": False}])
-def test_choices_of_an_implementation_are_taken(options):
+def test_coat_adamw_takes_choices_of_an_implementation(options):
     params = parameters()
     optimizer = CoatAdamW(params, **options)
     set_grads(params, 0)
@@ -95,7 +95,7 @@ def test_choices_of_an_implementation_are_taken(options):
     optimizer.load_state_dict(again.state_dict())
 
 
-def test_fp16_parameters_are_refused_by_the_constructor():
+def test_coat_adamw_refuses_fp16_parameters():
     half, quantized = (torch.nn.Parameter(torch.zeros(9, dtype=t), False) for t in (torch.half, torch.uint8))
     optimizer = CoatAdamW([half, quantized, *parameters()])
     half.requires_grad_()
@@ -109,7 +109,7 @@ def test_fp16_parameters_are_refused_by_the_constructor():
     ("name", "value"),
     [("exp_avg_format", "fp8_expanded"), ("exp_avg_sq_format", "fp32"), ("min_numel", 0)],
 )
-def test_what_states_were_made_by_may_not_change_in_a_group(name, value):
+def test_group_options_of_states_may_not_change(name, value):
     params, optimizer = trained()
     before = params[0].detach().clone()
     group = optimizer.param_groups[0]
@@ -131,7 +131,7 @@ def step_all(optimizer):
     optimizer.step()
 
 
-def test_groups_may_come_go_and_change_places_with_other_options():
+def test_group_options_move_with_groups_that_come_go_and_change_places():
     _, optimizer = trained()
     optimizer.add_param_group({"params": parameters(), "exp_avg_format": "bf16"})
     step_all(optimizer)
@@ -156,7 +156,7 @@ def grown(optimizer):
 
 
 @pytest.mark.parametrize("steps, do", [(1, loaded), (1, grown), (0, CoatAdamW.init_states)])
-def test_what_states_were_made_by_may_not_change_before_the_next_step(steps, do):
+def test_group_options_of_states_may_not_change_before_the_next_step(steps, do):
     params, optimizer = trained(steps)
     do(optimizer)
     optimizer.param_groups[0]["exp_avg_format"] = "bf16"
@@ -178,7 +178,7 @@ def test_what_states_were_made_by_may_not_change_before_the_next_step(steps, do)
         ("weight_decy", 0.1, "'weight_decy', which is no option. Did you mean 'weight_decay'"),
     ],
 )
-def test_what_the_constructor_refuses_is_refused_in_a_group_later(steps, name, value, said):
+def test_group_options_are_refused_later_as_by_the_constructor(steps, name, value, said):
     params, optimizer = trained(steps)
     set_grads(params, 0)
     before = params[0].detach().clone()
@@ -201,7 +201,7 @@ def test_what_the_constructor_refuses_is_refused_in_a_group_later(steps, name, v
     assert not torch.equal(params[0], before)
 
 
-def test_what_steps_read_and_notes_may_come_and_change():
+def test_group_options_that_steps_read_may_change():
     params, optimizer = trained(1)
     (group,) = optimizer.param_groups
     group |= {"initial_lr": 1e-3, "note": torch.ones(2), "foreach": False, "maximize": True, "lr": 1e-4}

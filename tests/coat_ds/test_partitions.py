@@ -134,7 +134,7 @@ FIRST, SECOND = (0, "fp32", "log8"), (1, "bf16", "fp32")
     ("stage", "formats"),
     [(0, [FIRST, SECOND]), (1, [FIRST, SECOND]), (3, [(0, "log8"), (0, "fp32"), SECOND])],
 )
-def test_partitions_are_where_they_are_said_to_be(found, stage, formats):
+def test_partitions_are_at_their_recorded_places(found, stage, formats):
     assert found[stage] == ([True] * len(SIZES), formats)
 
 

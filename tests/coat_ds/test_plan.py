@@ -33,7 +33,7 @@ SMALL = Sizes(layers=2, hidden=64, ffn=128, heads=4, groups=2, head_dim=16, voca
 MATRICES, NORMS = 64 * (128 + 64 + 256 + 128), 5 * 64
 
 
-def test_without_fp8_the_states_alone_are_smaller(tmp_path, capsys):
+def test_plan_without_fp8_has_smaller_states_alone(tmp_path, capsys):
     (tmp_path / "ds.json").write_text(json.dumps({"coat": {"enabled": True}}))
     shape = ["plan", str(ROOT / "configs/model_llama2_7b.json"), "--vocabulary", "32000", "--gpu", "a100"]
     assert cli.main([*shape, "--json"]) == 0
@@ -56,7 +56,7 @@ def moments(system="BF16", model: Sizes = SMALL, **spread) -> dict[str, plan.Mem
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_what_is_offloaded_is_in_host_memory(stage):
+def test_plan_has_what_is_offloaded_in_host_memory(stage):
     n, offloaded = SMALL.parameters, {"offload_optimizer": True}
     found = moments(gpus=4, stage=stage, **offloaded)
     assert all(memory.masters == memory.states == 0 for memory in found.values())
@@ -79,7 +79,7 @@ def test_what_is_offloaded_is_in_host_memory(stage):
         assert prediction.peak.weights == 2 * NORMS
 
 
-def test_states_that_stream_are_in_host_memory():
+def test_plan_has_streamed_states_in_host_memory():
     resident, streamed, half = (
         coat("of BF16 masters", {"optimizer": {"offload": where}}, bf16_masters=True)
         for where in ("none", "cpu", 1e-4)
@@ -97,7 +97,7 @@ def test_states_that_stream_are_in_host_memory():
     assert next(times) < 0.1 * least and next(times) == pytest.approx(least)
 
 
-def test_released_gradients_and_streamed_states_leave_the_weights():
+def test_plan_of_released_gradients_and_streamed_states_leaves_the_weights():
     """On one GPU, without masters; with more tokens backward hides the copies."""
     seven = Sizes(layers=32, hidden=4096, ffn=11008, heads=32, groups=32, head_dim=128, vocabulary=32000)
     system = rungs()["COAT, PyTorch, streamed states"]
@@ -114,7 +114,7 @@ def test_released_gradients_and_streamed_states_leave_the_weights():
 
 
 @pytest.mark.parametrize("how", ["exact", "stochastic"])
-def test_states_of_bf16_parameters_are_the_optimizers(how):
+def test_plan_states_of_bf16_parameters_are_the_optimizers(how):
     p = torch.nn.Parameter(torch.zeros(1024, dtype=torch.bfloat16))
     optimizer = CoatAdamW([p], min_numel=0, bf16_params=how)
     p.grad = torch.ones_like(p)
@@ -131,7 +131,7 @@ def tensors_of(value) -> list[torch.Tensor]:
     return [value] if torch.is_tensor(value) and value.numel() > 1 else []
 
 
-def test_stages_of_a_pipeline_have_their_parts():
+def test_plan_gives_stages_of_a_pipeline_their_parts():
     """The first has the embedding and saves a micro-batch for each stage; the last has the head."""
     model = dataclasses.replace(SMALL, layers=4, vocabulary=32000)
     spread = Layout(framework="megatron", fp32_gradients=True, gpus=2, pipeline=2, sequence=8, accumulation=4)
@@ -147,7 +147,7 @@ def test_stages_of_a_pipeline_have_their_parts():
         plan.predict(dataclasses.replace(model, layers=3), spread, rungs()["BF16"])
 
 
-def test_a_deepspeed_json_is_read():
+def test_plan_reads_a_deepspeed_json():
     config = json.loads((ROOT / "configs/ds_zero2_offload_coat.json").read_text())
     config["train_micro_batch_size_per_gpu"] = 4
     found = from_deepspeed(config, SMALL, gpus=4, sequence=128)
@@ -180,7 +180,7 @@ STAGE_1 = {"zero_optimization": {"stage": 1}}
     ],
     ids=str,
 )
-def test_batches_are_those_that_deepspeed_makes_of_a_json(said, monkeypatch):
+def test_plan_batches_are_those_that_deepspeed_makes_of_a_json(said, monkeypatch):
     from deepspeed.runtime import config
 
     monkeypatch.setattr(config.dist, "get_rank", lambda: 0)
@@ -194,7 +194,7 @@ def test_batches_are_those_that_deepspeed_makes_of_a_json(said, monkeypatch):
     assert (given.micro_batch, given.accumulation) == (3, 5)
 
 
-def test_auto_is_filled_in_as_trainer_does(tmp_path):
+def test_plan_fills_in_auto_as_trainer_does(tmp_path):
     from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
     config = {"zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"}}
@@ -205,7 +205,7 @@ def test_auto_is_filled_in_as_trainer_does(tmp_path):
     assert found.reduce_bucket == filled_in.config["zero_optimization"]["reduce_bucket_size"]
 
 
-def test_a_block_says_what_is_planned():
+def test_plan_is_of_what_a_block_says():
     block = {"enabled": True, "optimizer": {"enabled": False}, "fp8_activation_checkpointing": True}
     found = configured({"coat": block})
     assert (found.layers, found.optimizer, found.recompute) == ("coat", "adamw", "full")
@@ -219,12 +219,12 @@ def test_a_block_says_what_is_planned():
     assert (found.layers, found.optimizer) == ("bf16", "coat")
 
 
-def test_modules_of_this_room_import_no_framework():
+def test_plan_imports_no_framework():
     text = "".join(path.read_text() for path in Path(plan.__file__).parent.glob("*.py"))
     assert "import deepspeed" not in text and "import megatron" not in text
 
 
-def test_operations_and_bytes_of_a_step_are_those_on_paper():
+def test_plan_operations_and_bytes_of_a_step_are_those_on_paper():
     n = SMALL.parameters
     assert n == 2 * MATRICES + 2 * TABLE + NORMS
 
@@ -243,7 +243,7 @@ def test_operations_and_bytes_of_a_step_are_those_on_paper():
     assert time("BF16", COPIES, gpus=4).optimizer == pytest.approx(n / 4 * (16 + 8 + 4 + 10))
 
 
-def test_layers_are_recorded_where_they_are_small():
+def test_plan_records_small_layers():
     """As `uses_graphs` draws the line: tokens of all ranks times a rank's part of a layer."""
     for tensor in (1, 2):
         most = int(graphed_work(tensor) / MATRICES)
@@ -260,7 +260,7 @@ def test_layers_are_recorded_where_they_are_small():
 @pytest.mark.parametrize("system", ["COAT", "COAT, smallest, recomputed attention"])
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("gpus", [1, 2, 8])
-def test_engines_and_checkpoints_take_less_than_a_step(gpus, stage, system):
+def test_plan_engines_and_checkpoints_take_less_than_a_step(gpus, stage, system):
     sizes = Sizes(layers=32, hidden=4096, ffn=11008, heads=32, groups=32, head_dim=128, vocabulary=32000)
     layout = Layout(gpus=gpus, stage=stage, sequence=512)
     peak = plan.predict(sizes, layout, rungs()[system]).peak

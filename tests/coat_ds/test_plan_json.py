@@ -104,7 +104,7 @@ def autos(values: dict, at: str = "") -> set[str]:
 
 
 @pytest.mark.parametrize("name", [*TRAINERS, None])
-def test_trainer_takes_what_is_pasted(name, tmp_path, capsys):
+def test_plan_json_is_taken_by_trainer(name, tmp_path, capsys):
     base = TRAINERS.get(name)
     best = recommended(tmp_path, capsys, base, *(["--for", "trainer"] if base is None else []))
     pasted = json.loads(best["paste"])
@@ -130,7 +130,7 @@ def test_trainer_takes_what_is_pasted(name, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name", OWN)
-def test_a_json_without_auto_has_the_batch_that_was_chosen(name, tmp_path, capsys, monkeypatch):
+def test_plan_json_without_auto_has_the_batch_that_was_chosen(name, tmp_path, capsys, monkeypatch):
     base = OWN[name]
     best = recommended(tmp_path, capsys, base)
     pasted = json.loads(best["paste"])
@@ -143,7 +143,7 @@ def test_a_json_without_auto_has_the_batch_that_was_chosen(name, tmp_path, capsy
 
 
 @pytest.mark.parametrize("key", REFUSED)
-def test_what_coat_refuses_is_not_recommended(key, tmp_path, capsys):
+def test_plan_json_is_never_one_that_coat_refuses(key, tmp_path, capsys):
     base = ZERO | {MICRO_BATCH: 1, "bf16": {"enabled": True}, **REFUSED[key]}
     pasted = json.loads(recommended(tmp_path, capsys, base)["paste"])
     # offload to the CPU takes the place of a disk's
@@ -170,7 +170,7 @@ def _train(pasted: dict) -> float:
     return loss.item()
 
 
-def test_an_engine_trains_with_what_is_pasted(tmp_path, capsys):
+def test_plan_json_trains_an_engine(tmp_path, capsys):
     best = recommended(tmp_path, capsys, None, "--micro-batch", "1", "--stage", "2")
     (loss, other) = run_distributed(_train, 2, json.loads(best["paste"]))
     assert loss == other and 0 < loss < math.log(MODEL["vocab_size"])

@@ -98,19 +98,19 @@ def of_row(row: dict) -> tuple[Sizes, Layout, plan.System]:
 ROWS = measured()
 
 
-def test_all_that_was_measured_is_looked_at():
+def test_plan_is_compared_with_all_that_was_measured():
     assert len(ROWS) >= 75
     assert UNPREDICTED.keys() <= {key[:5] for key in ROWS} and LEFT.keys() <= {key[:6] for key in ROWS}
 
 
 @pytest.mark.parametrize("key", [key for key in ROWS if key[:5] not in UNPREDICTED], ids=str)
-def test_the_peak_is_within_three_per_cent(key):
+def test_plan_peak_is_within_three_per_cent(key):
     row = ROWS[key]
     found = plan.predict(*of_row(row)).peak.total / 1e6
     assert found == pytest.approx(row["peak_mb"], rel=BOUND)
 
 
-def test_most_peaks_are_within_half_a_per_cent():
+def test_plan_peaks_are_mostly_within_half_a_per_cent():
     """The bound of three leaves room for what a commit forgot to free; physics is nearer."""
     errors = sorted(
         abs(plan.predict(*of_row(row)).peak.total / 1e6 / row["peak_mb"] - 1)
@@ -120,7 +120,7 @@ def test_most_peaks_are_within_half_a_per_cent():
     assert errors[int(0.9 * len(errors))] < 0.005
 
 
-def test_each_phase_is_predicted_where_it_was_measured():
+def test_plan_predicts_each_phase_that_was_measured():
     """Forward's peak and the step's, not the largest of all alone."""
     looked = 0
     for key, row in ROWS.items():
@@ -159,7 +159,7 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("file", SHAPES)
-def test_runs_to_convergence_are_within_one_per_cent(file):
+def test_plan_of_runs_to_convergence_is_within_one_per_cent(file):
     """Of 1B parameters in four micro-batches, of 135M in two, whose small layers are recorded as CUDA graphs.
     Rows of one system differ by 1 % there."""
     looked = set()
@@ -180,7 +180,7 @@ def test_runs_to_convergence_are_within_one_per_cent(file):
     assert looked >= {(row.get("path"), name) for name in ("bf16", "coat")}
 
 
-def test_peaks_under_the_trainer_are_within_one_per_cent():
+def test_plan_of_peaks_under_trainer_is_within_one_per_cent():
     """On one GPU: of several GPUs the first one is measured, and the last one is fuller."""
     llama = Sizes(
         layers=8,
@@ -259,7 +259,7 @@ FP32 = '{"data_types": {"grad_accum_dtype": "fp32"}}'
 
 @as_planned
 @pytest.mark.parametrize("stage, keys", [*((stage, "{}") for stage in (1, 2, 3)), (2, FP32), (3, FP32)])
-def test_gradients_are_those_that_deepspeed_holds(stage, keys):
+def test_plan_gradients_are_those_that_deepspeed_holds(stage, keys):
     one, several = (at_the_loss(keys, stage=stage, accumulation=n) for n in (1, 3))
     share = NUMEL / SHAPES["finetune.csv"].parameters
     # of earlier micro-batches
@@ -272,7 +272,7 @@ def test_gradients_are_those_that_deepspeed_holds(stage, keys):
 
 
 @as_planned
-def test_gradients_in_fp32_stay_on_the_gpu_where_the_optimizer_is_offloaded():
+def test_plan_has_fp32_gradients_on_the_gpu_under_offload():
     """Those of earlier micro-batches: in the flat tensor that the CPU's step reads."""
     zero = {"stage": 2, "reduce_bucket_size": 5000, "offload_optimizer": {"device": "cpu"}}
     share = NUMEL / SHAPES["finetune.csv"].parameters
@@ -284,7 +284,7 @@ def test_gradients_in_fp32_stay_on_the_gpu_where_the_optimizer_is_offloaded():
         assert [found[1:] for found in held(2, keys)] == 2 * [2 * [expected]]
 
 
-def test_peaks_of_gradients_in_fp32():
+def test_plan_peaks_of_gradients_in_fp32():
     """Peaks of the fullest rank, over the workspaces of GEMMs, which were there before."""
     rows = [row for row in read_rows(RESULTS / "zero_gradients.csv") if "peak_mb" in row]
     for case in zero_gradients.CASES:
@@ -297,7 +297,7 @@ def test_peaks_of_gradients_in_fp32():
             assert planned == pytest.approx(max(row[name] for row in ranks), rel=0.01), (key, name)
 
 
-def test_torchs_allocator_gives_memory_back_in_every_step_where_there_is_no_room():
+def test_plan_of_a_step_in_which_the_allocator_gives_memory_back():
     """Of the eight that are timed. In a search the limit is 80 GB, else what the GPU has."""
     looked = {True: 0, False: 0}
     for key, row in ROWS.items():
@@ -309,7 +309,7 @@ def test_torchs_allocator_gives_memory_back_in_every_step_where_there_is_no_room
     assert looked[True] >= 3 and looked[False] >= 20
 
 
-def test_a_model_of_transformers_under_trainer():
+def test_plan_of_a_transformers_model_under_trainer():
     """The first rank, whose part of the gradients is the first layers': not what the head's rank has."""
     shape = {
         "hidden_size": 4096,
@@ -328,7 +328,7 @@ def test_a_model_of_transformers_under_trainer():
         assert found == pytest.approx(row["peak_mb"], rel=BOUND), row["system"]
 
 
-def test_megatrons_own_loop():
+def test_plan_of_megatrons_own_loop():
     """Its first step, in MiB; BF16."""
     with (RESULTS / "megatron_main.csv").open(newline="") as file:
         row = next(row for row in csv.DictReader(file) if row["system"] == "BF16")
@@ -343,7 +343,7 @@ def test_megatrons_own_loop():
     assert found / 2**20 == pytest.approx(float(row["peak_mib_after_first"]), rel=BOUND)
 
 
-def test_no_gpu_was_busy_for_less_than_the_roofline():
+def test_plan_roofline_is_below_every_measured_time():
     looked = 0
     for key, row in ROWS.items():
         if "compute_ms" not in row or key[:5] in UNPREDICTED:

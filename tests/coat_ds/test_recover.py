@@ -38,7 +38,7 @@ def recovered_moment(x, layout):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", CODECS)
-def test_recovered_to_the_bit(name, kind, device):
+def test_recover_codes_to_the_bit(name, kind, device):
     torch.manual_seed(42)
     codec = CODECS[name]
     x = KINDS[kind](torch.randn(N))
@@ -53,7 +53,7 @@ def test_recovered_to_the_bit(name, kind, device):
 
 
 @pytest.mark.parametrize("name", ["fp8_expanded", "log8"])
-def test_recovered_after_stochastic_rounding(name):
+def test_recover_codes_after_stochastic_rounding(name):
     torch.manual_seed(42)
     codec, x = CODECS[name], torch.randn(N).square() * torch.exp(2 * torch.randn(N))
     stored = encode_reference(codec, x, dither=torch.rand(N) - 0.5)
@@ -62,7 +62,7 @@ def test_recovered_after_stochastic_rounding(name):
     assert exact and torch.equal(codec.decode(found), values)
 
 
-def test_plain_encoding_would_not_do():
+def test_recover_codes_that_plain_encoding_would_not():
     torch.manual_seed(42)
     codec = CODECS["fp8_expanded"]
     values = Moment.encoded(torch.randn(N), codec).decode()
@@ -70,7 +70,7 @@ def test_plain_encoding_would_not_do():
 
 
 @pytest.mark.parametrize("width", [1e-3, 1.0])
-def test_values_of_another_device_get_the_same_codes(width):
+def test_recover_same_codes_of_values_of_another_device(width):
     torch.manual_seed(42)
     codec = CODECS["fp8_expanded"]
     stored = codec.encode((width * torch.randn(N)).exp())
@@ -80,7 +80,7 @@ def test_values_of_another_device_get_the_same_codes(width):
     assert torch.equal(found.exponent, stored.exponent)
 
 
-def test_other_values_are_encoded():
+def test_recover_encodes_other_values():
     torch.manual_seed(42)
     codec, x = CODECS["fp8_expanded"], torch.randn(N)
     found, exact = recovered(codec, x)
@@ -88,7 +88,7 @@ def test_other_values_are_encoded():
 
 
 @pytest.mark.parametrize("name", ["fp8_expanded", "log8"])
-def test_groups_are_found_one_by_one(name):
+def test_recover_finds_groups_one_by_one(name):
     """Next to groups that cannot be, and in any number of parts."""
     torch.manual_seed(42)
     codec = CODECS[name]
@@ -103,7 +103,7 @@ def test_groups_are_found_one_by_one(name):
     assert torch.equal(back[256:512], Moment.encoded(values[256:512], codec).decode())
 
 
-def test_a_moment_is_exact_if_all_of_its_pieces_are():
+def test_recover_is_exact_if_all_pieces_are():
     torch.manual_seed(42)
     layout = ((0, CODECS["fp8_expanded"]), (1000, CODECS["fp32"]), (1100, CODECS["log8"]))
     values = Moment.encoded(torch.rand(2000), layout).decode()
@@ -114,7 +114,7 @@ def test_a_moment_is_exact_if_all_of_its_pieces_are():
     assert not exact and torch.equal(moment.decode()[128:], values[128:])
 
 
-def test_what_plain_encoding_gives_is_not_searched():
+def test_recover_does_not_search_what_plain_encoding_gives():
     x = 2.0 ** torch.arange(N).remainder(8)
     codec = CODECS["bf16"]
     with mock.patch.object(recover, "_moved") as moved:

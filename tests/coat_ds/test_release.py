@@ -75,7 +75,7 @@ def run(model, optimizer, steps=range(STEPS), scale_of=None):
 )
 @pytest.mark.parametrize("offload", OFFLOADS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_steps_have_the_bits_of_resident_states_after_backward(released, dtype, offload, steps, device):
+def test_release_gradients_steps_as_after_backward(released, dtype, offload, steps, device):
     model, other = (net(device, dtype) for _ in range(2))
     after, during = adamw(model), adamw(other, offload=offload)
     if released:
@@ -85,7 +85,7 @@ def test_steps_have_the_bits_of_resident_states_after_backward(released, dtype, 
     assert_equal(stored(after), stored(during))
 
 
-def test_gradients_are_freed_during_backward(device):
+def test_release_gradients_frees_them_during_backward(device):
     model = net(device)
     optimizer = adamw(model, offload="cpu")
     optimizer.release_gradients()
@@ -108,7 +108,7 @@ def test_gradients_are_freed_during_backward(device):
 
 
 @pytest.mark.parametrize("offload", OFFLOADS)
-def test_clipping_is_by_the_norm_of_the_backward_before(offload, device):
+def test_release_gradients_clips_by_the_norm_of_the_backward_before(offload, device):
     most, norms = 0.5, [0.0]
 
     def factor(model):
@@ -134,7 +134,7 @@ def test_clipping_is_by_the_norm_of_the_backward_before(offload, device):
     assert far < 1e-3 * count
 
 
-def test_a_run_goes_on_from_a_checkpoint(device):
+def test_release_gradients_goes_on_from_a_checkpoint(device):
     model = net(device)
     optimizer = adamw(model, offload="cpu")
     optimizer.release_gradients()
@@ -147,7 +147,7 @@ def test_a_run_goes_on_from_a_checkpoint(device):
     assert run(model, optimizer, later) == run(resumed, other, later)
 
 
-def test_huggingface_trains_with_it(tmp_path):
+def test_release_gradients_under_trainer(tmp_path):
     losses = []
     for released in (False, True):
         model = net("cpu", torch.float32, frozen=False)
@@ -172,7 +172,7 @@ def fails(action, words):
         action()
 
 
-def test_what_is_refused(device):
+def test_release_gradients_refusals(device):
     model = net(device)
     optimizer = adamw(model)
     optimizer.release_gradients()
@@ -229,7 +229,7 @@ def both():
     return [sharded("none", False), *(sharded(offload, True) for offload in ("none", "cpu"))]
 
 
-def test_shards_of_fsdp2_step_as_after_backward():
+def test_release_gradients_of_fsdp2_shards():
     for after, *during in run_distributed(both, 2):
         for shards in during:
             assert_equal(after, shards)

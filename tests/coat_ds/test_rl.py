@@ -59,7 +59,7 @@ def work(folder):
         return grpo(folder, 3)
 
 
-def test_layers_stay_units_of_zero3_behind_a_generation(tmp_path):
+def test_zero3_units_stay_behind_a_generation(tmp_path):
     """TRL takes ZeRO-3's hooks away while it generates, and puts them back. The policy is the reference until
     its first step, to the bit, as long as both run as fused blocks."""
     (found,) = run_distributed(work, 1, str(tmp_path))

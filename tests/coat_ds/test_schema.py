@@ -46,22 +46,22 @@ BAD = [
 ]
 
 
-def test_the_file_is_the_generated_one():
+def test_schema_file_is_the_generated_one():
     assert (CONFIGS / "coat.schema.json").read_text() == text(), "run coat schema > configs/coat.schema.json"
 
 
-def test_the_schema_is_one():
+def test_schema_is_valid():
     jsonschema.Draft202012Validator.check_schema(schema())
 
 
 @pytest.mark.parametrize("block", GOOD, ids=json.dumps)
-def test_accepted(block):
+def test_schema_accepts(block):
     jsonschema.validate({"coat": block, "train_batch_size": 1}, schema())
     CoatConfig.from_dict(block)
 
 
 @pytest.mark.parametrize("block", BAD, ids=json.dumps)
-def test_refused(block):
+def test_schema_refuses(block):
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate({"coat": block}, schema())
     with pytest.raises(CoatConfigError) as error:
@@ -69,7 +69,7 @@ def test_refused(block):
     assert str(error.value).startswith("coat")
 
 
-def test_defaults_and_descriptions():
+def test_schema_has_defaults_and_descriptions():
     def check(block, found):
         for name, described in block["properties"].items():
             inner = described.get("anyOf", [{}, described])[1]
@@ -83,5 +83,5 @@ def test_defaults_and_descriptions():
     check(json.loads(text())["properties"]["coat"], CoatConfig())
 
 
-def test_the_shipped_config_is_valid():
+def test_schema_accepts_the_shipped_config():
     jsonschema.validate(json.loads((CONFIGS / "ds_zero1_coat.json").read_text()), schema())

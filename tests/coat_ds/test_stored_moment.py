@@ -33,7 +33,7 @@ def read(value):
     return torch.load(file, weights_only=True)
 
 
-def test_moments_come_back_by_a_reader_of_data_only():
+def test_stored_moment_comes_back_by_a_reader_of_data_only():
     layout = ((0, get_codec("fp32")), (100, get_codec("fp8_expanded")), (1000, get_codec("log8")))
     moment = Moment.encoded(torch.rand(40, 50), layout)
     found = read(StoredMoment(moment.pieces, moment.shape))
@@ -41,14 +41,14 @@ def test_moments_come_back_by_a_reader_of_data_only():
     assert all(torch.equal(a, b) for a, b in zip(found.stored(), moment.stored(), strict=True))
 
 
-def test_a_part_of_a_moment_is_written_as_its_values():
+def test_stored_moment_of_a_part_is_its_values():
     moment = Moment.encoded(torch.rand(40, 50), get_codec("log8"))
     part = StoredMoment(moment.pieces, moment.shape)[3:5]
     assert read(part).equal(moment.decode()[3:5])
 
 
 @pytest.mark.parametrize("how", [{"foreach": True}, {"foreach": False}, {"fused": True}], ids=str)
-def test_adamw_goes_on_from_it_as_from_fp32(how):
+def test_stored_moment_is_continued_by_adamw_as_fp32(how):
     """Also where second moments are zero, to which no first moment can be relative."""
     options, ends = {"lr": 1e-2, "betas": (0.9, 0.95)}, []
     for layout in ("stock", "compressed"):
@@ -69,7 +69,7 @@ def test_adamw_goes_on_from_it_as_from_fp32(how):
 
 
 @pytest.mark.parametrize("exp_avg_sq_format", ["log8", "fp8_expanded"])
-def test_a_loaded_optimizer_writes_the_layout_that_it_is_asked_for(exp_avg_sq_format):
+def test_stored_moment_is_written_in_the_layout_asked_for(exp_avg_sq_format):
     p = torch.nn.Parameter(torch.rand(64, 128))
     p.grad = torch.rand(64, 128)
     compressed, stock = (
@@ -83,7 +83,7 @@ def test_a_loaded_optimizer_writes_the_layout_that_it_is_asked_for(exp_avg_sq_fo
     assert all(type(state[name]) is torch.Tensor for name in MOMENTS)
 
 
-def test_kernels_that_ask_for_its_memory_get_an_error():
+def test_stored_moment_gives_kernels_no_memory():
     # a moment has none: FusedAdam, loading such a file, read from a null pointer
     moment = Moment.encoded(torch.rand(40, 50), get_codec("log8"))
     stored = read(StoredMoment(moment.pieces, moment.shape))
@@ -154,7 +154,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("pieces, group_size, shape", BAD.values(), ids=BAD)
-def test_what_no_moment_was_written_as_is_refused(pieces, group_size, shape):
+def test_stored_moment_refuses_what_none_was_written_as(pieces, group_size, shape):
     with pytest.raises(ValueError, match=r"stored moment: expected .*, found ") as refused:
         read(Written(pieces, group_size, shape))
     assert "\n" not in str(refused.value) and len(str(refused.value)) < 400

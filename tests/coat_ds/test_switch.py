@@ -105,7 +105,7 @@ def run(site, code, *args, **env):
     return json.loads(lines[-1].removeprefix("RESULT "))
 
 
-def test_an_unmodified_script_after_pip_install(site):
+def test_switch_in_an_unmodified_script(site):
     out = run(site, SCRIPT, "none", "off", "block", "type", "client")
     assert out["none"] == out["off"] == ["AdamW", False]
     assert out["block"] == out["type"] == out["client"] == ["CoatAdamW", True]
@@ -115,7 +115,7 @@ def test_an_unmodified_script_after_pip_install(site):
     assert out["heavy"] == [False, True, True, True, True]
 
 
-def test_opting_out(site):
+def test_switch_opts_out(site):
     """DeepSpeed then ignores the block, and refuses the loud spelling, as where nothing is installed."""
     out = run(site, SCRIPT, "none", "client", "type", COAT_DISABLE="1")
     assert out["client"] == ["AdamW", False]
@@ -123,7 +123,7 @@ def test_opting_out(site):
     assert out["heavy"] == [False, False, False]
 
 
-def test_an_interpreter_without_torch_loads_nothing(site):
+def test_switch_loads_nothing_without_torch(site):
     code = (
         "import sys, json; print('RESULT ' + json.dumps([n for n in sys.modules if n.startswith('coat_')]))"
     )
@@ -146,7 +146,7 @@ def imports(python, cwd, **env):
     return done.stderr, done.stdout.strip()
 
 
-def test_torch_imports_where_the_clone_was_moved(python, tmp_path):
+def test_switch_lets_torch_import_where_the_clone_was_moved(python, tmp_path):
     (tmp_path / "clone").mkdir()
     pip_install("--editable", clone(tmp_path / "clone"), python=python)
     assert imports(python, tmp_path) == ("", "1")
@@ -157,7 +157,7 @@ def test_torch_imports_where_the_clone_was_moved(python, tmp_path):
     assert imports(python, tmp_path, RANK="1") == ("", "0")
 
 
-def test_torch_imports_where_the_package_is_not_whole(site, python, tmp_path):
+def test_switch_lets_torch_import_where_the_package_is_not_whole(site, python, tmp_path):
     shutil.copytree(site, tmp_path / "site")
     (tmp_path / "site/coat_ds/zero/switch.py").write_text("def register(:")
     said, waiting = imports(python, tmp_path, PYTHONPATH=str(tmp_path / "site"))
@@ -174,7 +174,7 @@ class DeepSpeedEngine:
 VERSIONS = {"0.17.0": False, "0.20.1": False, "0.19.2+abc": True}
 
 
-def test_a_deepspeed_of_another_version(site, tmp_path):
+def test_switch_with_a_deepspeed_of_another_version(site, tmp_path):
     """It is an error that names both versions where there is a block, and not before."""
     runtime = tmp_path / "deepspeed/runtime"
     runtime.mkdir(parents=True)
@@ -201,7 +201,7 @@ print("RESULT " + json.dumps(found))
         assert (f"found {version}" in said and ">=0.18.9,<0.20" in said) != VERSIONS[version]
 
 
-def test_a_finder_waits_for_deepspeed(site):
+def test_switch_finder_stays_until_deepspeed_is_imported(site):
     """Installing before DeepSpeed is imported; uninstalling before that; twice makes one."""
     code = """
 import sys, json
@@ -258,7 +258,7 @@ def by_hand():
     return out
 
 
-def test_install_and_uninstall():
+def test_switch_install_and_uninstall():
     # where the project is installed by pip, torch would register it
     with mock.patch.dict(os.environ, {switch.DISABLE: "1"}):
         out = run_distributed(by_hand, 1, fresh=True)[0]
@@ -267,7 +267,7 @@ def test_install_and_uninstall():
     assert out["installed"] == [False, True]
 
 
-def test_names_of_the_package():
+def test_coat_names_of_the_package():
     for name in coat_ds.__all__:
         assert getattr(coat_ds, name).__name__.rpartition(".")[2] == name
     assert set(coat_ds.__all__) <= set(dir(coat_ds))
@@ -275,6 +275,6 @@ def test_names_of_the_package():
         _ = coat_ds.nothing_of_ours
 
 
-def test_rooms_are_attributes_as_the_docs_use_them():
+def test_coat_rooms_are_attributes():
     code = "import coat_ds, sys; assert 'torch' not in sys.modules; coat_ds.watch.Watch, coat_ds.plan.rungs()"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -25,7 +25,7 @@ WHOLE = "14 of 15 linear layers in FP8 (e4m3, gradients in e5m2)"
 
 
 @pytest.mark.parametrize("name", HOSTED)
-def test_the_json_is_enough(two, name):
+def test_trainer_needs_the_json_alone(two, name):
     for number, rank in enumerate(two):
         found = rank[name]
         assert WHOLE in found["coat"] and "2 feed-forwards in 8 bits (sqrt8)" in found["coat"]
@@ -37,7 +37,7 @@ def test_the_json_is_enough(two, name):
         assert len(found["lines"]) == 2 * (number == 0), found["lines"]
 
 
-def test_trainers_losses(two):
+def test_trainer_losses_are_stock(two):
     """Layers in FP8 change a loss by less than a hundredth, and a block without them is what it was."""
     for rank in two:
         states, layers = rank["states alone"], rank["Trainer"]
@@ -46,7 +46,7 @@ def test_trainers_losses(two):
         assert "linear layers" not in states["coat"] and states["left"] is None
 
 
-def test_lora(two):
+def test_trainer_with_lora(two):
     """Frozen weights have no states, and multiply in FP8; adapters are trained as they are."""
     for rank in two:
         found = rank["LoRA"]
@@ -56,7 +56,7 @@ def test_lora(two):
         assert found["losses"][-1] < found["losses"][0]
 
 
-def test_reference_models(two):
+def test_trainer_with_reference_models(two):
     """In FP8 too: the policy is the reference until its first step, to the bit."""
     for rank in two:
         found = rank["DPO"]
@@ -82,7 +82,7 @@ def test_trainer_reads_the_compressed_layout(two):
         assert again == whole
 
 
-def test_accelerate_without_deepspeed(two):
+def test_accelerate_trains_without_deepspeed(two):
     for rank in two:
         before, after, again = rank["Accelerate alone"]["losses"]
         assert again == after and sum(after) < sum(before)
@@ -102,7 +102,7 @@ def work_gpu(folder):
 
 
 @pytest.mark.gpu
-def test_on_a_gpu(tmp_path):
+def test_trainer_on_a_gpu(tmp_path):
     ranks = run_distributed(work_gpu, 1, str(tmp_path), gpus=True)
     for converted in (True, False):
         check_stages(ranks, converted)
@@ -114,7 +114,7 @@ def test_on_a_gpu(tmp_path):
 
 
 @pytest.mark.parametrize("converted", [True, False])
-def test_stages_agree(two, converted):
+def test_zero_stages_agree(two, converted):
     check_stages(two, converted)
 
 
@@ -130,7 +130,7 @@ def check_stages(ranks, converted):
             assert ("ZeRO-3 gathers 2 of 2 layers whole" in said) == (stage == 3 and converted)
 
 
-def test_weights_partitioned_from_the_start(two):
+def test_zero3_weights_partitioned_from_the_start(two):
     for number, rank in enumerate(two):
         found = rank["zero.Init"]
         assert WHOLE in found["coat"] and "ZeRO-3 gathers 2 of 2 layers whole" in found["coat"]
@@ -140,7 +140,7 @@ def test_weights_partitioned_from_the_start(two):
         assert all("[64, 64] model.layers.*.self_attn.q_proj.weight" in table for table in found["tables"])
 
 
-def test_no_stale_codes_of_weights(two):
+def test_zero3_has_no_stale_codes_of_weights(two):
     check_codes(two)
 
 
@@ -162,13 +162,13 @@ MEETINGS = {
 
 
 @pytest.mark.parametrize("name", MEETINGS)
-def test_meetings(two, name):
+def test_engine_beside_layers_that_the_script_converted(two, name):
     for rank in two:
         found = rank["meetings"][name]
         assert all(word in found for word in MEETINGS[name]), found
 
 
-def test_no_layer_in_fp8_is_a_warning(two):
+def test_engine_warns_of_no_layer_in_fp8(two):
     (line,) = two[0]["meetings"]["warned"]
     assert not two[1]["meetings"]["warned"]
     assert "0 of 15 linear layers" in line and '"require": true makes it an error' in line

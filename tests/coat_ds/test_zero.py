@@ -315,7 +315,7 @@ every_cell = pytest.mark.parametrize("name", CELLS)
 
 
 @every_cell
-def test_two_processes_train_as_one(one, two, name):
+def test_zero_ranks_train_as_one(one, two, name):
     if name == "summed32-1" and Version(version("deepspeed")) < Version("0.19"):
         pytest.skip("the BF16_Optimizer of DeepSpeed before 0.19 does not, with stock AdamW either")
     losses = one[name]["losses"]
@@ -327,7 +327,7 @@ def test_two_processes_train_as_one(one, two, name):
 
 
 @every_cell
-def test_losses_are_those_of_stock_adamw(one, name):
+def test_zero_losses_are_those_of_stock_adamw(one, name):
     ours, stock = one[name]["losses"], one[name]["stock"]
     assert stock[0] - stock[-1] > 0.05 * stock[0]
     tolerance = TOLERANCE[CELLS[name]["dtype"]]
@@ -335,7 +335,7 @@ def test_losses_are_those_of_stock_adamw(one, name):
         assert abs(a - b) <= FP8_BOUND * (stock[0] - b) + tolerance * b
 
 
-def test_a_pipeline_of_two_stages_trains_as_one(one, two):
+def test_pipeline_of_two_stages_trains_as_one(one, two):
     (losses, *_), (stock, *_) = one["pipeline"], one["stock pipeline"]
     for ours, *_ in (rank["pipeline"] for rank in two):
         assert ours == pytest.approx(losses, rel=TOLERANCE["bf16"])
@@ -349,7 +349,7 @@ def test_a_pipeline_of_two_stages_trains_as_one(one, two):
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_bf16_masters_with_remainders_are_fp32_masters(one, two, stage):
+def test_zero_bf16_masters_with_remainders_are_fp32_masters(one, two, stage):
     """The same losses as with FP32 masters, to the bit, in 6.1 bytes per parameter, 8.1 with the gradient."""
     # without clipping, and without the sum over ranks, BF16 gradients lose nothing. One master in 2^16 lies
     # halfway between two weights: the remainder's rule rounds it up, the cast to even; of the 48,128 weights
@@ -364,13 +364,13 @@ def test_bf16_masters_with_remainders_are_fp32_masters(one, two, stage):
         assert rank[f"master32-{stage}"]["sizes"] == {(4, 4)}
 
 
-def test_a_step_with_non_finite_gradients_changes_nothing(one, two):
+def test_zero_step_with_non_finite_gradients_changes_nothing(one, two):
     for rank in (one, *two):
         assert all(rank[name]["skipped"] for name in CELLS if name.startswith("fp16"))
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_states_move_when_they_are_asked_to(one, stage):
+def test_zero_states_move_on_offload_states(one, stage):
     """And once; DeepSpeed then finds them where they are. Stages 1 and 2 forget parameters while these are
     offloaded, too."""
     expected = [(moved, True) for moved in (False, True, False, True, False)]
@@ -381,7 +381,7 @@ def test_states_move_when_they_are_asked_to(one, stage):
 
 
 @every_cell
-def test_states_are_compressed(one, two, name):
+def test_zero_states_are_compressed(one, two, name):
     # twice a byte and 5 in 128 more, and a little for what is small or cut; remainders take 2
     more = 2 if name.startswith("master16") else 0
     for rank in (one, *two):

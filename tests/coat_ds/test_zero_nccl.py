@@ -52,7 +52,7 @@ every_cell = pytest.mark.parametrize("name", NAMES)
 
 
 @every_cell
-def test_losses_are_those_of_stock_adamw(ranks, name):
+def test_zero_over_nccl_has_losses_of_stock_adamw(ranks, name):
     for rank in ranks:
         ours, stock = rank[name]["losses"], rank[name]["stock"]
         assert stock[0] - stock[-1] > 0.05 * stock[0]
@@ -61,7 +61,7 @@ def test_losses_are_those_of_stock_adamw(ranks, name):
 
 
 @every_cell
-def test_states_take_the_predicted_bytes(ranks, name):
+def test_zero_over_nccl_states_take_the_predicted_bytes(ranks, name):
     for rank in ranks:
         held = rank[name]["bytes"]
         assert rank[name]["devices"] == {"cuda"}

@@ -98,7 +98,7 @@ def test_merged_copies_belong_to_these_weights(device):
     assert cache.of(others).forward(others, E4M3)[0] is not second
 
 
-def test_merged_copies_that_a_graph_knows_are_written_in_place(kernels, device, monkeypatch):
+def test_merged_copies_of_a_graph_are_written_in_place(kernels, device, monkeypatch):
     cache, weights = WeightCache("fp8"), weights_of(device)
     places = cache.of(weights).stay(weights, E4M3)
     with torch.no_grad():
@@ -114,7 +114,7 @@ def test_merged_copies_that_a_graph_knows_are_written_in_place(kernels, device, 
     assert found.columns.float().equal(expected.columns.float())
 
 
-def test_merged_copies_that_a_graph_knows_take_no_other_weights(device):
+def test_merged_copies_of_a_graph_take_no_other_weights(device):
     cache, weights = WeightCache("fp8"), weights_of(device)
     for given in (weights, weights[:2]):
         cache.of(given).stay(given, E4M3)

@@ -200,7 +200,7 @@ def test_weight_cache_is_neither_filled_nor_used_by_evaluation(device):
         assert fp8_linear(x, weight, cache=cache).equal(fp8_linear(x, weight))
 
 
-def test_weight_cache_writes_copies_that_a_graph_knows_in_place(kernels, device, monkeypatch):
+def test_weight_cache_writes_copies_of_a_graph_in_place(kernels, device, monkeypatch):
     # columns are padded
     weight = torch.nn.Parameter(torch.randn(40, 64, device=device))
     cache = WeightCache("fp8")
@@ -218,7 +218,7 @@ def test_weight_cache_writes_copies_that_a_graph_knows_in_place(kernels, device,
     assert found.columns.float().equal(expected.columns.float())
 
 
-def test_weight_cache_writes_no_other_weight_into_copies_that_a_graph_knows(device):
+def test_weight_cache_writes_no_other_weight_into_copies_of_a_graph(device):
     """The new weight may have another shape."""
     cache = WeightCache("fp8")
     for rows in (32, 48):

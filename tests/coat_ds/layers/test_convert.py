@@ -285,7 +285,7 @@ def doubled(self, x):
     return 2 * F.linear(x, self.weight, self.bias)
 
 
-def test_convert_knows_patched_forwards_by_what_they_compute():
+def test_convert_recognizes_patched_forwards_by_what_they_compute():
     model = plain(norm=Patched)
     model[1].norm.power = 0.4
     model[0].up.forward = types.MethodType(rewritten, model[0].up)

@@ -145,7 +145,7 @@ def test_evaluation_graphs_are_of_evaluated_layers_alone():
     assert evaluated_counts(model) == [0] * LAYERS
 
 
-def test_evaluation_graphs_ask_nothing_without_a_gradient():
+def test_graphs_without_gradients_do_not_call_uses():
     """To answer brings kept copies of weights up to date."""
 
     def uses():

@@ -110,7 +110,7 @@ def test_converted_fp32_model_under_autocast_and_compiled_on_a_gpu(name):
 
 
 @pytest.mark.parametrize("loss", [False, True], ids=["layers", "layers and loss"])
-def test_convert_knows_ligers_forwards_by_what_they_compute(loss, monkeypatch):
+def test_convert_recognizes_ligers_forwards_by_what_they_compute(loss, monkeypatch):
     liger = pytest.importorskip("liger_kernel.transformers")
     family = FAMILIES["llama"]
     batch = on_gpu(family.batch()) | {"use_cache": False}

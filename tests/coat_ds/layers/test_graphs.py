@@ -333,7 +333,7 @@ def test_layer_graphs_keep_a_constant_while_it_is_to_be_read():
     assert constant.take(other) and constant.buffer.equal(other)
 
 
-def test_cuda_graphs_key_says_where_it_has_no_effect(caplog):
+def test_cuda_graphs_key_warns_where_it_has_no_effect(caplog):
     model = coat_ds.convert(FAMILIES["llama"].build(), {"cuda_graphs": True})
     model(**FAMILIES["llama"].batch()).loss.backward()
     (line,) = [m for m in caplog.messages if "cuda_graphs" in m]

@@ -249,7 +249,7 @@ def test_converted_model_takes_one_token_without_a_batch():
     assert alone.grad.shape == (64,) and linear.bias.grad.equal(torch.ones_like(linear.bias))
 
 
-def test_convert_leaves_attention_that_a_model_asks_for_by_name():
+def test_convert_leaves_attention_that_a_model_names():
     """Gemma 4 computes the last tokens alone in layers that share keys, but not with "sdpa".
 
     In older releases of transformers it computes all tokens, and asks for no name.

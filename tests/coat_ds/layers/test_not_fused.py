@@ -200,7 +200,7 @@ def picture_model(name):
 
 
 @pytest.mark.parametrize("name", ["Llava", "LlavaOnevision"])
-def test_layers_make_no_cache_that_no_call_asks_for(name, monkeypatch):
+def test_layers_make_no_cache_without_use_cache(name, monkeypatch):
     taken = fused_calls(monkeypatch)
     model = coat_ds.convert(picture_model(name))
     ids = torch.arange(10, 42)[None]

@@ -32,7 +32,7 @@ ACTIVATIONS = {
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
-def test_probe_knows_activations(name):
+def test_probe_recognizes_activations(name):
     assert probe.activation_kind(transformers.activations.ACT2FN[name]) == ACTIVATIONS[name]
 
 
@@ -117,7 +117,7 @@ def norms():
     ]
 
 
-def test_probe_knows_norms_under_autocast():
+def test_probe_recognizes_norms_under_autocast():
     """MPT's in low precision cast their input there."""
 
     class Cast(nn.LayerNorm):
@@ -129,7 +129,7 @@ def test_probe_knows_norms_under_autocast():
 
 
 @pytest.mark.parametrize(("norm", "form"), norms(), ids=lambda x: type(x).__name__)
-def test_probe_knows_norms(norm, form):
+def test_probe_recognizes_norms(norm, form):
     assert probe.norm_form(norm.to("meta")) == form
     assert all(p.device.type == "meta" for p in norm.parameters())
 
@@ -180,7 +180,7 @@ class WithScale(Gated):
 
 @pytest.mark.parametrize("sizes", [(32, 48), (32, 32)], ids=["wide", "square"])
 @pytest.mark.parametrize(("act", "kind"), [(nn.SiLU(), "silu"), (nn.GELU(), "gelu"), (nn.Tanh(), None)])
-def test_probe_knows_gated_feed_forwards_of_any_names(sizes, act, kind):
+def test_probe_recognizes_gated_feed_forwards_of_any_names(sizes, act, kind):
     wanted = {
         "w1 w3": lambda m, x: m.w2(m.act(m.w1(x)) * m.w3(x)),
         "w3 w1": lambda m, x: m.w2(m.w1(x) * m.act(m.w3(x))),
@@ -209,7 +209,7 @@ def test_probe_knows_gated_feed_forwards_of_any_names(sizes, act, kind):
     assert probe.gated_form(WithScale(*sizes, wanted["w1 w3"], act)) is None
 
 
-def test_probe_knows_linear_layers():
+def test_probe_recognizes_linear_layers():
     """GPT-2's lies the other way round, and reads its width."""
 
     class Scaled(nn.Linear):
@@ -228,7 +228,7 @@ def test_probe_knows_linear_layers():
             assert not probe.is_product(other(32, 48, bias=bias), transposed=False)
 
 
-def test_probe_knows_gate_and_up_in_one():
+def test_probe_recognizes_gate_and_up_in_one():
     from transformers.models.phi3.modeling_phi3 import Phi3Config, Phi3MLP
 
     mlp = Phi3MLP(Phi3Config(hidden_size=64, intermediate_size=96, pad_token_id=0))

@@ -32,7 +32,7 @@ def train(model, **inputs):
 
 
 @pytest.mark.parametrize("compiles", [False, True])
-def test_converted_model_cast_to_float64_says_once_that_fp8_is_off(said, compiles):
+def test_converted_model_cast_to_float64_logs_once_that_fp8_is_off(said, compiles):
     stock, model = plain().double(), coat_ds.convert(plain()).double()
     if compiles:
         torch.compiler.reset()
@@ -63,7 +63,7 @@ def test_convert_warns_of_keys_without_effect(said, build, activations, line):
     assert line in found and ("Drop" in found or "Write" in found)
 
 
-def test_converted_layers_run_fused_where_flags_ask_for_nothing(said):
+def test_converted_layers_run_fused_with_flags_off(said):
     """As Liger's forward of a model hands them on."""
     train(
         coat_ds.convert(LLAMA.build()), use_cache=False, output_attentions=False, output_hidden_states=False
