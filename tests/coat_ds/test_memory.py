@@ -89,7 +89,7 @@ WAYS = {"m": copied_into("exp_avg"), "v": copied_into("exp_avg_sq"), "part": wri
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_quantized_state_is_written_part_by_part(way, monkeypatch):
+def test_moment_is_written_part_by_part(way, monkeypatch):
     whole = stepped()[1]
     WAYS[way](whole)
     in_parts(monkeypatch, PART)
@@ -118,7 +118,7 @@ READS = {
 
 
 @pytest.mark.parametrize("way", READS)
-def test_quantized_state_is_read_part_by_part(way, monkeypatch):
+def test_moment_is_read_part_by_part(way, monkeypatch):
     read, count = READS[way]
     p, optimizer = stepped()
     whole = optimizer.moments(p)
@@ -129,7 +129,7 @@ def test_quantized_state_is_read_part_by_part(way, monkeypatch):
     assert_equal(whole, optimizer.moments(p))
 
 
-def test_quantized_state_in_place_ops_hold_one_copy_of_the_values(monkeypatch):
+def test_moment_in_place_ops_hold_one_copy_of_the_values(monkeypatch):
     in_parts(monkeypatch, PART)
     p, optimizer = stepped()
     with Made() as made:
@@ -137,7 +137,7 @@ def test_quantized_state_in_place_ops_hold_one_copy_of_the_values(monkeypatch):
     assert made.over(MOST) == {torch.float32: 1}
 
 
-def test_quantized_states_move_without_copies_of_one_another():
+def test_moments_move_without_copies_of_one_another():
     """Pinned memory that was taken for a copy stays taken."""
     p, optimizer = stepped()
     before, moments = [t.clone() for t in stored(optimizer)], optimizer.moments(p)

@@ -29,8 +29,6 @@ GEMMS, COPIES = (
 ROOT = Path(__file__).parents[2]
 
 SMALL = Sizes(layers=2, hidden=64, ffn=128, heads=4, groups=2, head_dim=16, vocabulary=512)
-# elements of the matrices of a layer of SMALL, and of all of its norms
-MATRICES, NORMS = 64 * (128 + 64 + 256 + 128), 5 * 64
 
 
 def test_plan_without_fp8_has_smaller_states_alone(tmp_path, capsys):

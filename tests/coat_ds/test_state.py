@@ -82,7 +82,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
-def test_quantized_state_writes_arrive_as_in_a_plain_tensor(write):
+def test_moment_writes_arrive_as_in_a_plain_tensor(write):
     plain = values(*SHAPE)
     moment = Moment.encoded(plain, EXACT)
     write(moment)
@@ -92,7 +92,7 @@ def test_quantized_state_writes_arrive_as_in_a_plain_tensor(write):
 
 
 @pytest.mark.parametrize("write", REFUSED.values(), ids=REFUSED)
-def test_quantized_state_refuses_writes_that_would_be_lost(write):
+def test_moment_refuses_writes_that_would_be_lost(write):
     moment = fp8_moment(values(*SHAPE))
     before = moment.decode()
     with pytest.raises((NotImplementedError, ValueError, RuntimeError)):
@@ -102,7 +102,7 @@ def test_quantized_state_refuses_writes_that_would_be_lost(write):
 
 @pytest.mark.parametrize("name", ["fp8_expanded", "log8", "bf16"])
 @pytest.mark.parametrize("write", ["select", "rows", "scatter", "index-put"])
-def test_quantized_state_writes_encode_the_groups_that_they_change(write, name):
+def test_moment_writes_encode_the_groups_that_they_change(write, name):
     """And leave every other one as it is stored, to the bit."""
     codec = get_codec(name)
     moment = Moment.encoded(values(*SHAPE).abs(), codec)
@@ -125,7 +125,7 @@ def test_quantized_state_write_of_what_is_there_changes_nothing(name):
     assert all(map(torch.equal, moment.stored(), before))
 
 
-def test_quantized_state_in_place_ops_encode_their_result():
+def test_moment_in_place_ops_encode_their_result():
     moment, other = fp8_moment(values(*SHAPE)), values(*SHAPE, seed=1)
     start = moment.decode()
     moment.lerp_(other, 0.1)
@@ -139,7 +139,7 @@ def test_quantized_state_in_place_ops_encode_their_result():
     codec=st.sampled_from(["fp32", "bf16", "fp8_expanded"]),
 )
 @settings(max_examples=60, deadline=None)
-def test_quantized_state_windows_touch_their_groups_alone(numel, data, codec):
+def test_moment_windows_touch_their_groups_alone(numel, data, codec):
     start = data.draw(st.integers(0, numel))
     length = data.draw(st.integers(0, numel - start))
     moment = Moment.encoded(values(numel), get_codec(codec))
@@ -158,7 +158,7 @@ def test_quantized_state_windows_touch_their_groups_alone(numel, data, codec):
     assert torch.equal(after, before)
 
 
-def test_quantized_state_reads_are_reads_of_the_values():
+def test_moment_reads_are_reads_of_the_values():
     moment = fp8_moment(values(*SHAPE))
     plain = moment.decode()
     other = values(*SHAPE, seed=3)
@@ -195,7 +195,7 @@ def test_quantized_state_reads_are_reads_of_the_values():
     ],
     ids=["clone", "deepcopy", "empty_like", "zeros_like", "to", "detach-clone", "zeros_like-device"],
 )
-def test_quantized_state_copies_stay_compressed_and_are_copies(make):
+def test_moment_copies_stay_compressed_and_are_copies(make):
     moment = fp8_moment(values(*SHAPE))
     before = moment.decode()
     made = make(moment)
@@ -206,7 +206,7 @@ def test_quantized_state_copies_stay_compressed_and_are_copies(make):
     assert torch.equal(moment.decode(), before)
 
 
-def test_quantized_state_copy_is_exact():
+def test_moment_copy_is_exact():
     source, target = fp8_moment(values(*SHAPE)), Moment.zeros(SHAPE, FP8, "cpu")
     target.copy_(source)
     for a, b in zip(source.piece.storage, target.piece.storage, strict=True):
@@ -216,7 +216,7 @@ def test_quantized_state_copy_is_exact():
         Moment.zeros(SHAPE[::-1], FP8, "cpu").copy_(source)
 
 
-def test_quantized_state_pickles_as_a_plain_tensor():
+def test_moment_pickles_as_a_plain_tensor():
     moment = fp8_moment(values(*SHAPE))
     file = io.BytesIO()
     torch.save({"exp_avg": moment}, file)
@@ -226,7 +226,7 @@ def test_quantized_state_pickles_as_a_plain_tensor():
         assert torch.equal(loaded, moment.decode())
 
 
-def test_quantized_state_refuses_what_would_corrupt():
+def test_moment_refuses_what_would_corrupt():
     moment = fp8_moment(values(*SHAPE))
     with pytest.raises(ValueError, match=r"\(2, 100\).*next step encodes"):
         moment.data = values(2, 100)

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 import coat_ds
-from coat_ds import CoatAdamW, CoatConfig, CoatConfigError, cli
-from coat_ds.config import WatchConfig
+from coat_ds import CoatAdamW, CoatConfigError, cli
 from coat_ds.watch import Callback, Watch
 from coat_ds.watch.readings import FILE, Reading, append, read
 from coat_kernels.autograd import watching
@@ -129,12 +128,6 @@ def test_watch_command_names_what_is_wrong_in_the_file(tmp_path, capsys, content
     assert cli.main(["watch", str(tmp_path)]) == 2
     # no file: tests/test_mistakes.py
     assert f"RUN: {tmp_path}/{FILE}: " in capsys.readouterr().err
-
-
-def test_watch_key_takes_booleans_and_has_defaults():
-    assert CoatConfig.from_dict({"enabled": True}).watch == WatchConfig()
-    assert CoatConfig.from_dict({"enabled": True, "watch": True}).watch.every == 100
-    assert CoatConfig.from_dict({"enabled": True, "watch": False}).watch.every == 0
 
 
 def trainer_of(folder, watch=None, **arguments):
