@@ -204,10 +204,11 @@ def _forwards(model: nn.Module, conversion: Conversion, may: Callable) -> Iterat
     taken: set[int] = set()
     for name, module in model.named_modules():
         kind = None if id(module) in taken else _kind_of(module)
-        built = None
+        if kind is None:
+            continue
         if kind == "linear":
             built = _build_linear(module, activations, cancels=id(module) in projections)
-        elif kind is not None:
+        else:
             built = _BUILDERS[kind](module, activations)
         if built is None:
             continue
@@ -215,9 +216,9 @@ def _forwards(model: nn.Module, conversion: Conversion, may: Callable) -> Iterat
             # the activation needs no conversion: this forward calls it, or a replaced forward does not
             taken.update(id(m) for m in module.children() if _looks_elementwise(m))
         reason = excluded.get(id(module)) or (None if may(name, module) else "the filter")
-        if reason is None and isinstance(built, str):
-            reason = built
-        if reason is None:
+        if isinstance(built, str):
+            reason = reason or built
+        elif reason is None:
             _require_dtype(name, module)
             yield built
         for counted in _COUNTED.get(kind, (kind,)):
@@ -354,7 +355,8 @@ _BUILDERS = {
 def _convert_attention(model: nn.Module, conversion: Conversion, may: Callable) -> None:
     """Makes modules that use transformers' AttentionInterface choose "coat" instead of "sdpa" or
     FlashAttention, and with sinks instead of "eager"."""
-    saving, configs = attention.attention_saving(conversion.activations), {}
+    saving = attention.attention_saving(conversion.activations)
+    configs: dict[int, Any] = {}
     found = [
         (name, module, getattr(module, "config", None))
         for name, module in model.named_modules()

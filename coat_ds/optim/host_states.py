@@ -21,9 +21,8 @@ from coat_ds.optim.host_memory import Pages, allocate
 from coat_ds.optim.layouts import Layouts
 from coat_ds.optim.moment import Moment
 from coat_ds.optim.options import SECOND_FIRST, has_remainder
-from coat_ds.optim.pieces import Piece, made_of
+from coat_ds.optim.pieces import Operands, made_of
 from coat_ds.optim.shards import laid_out_like, local
-from coat_kernels.codecs import GROUP_SIZE, Storage
 
 # Elements per chunk, and chunks that are on the GPU at once: one is copied in, one stepped, one copied out.
 # On an H200 (benchmarks/results/host_states_h200.csv) the CPU launched a step of 1.6 billion parameters in 80
@@ -151,52 +150,6 @@ def host_bytes(p: torch.Tensor, group: dict[str, Any], layouts: Layouts) -> int:
 def aligned(x: torch.Tensor) -> int:
     """The bytes of `x` in the allocation."""
     return -(-x.nbytes // ALIGNMENT) * ALIGNMENT
-
-
-class Operands(NamedTuple):
-    """The tensors that a launch reads and writes for one piece of a parameter."""
-
-    param: torch.Tensor
-    grad: torch.Tensor
-    exp_avg: Piece
-    exp_avg_sq: Piece
-    step: torch.Tensor
-    remainder: torch.Tensor | None
-
-    def part(self, begin: int, end: int) -> "Operands":
-        """The elements from `begin`, a multiple of `GROUP_SIZE`, to `end`, exclusive."""
-        first, last = begin // GROUP_SIZE, -(-end // GROUP_SIZE)
-
-        def cut(x: torch.Tensor) -> torch.Tensor:
-            return x.view(-1)[begin:end]
-
-        def groups(piece: Piece) -> Piece:
-            return piece._replace(storage=piece.storage.groups(first, last))
-
-        return self._replace(
-            param=cut(self.param),
-            grad=cut(self.grad),
-            exp_avg=groups(self.exp_avg),
-            exp_avg_sq=groups(self.exp_avg_sq),
-            remainder=None if self.remainder is None else cut(self.remainder),
-        )
-
-    @property
-    def states(self) -> list[torch.Tensor]:
-        extra = () if self.remainder is None else (self.remainder,)
-        return [*self.exp_avg_sq.storage, *self.exp_avg.storage, *extra]
-
-    def replaced(self, by: dict[int, torch.Tensor]) -> "Operands":
-        """The same, with the tensor `by[id(x)]` in place of each tensor x whose id is there."""
-
-        def of(x: torch.Tensor | None):
-            return by.get(id(x), x)
-
-        def stored(piece: Piece) -> Piece:
-            return piece._replace(storage=Storage(*map(of, piece.storage)))
-
-        first, second = stored(self.exp_avg), stored(self.exp_avg_sq)
-        return Operands(of(self.param), of(self.grad), first, second, self.step, of(self.remainder))
 
 
 def chunks_of(bucket: list[Operands]) -> Iterator[list[Operands]]:

@@ -1,4 +1,4 @@
-"""The storage of a moment: pieces of codes with their scales and exponents."""
+"""The storage of a moment: pieces of codes with their scales and exponents; and the operands of a step."""
 
 import dataclasses
 import itertools
@@ -50,7 +50,9 @@ class Pair:
 
     def other(self, pieces: Pieces) -> Pieces | None:
         """The pieces of the other moment; None for pieces that are no longer in the pair."""
-        return self.second if pieces is self.first else self.first if pieces is self.second else None
+        if pieces is self.first:
+            return self.second
+        return self.first if pieces is self.second else None
 
 
 def made_of(pieces: Pieces, make: Callable[[torch.Tensor], torch.Tensor]) -> Pieces:
@@ -85,3 +87,49 @@ def only_groups(old: Storage, new: Storage, touched: torch.Tensor) -> Storage:
         torch.where(elements, new.codes, old.codes),
         *(torch.where(groups, n, o) if n.numel() else n for n, o in zip(new[1:], old[1:], strict=True)),
     )
+
+
+class Operands(NamedTuple):
+    """The tensors that a launch reads and writes for one piece of a parameter."""
+
+    param: torch.Tensor
+    grad: torch.Tensor
+    exp_avg: Piece
+    exp_avg_sq: Piece
+    step: torch.Tensor
+    remainder: torch.Tensor | None
+
+    def part(self, begin: int, end: int) -> "Operands":
+        """The elements from `begin`, a multiple of `GROUP_SIZE`, to `end`, exclusive."""
+        first, last = begin // GROUP_SIZE, -(-end // GROUP_SIZE)
+
+        def cut(x: torch.Tensor) -> torch.Tensor:
+            return x.view(-1)[begin:end]
+
+        def groups(piece: Piece) -> Piece:
+            return piece._replace(storage=piece.storage.groups(first, last))
+
+        return self._replace(
+            param=cut(self.param),
+            grad=cut(self.grad),
+            exp_avg=groups(self.exp_avg),
+            exp_avg_sq=groups(self.exp_avg_sq),
+            remainder=None if self.remainder is None else cut(self.remainder),
+        )
+
+    @property
+    def states(self) -> list[torch.Tensor]:
+        extra = () if self.remainder is None else (self.remainder,)
+        return [*self.exp_avg_sq.storage, *self.exp_avg.storage, *extra]
+
+    def replaced(self, by: dict[int, torch.Tensor]) -> "Operands":
+        """The same, with the tensor `by[id(x)]` in place of each tensor x whose id is there."""
+
+        def of(x: torch.Tensor | None):
+            return by.get(id(x), x)
+
+        def stored(piece: Piece) -> Piece:
+            return piece._replace(storage=Storage(*map(of, piece.storage)))
+
+        first, second = stored(self.exp_avg), stored(self.exp_avg_sq)
+        return Operands(of(self.param), of(self.grad), first, second, self.step, of(self.remainder))

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import torch
 
 from coat_ds.optim.checks import grad_of
-from coat_ds.optim.host_states import Operands, Passages, stepping_device
+from coat_ds.optim.host_states import Passages, stepping_device
 from coat_ds.optim.narrow_grad import narrow_and_scale
 from coat_ds.optim.options import rounds_stochastically
-from coat_ds.optim.pieces import Piece
+from coat_ds.optim.pieces import Operands, Piece
 from coat_ds.optim.shards import local, shard_of
 from coat_kernels.adamw import AdamWOptions, adamw_
 
@@ -58,16 +58,19 @@ def update_group(
     held = [local(p) for p in params]
     contiguous = [shard.contiguous() for shard in held]
     read = [narrow_and_scale(shard_of(grad_of(p), p)) for p in params]
+    factors = {id(factor): factor for _, factor in read}
     steps = _count(states, scaling.found_inf)
-    scales = {id(scale): scale for _, scale in read}
-    grads = [grad for grad, _ in read]
-    streams = [passages is not None and passages.serve(p) for p in params]
-    kinds = list(zip(streams, map(id, (scale for _, scale in read)), strict=True))
-    for key, bucket in _buckets(params, contiguous, grads, kinds, states, steps).items():
-        (streamed, kind), *_ = key
-        scaled = scaling._replace(grad_scale=_product(scaling.grad_scale, scales[kind]))
+    # either all BF16 parameters of a group have remainders, or none
+    launches: dict[tuple, list[Operands]] = defaultdict(list)
+    for p, param, (grad, factor), state, step in zip(params, contiguous, read, states, steps, strict=True):
+        streams = passages is not None and passages.serve(p)
+        for x in _operands(param, grad, state, step):
+            codecs = x.exp_avg.codec.name, x.exp_avg_sq.codec.name
+            launches[streams, id(factor), p.device, p.dtype, grad.dtype, codecs].append(x)
+    for (streams, of_grads, *_), bucket in launches.items():
+        scaled = scaling._replace(grad_scale=_product(scaling.grad_scale, factors[of_grads]))
         parts: Iterable[list[Operands]] = [bucket]
-        if passages is not None and streamed:
+        if passages is not None and streams:
             parts = passages[stepping_device(bucket[0].param.device)].through(bucket)
         for part in parts:
             _launch(group, part, scaled, seed)
@@ -81,39 +84,17 @@ def update_group(
     )
 
 
-def _buckets(
-    params: list[torch.Tensor],
-    contiguous: list[torch.Tensor],
-    grads: list[torch.Tensor],
-    kinds: list[tuple],
-    states: list[dict[str, Any]],
-    steps: list[torch.Tensor],
-) -> dict[tuple, list[Operands]]:
-    """Pieces by launch. Pieces of one launch have equal `kinds`, device, dtypes and codecs."""
-    buckets: dict[tuple, list[Operands]] = defaultdict(list)
-    for p, param, grad, kind, state, step in zip(
-        params, contiguous, grads, kinds, states, steps, strict=True
-    ):
-        if not grad.numel():
-            # a rank may hold an empty shard of a DTensor
-            continue
-        grad, remainder = grad.contiguous(), state.get("remainder")
-        m, v = local(state["exp_avg"]), local(state["exp_avg_sq"])
-        if remainder is not None:
-            remainder = local(remainder)
-        # either all BF16 parameters of a group have remainders, or none
-        key = kind, p.device, p.dtype, grad.dtype
-        for first, second in zip(m.pieces, v.pieces, strict=True):
-            operands = Operands(
-                _cut(param, first),
-                _cut(grad, first),
-                first,
-                second,
-                step,
-                None if remainder is None else _cut(remainder, first),
-            )
-            buckets[*key, first.codec.name, second.codec.name].append(operands)
-    return buckets
+def _operands(
+    param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], step: torch.Tensor
+) -> Iterator[Operands]:
+    """The operands for each piece of a parameter's moments. A rank may hold an empty shard of a DTensor:
+    it has none."""
+    if not grad.numel():
+        return
+    grad, remainder = grad.contiguous(), local(state.get("remainder"))
+    for first, second in zip(local(state["exp_avg"]).pieces, local(state["exp_avg_sq"]).pieces, strict=True):
+        more = None if remainder is None else _cut(remainder, first)
+        yield Operands(_cut(param, first), _cut(grad, first), first, second, step, more)
 
 
 def _launch(
@@ -188,4 +169,6 @@ def _gather(steps: list[torch.Tensor]) -> list[int] | torch.Tensor:
 
 def _product(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
     """Product of two factors; None counts as 1."""
-    return b if a is None else a if b is None else a.to(b.device) * b
+    if a is None or b is None:
+        return b if a is None else a
+    return a.to(b.device) * b

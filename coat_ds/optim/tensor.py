@@ -12,6 +12,7 @@ aten = torch.ops.aten
 class StoredTensor(torch.Tensor):
     """What torch calls on a `Moment`, its only subclass, which has `decode`, `encode_` and `window`."""
 
+    decode: Callable[..., torch.Tensor]
     handlers: ClassVar[dict[Any, Callable]] = {}
     """Functions for operations that need not decode, called with the operation's arguments. A function that
     returns NotImplemented leaves the call to the decoded values."""

@@ -57,7 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
     gpu = gpu_called(arguments.gpu)
     limit = _bytes(arguments.fit) if arguments.fit else gpu.memory
     systems = list((rungs() if gpu.fp8 else without_fp8()).values())
-    base = config if config is not None else OF_TRAINER if arguments.target == "trainer" else OF_DEEPSPEED
+    base = OF_TRAINER if arguments.target == "trainer" else OF_DEEPSPEED
+    base = base if config is None else config
     if config is not None or arguments.target == "trainer":
         # they are for DeepSpeed
         systems = [system for system in systems if not system.release]

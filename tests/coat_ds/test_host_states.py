@@ -13,9 +13,10 @@ from coat_ds import CoatAdamW, state_bytes
 from coat_ds.optim import host_memory, host_states
 from coat_ds.optim import step as optimizer_step
 from coat_ds.optim.host_memory import HostMemoryError
-from coat_ds.optim.host_states import Operands, chunks_of, runs_of
+from coat_ds.optim.host_states import chunks_of, runs_of
 from coat_ds.optim.layouts import Fragment
 from coat_ds.optim.moment import Moment
+from coat_ds.optim.pieces import Operands
 from coat_ds.optim.shards import local
 from tests.coat_ds.optimizers import assert_equal, through_file
 from tests.coat_ds.test_dtensor import VOCABULARY, build
