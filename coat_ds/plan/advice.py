@@ -20,7 +20,7 @@ SAME_SPEED = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A system on a layout."""
+    """A system on a layout, with its predicted memory and time."""
 
     system: System
     layout: Layout
@@ -34,13 +34,13 @@ class Choice:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of a GPU, at best."""
+        """Tokens a second of one GPU, by the roofline."""
         layout = self.layout
         return 1e3 * layout.tokens * layout.accumulation / layout.pipeline / self.time.total
 
 
 def goes_with(system: System, layout: Layout) -> bool:
-    """Whether the framework supports it."""
+    """Whether the framework of `layout` supports `system`."""
     if layout.framework == "megatron":
         return not system.offload and not system.bf16_masters
     if system.release:

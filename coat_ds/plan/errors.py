@@ -1,5 +1,5 @@
-"""What cannot be planned."""
+"""The error for input that cannot be planned."""
 
 
 class PlanError(ValueError):
-    """What cannot be planned. The message names the key, the value found and the way out."""
+    """The input cannot be planned. The message names the key, the value found and what to do."""

@@ -64,11 +64,11 @@ ROLES = tuple(field.name for field in dataclasses.fields(Memory) if field.name !
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What a step takes on the fullest GPU."""
+    """The memory of a step on the fullest GPU."""
 
     moments: tuple[Memory, ...]
     on_host: float
-    """Bytes in the CPU's memory for each GPU: of what is offloaded."""
+    """Bytes of offloaded tensors in the CPU's memory, for each GPU."""
     in_one_piece: float
     """Bytes of the gradients that ZeRO-1 allocates after each backward, in one tensor."""
 

@@ -81,10 +81,10 @@ def model_object(path: str) -> dict:
 
 
 def read_object(path: str) -> dict:
-    """The JSON object in a file. Raises PlanError for whatever else is there."""
+    """The JSON object in a file. Raises PlanError for any other content."""
     try:
         value = json.loads(Path(path).read_bytes())
-    # of too many brackets in brackets
+    # RecursionError: brackets that are nested too deeply
     except (OSError, ValueError, RecursionError) as error:
         why = error.strerror if isinstance(error, OSError) else f"not a JSON file ({error})"
         raise PlanError(f"{path}: {why}. Give a JSON file that can be read.") from None

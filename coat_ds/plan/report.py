@@ -15,7 +15,7 @@ from coat_ds.plan.sizes import Sizes
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A model on GPUs."""
+    """The systems that were compared for a model on GPUs."""
 
     model: Sizes
     layout: Layout
@@ -25,7 +25,7 @@ class Plan:
     choices: dict[str, tuple[Choice, int]]
     """By the system's name, with the largest micro-batch."""
     best: Choice | None
-    """What is recommended."""
+    """The recommended system."""
     refused: list[str]
     """Reasons why other systems are not recommended."""
     base: Mapping
@@ -41,7 +41,7 @@ def as_text(plan: Plan) -> str:
 
 
 def as_json(plan: Plan) -> dict:
-    """Plain values."""
+    """The plan as values that JSON can hold."""
     found = {
         "model": dataclasses.asdict(plan.model) | {"parameters": plan.model.parameters},
         "limit_bytes": plan.limit,

@@ -33,15 +33,15 @@ class Sizes:
     head_norms: bool = False
     """Queries and keys are normed, head by head, by RMSNorm."""
     counted: bool = True
-    """What layers of this kind save in BF16 was counted. Else they are taken for Llama's."""
+    """The bytes that such layers save in BF16 were measured. Otherwise Llama's are assumed."""
     maker: str = "megatron"
     """The package of the BF16 layers: "megatron" (megatron-core) or "transformers"."""
     other_parameters: int = 0
     """Parameters that the sizes above do not give: biases, positions, norms of queries and keys."""
     outside: int = 0
-    """Those of them outside of the decoder: of parts that see or hear, which are not planned."""
+    """The part of `other_parameters` outside of the decoder, as of a vision encoder, which is not planned."""
     experts: Experts | None = None
-    """Replace the feed-forward of `ffn`, in the layers that have them."""
+    """The experts, which replace the feed-forward of `ffn` in some or all layers."""
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
@@ -82,7 +82,7 @@ class Sizes:
         return round(self.layers * self.layer_matrices) + tables + self.norms + self.other_parameters
 
     def mean(self, dense: float, sparse: float) -> float:
-        """The mean over the layers of what is `dense` in one without experts, `sparse` in one with them."""
+        """Mean of a value over the layers: `dense` in those without experts, `sparse` in those with experts."""
         if self.experts is None:
             return dense
         share = self.experts.layers / self.layers
@@ -100,17 +100,17 @@ class Sizes:
 
     @property
     def converted_matrices(self) -> float:
-        """Those of them that COAT multiplies in FP8."""
+        """Elements of a layer's matrices that COAT multiplies in FP8."""
         return self._of_a_layer(Experts.converted)
 
     @property
     def active_matrices(self) -> float:
-        """Those that a token is multiplied with."""
+        """Elements of a layer's matrices that one token uses."""
         return self._of_a_layer(Experts.active)
 
     @property
     def converted_active(self) -> float:
-        """Those that a token is multiplied with in FP8, by COAT."""
+        """Elements of a layer's matrices that one token uses in COAT's FP8 GEMMs."""
         return self._of_a_layer(Experts.converted_active)
 
     def _of_a_layer(self, of_experts: Callable[[Experts, int], int]) -> float:
@@ -120,13 +120,13 @@ class Sizes:
 
     @property
     def active_ffn(self) -> float:
-        """Channels between the GEMMs of a feed-forward layer that a token takes."""
+        """Channels between the GEMMs of the feed-forward layers that one token passes."""
         sparse = self.experts.used * self.experts.ffn + self.experts.shared if self.experts else 0
         return self.mean(self.ffn, sparse)
 
     @property
     def widest_ffn(self) -> int:
-        """Channels between the GEMMs of the widest feed-forward layer that all tokens take; 0 of none."""
+        """Channels between the GEMMs of the widest feed-forward layer that all tokens pass; 0 without one."""
         return max(self.ffn * bool(self.mean(1, 0)), self.experts.shared if self.experts else 0)
 
     @property
@@ -139,7 +139,7 @@ class Sizes:
 
 
 def from_shape(values: Mapping, vocabulary: int | None) -> Sizes:
-    """The sizes in a file of configs/, with Megatron's names, which names no vocabulary."""
+    """The sizes in a file of configs/, which has Megatron's names and no vocabulary."""
     if vocabulary is None:
         raise PlanError("vocabulary: a file of sizes names none. Give --vocabulary, 32000 for Llama-2.")
     for key in ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads"):

@@ -1,4 +1,4 @@
-"""What computes the layers and steps the weights: BF16, TransformerEngine's FP8, and COAT's rungs."""
+"""Systems that are compared: BF16, configurations of COAT, and for benchmarks TransformerEngine's FP8."""
 
 import functools
 import math
@@ -49,7 +49,7 @@ class System:
 
     @property
     def recomputes_attention(self) -> bool:
-        """In layers that support it."""
+        """Backward recomputes attention, in layers that support it."""
         return self.layers == "coat" and self.coat.activations.attention_format == "recompute"
 
     @property
@@ -66,13 +66,13 @@ class System:
         return {"none": math.inf, "cpu": 0}[offload] if isinstance(offload, str) else 1e9 * offload
 
     def state_bytes(self) -> float:
-        """Bytes an element of what is compressed; the rest keeps FP32 moments."""
+        """Bytes of the states of a compressed element; other elements keep FP32 moments."""
         if self.optimizer == "coat":
             return moment_bytes(self.coat.optimizer)
         return _TE_MOMENTS if self.optimizer == "transformer_engine" else FP32_MOMENTS
 
     def block(self) -> dict:
-        """The keys of a DeepSpeed JSON that make this system, except batch and stage of ZeRO."""
+        """The keys of a DeepSpeed JSON for this system, except batch sizes and ZeRO's stage."""
         found: dict = {"bf16": {"enabled": True}}
         if self.bf16_masters:
             found["bf16"] |= dict.fromkeys(BF16_MASTERS, True)
@@ -82,7 +82,7 @@ class System:
 
 
 def moment_bytes(optimizer: OptimizerConfig) -> float:
-    """Bytes an element of both moments, as the block stores them, groups' scales included."""
+    """Bytes of both moments of an element, as the block stores them, with its share of scales."""
     if not optimizer.enabled:
         return FP32_MOMENTS
     second = CODECS[optimizer.exp_avg_sq_format]
@@ -111,7 +111,7 @@ _STREAMED = {"optimizer": {"offload": "cpu"}}
 
 @functools.cache
 def rungs() -> dict[str, System]:
-    """BF16, with and without recomputation, and what COAT offers, by name."""
+    """By name: BF16, with and without recompute, and configurations of COAT."""
     eight_bits = {"activations": {"attention_format": "sqrt8"}}
     recomputed = {"activations": {"attention_format": "recompute"}}
     found = (
@@ -131,7 +131,7 @@ def rungs() -> dict[str, System]:
 
 
 def without_fp8() -> dict[str, System]:
-    """Those for GPUs without FP8, on which COAT makes the optimizer's states smaller alone."""
+    """The systems for GPUs without FP8, where COAT only makes the optimizer's states smaller."""
     states = coat("COAT, states alone", {"activations": {"enabled": False}})
     return {name: system for name, system in rungs().items() if system.optimizer == "adamw"} | {
         states.name: states

@@ -30,9 +30,10 @@ OTHER, SAVED = "other", "saved activations"
 # of each row and role: codes, zeros, and the largest ones
 ROLES = ("input", "gradient", "saved")
 SUMS = 3 * len(ROLES)
-# samples of one kind that wait to be counted
+# number of samples of one kind that are counted together
 WAITING = 32
-# readings until each layer that is replayed had its turn: to run one in Python takes as long as some replays
+# number of readings in which all replayed layers are counted once: running one in Python takes as long as
+# several replays
 TURNS = 8
 
 
@@ -76,7 +77,7 @@ class CodeCounter:
 
     @torch.no_grad()
     def sums(self, rows: Sequence[str], device: torch.device) -> torch.Tensor:
-        """What was counted, FP64 [rows, SUMS]. rows: names of `layer_names`, perhaps of other ranks, too."""
+        """The counts, FP64 [rows, SUMS]. rows: names of `layer_names`, perhaps of other ranks, too."""
         for alike in list(self._waiting):
             self._count(alike)
         sums = torch.zeros(len(rows) * len(ROLES), 3, dtype=torch.float64, device=device)
@@ -114,7 +115,7 @@ def _largest(fmt: torch.dtype | GroupFormat) -> float:
 
 
 def _magnitudes(codes: torch.Tensor, fmt: torch.dtype | GroupFormat) -> torch.Tensor:
-    """What the codes stand for, without signs and scales, FP32."""
+    """The magnitudes of the codes, without scales, FP32."""
     return (fmt.from_codes(codes) if isinstance(fmt, GroupFormat) else codes.view(fmt).float()).abs()
 
 

@@ -13,7 +13,7 @@ FILE = "watch.jsonl"
 
 
 class Reading(NamedTuple):
-    """What was found in one step."""
+    """The figures of one step."""
 
     step: int
     """Counted from 1."""

@@ -1,12 +1,12 @@
-"""What storing does to the moments of `CoatAdamW`, measured in a step that is watched.
+"""Errors of stored moments of `CoatAdamW`, measured in a step that is watched.
 
-Before the step a sample of groups is copied, with the gradients of its elements, and after the step the same
-groups are. `coat_kernels.adamw.storing` says what is summed over them. Of a tensor this gives
+A sample of groups is copied before the step, with the gradients of its elements, and again after the step.
+`coat_kernels.adamw.storing` defines the sums over these groups. They give for each tensor:
 
-- update error: sqrt(sum (u' - u)^2 / sum u^2), of the update u of fresh moments and u' of stored ones;
-- stalled: 1 - sum ln(v0 / v') / sum ln(v0 / v), within 0 and 1, over the elements that were to shrink. It is
-  1 where rounding undoes every decay, and about 0 where rounding is right on average, even if most codes stay
-  where they are in a single step;
+- update error: sqrt(sum (u' - u)^2 / sum u^2). u is the update by exact moments, u' by stored moments.
+- stalled: 1 - sum ln(v0 / v') / sum ln(v0 / v), within 0 and 1, over the elements that should shrink. It is 1
+  if rounding undoes every decay. It is about 0 if rounding is right on average, even if a single step leaves
+  most codes unchanged.
 - underflowed: the share of elements with v > 0 that are stored as zero, or at more than twice their value.
 """
 
@@ -25,12 +25,12 @@ from coat_kernels.adamw import AdamWOptions
 from coat_kernels.adamw.storing import SUMS, Moments, storing_sums
 from coat_kernels.codecs import GROUP_SIZE, Codec, Storage
 
-# groups of a tensor that are looked at
+# number of groups in the sample of a tensor
 GROUPS = 16
 
 
-class _Place(NamedTuple):
-    """Groups of one parameter, within a piece of a tensor's moments: `count` of them, `stride` apart."""
+class _Groups(NamedTuple):
+    """A sample of `count` groups of one parameter, `stride` apart, in a piece of a tensor's moments."""
 
     row: int
     tensor: torch.Tensor
@@ -58,7 +58,7 @@ class _Sample(NamedTuple):
     """Groups that are stored and updated by the same options, before the step."""
 
     options: AdamWOptions
-    places: list[_Place]
+    places: list[_Groups]
     stored: Moments
     grad: torch.Tensor
     """FP32 [groups, GROUP_SIZE], as the step takes it."""
@@ -73,7 +73,7 @@ class StateSampler:
 
     def __init__(self, optimizer: CoatAdamW, row_of: Mapping[torch.Tensor, int], rows: int):
         self.optimizer, self._row_of, self._rows = optimizer, row_of, rows
-        self._chosen: dict[tuple, list[_Place]] = {}
+        self._chosen: dict[tuple, list[_Groups]] = {}
         self._hooks: list = []
         self._samples: list[_Sample] = []
         self._sums: torch.Tensor | None = None
@@ -96,7 +96,7 @@ class StateSampler:
     @torch.no_grad()
     def _before(self, optimizer: CoatAdamW, args: tuple, kwargs: dict) -> None:
         # by options and device: places and the gradients of their elements
-        taken: dict[tuple[AdamWOptions, torch.device], tuple[list[_Place], list[torch.Tensor]]] = {}
+        taken: dict[tuple[AdamWOptions, torch.device], tuple[list[_Groups], list[torch.Tensor]]] = {}
         for group in optimizer.param_groups:
             for p in group["params"]:
                 grad = p.grad if p.grad is not None else getattr(p, "decoupled_grad", None)
@@ -129,7 +129,7 @@ class StateSampler:
             stored = _copied(places, optimizer.state)
             self._samples.append(_Sample(options, places, stored, grad.to(device)))
 
-    def _choose(self, p: torch.Tensor, i: int, m: Moment) -> list[_Place]:
+    def _choose(self, p: torch.Tensor, i: int, m: Moment) -> list[_Groups]:
         """Groups of a piece, evenly spread over each parameter in it."""
         key = p, i, m.arrangement
         if key not in self._chosen:
@@ -145,7 +145,7 @@ class StateSampler:
                     if stride > 2:
                         # odd: an even one is often whole rows, which would be the same columns every time
                         stride -= 1 - stride % 2
-                    chosen.append(_Place(self._row_of[param], p, i, first, stride, count))
+                    chosen.append(_Groups(self._row_of[param], p, i, first, stride, count))
             self._chosen[key] = chosen
         return self._chosen[key]
 
@@ -164,7 +164,7 @@ class StateSampler:
 
 
 def _options(group: Mapping[str, Any], first: Codec, second: Codec) -> AdamWOptions:
-    """What decides how groups are stored and updated. Those of equal options are measured together."""
+    """The options by which groups are stored and updated. Groups with equal options are measured together."""
     beta1, beta2 = group["betas"]
     return AdamWOptions(
         exp_avg_codec=first,
@@ -179,14 +179,16 @@ def _options(group: Mapping[str, Any], first: Codec, second: Codec) -> AdamWOpti
     )
 
 
-def _copied(places: Sequence[_Place], state: Mapping[torch.Tensor, Any]) -> Moments:
-    """What is stored now, copied in one operation for all places."""
+def _copied(places: Sequence[_Groups], state: Mapping[torch.Tensor, Any]) -> Moments:
+    """Copies of the stored groups, made by one operation for all samples."""
     fields = zip(*(place.stored(state[place.tensor]) for place in places), strict=True)
     copied = [torch.cat(views).view(-1) for views in fields]
     return Moments(Storage(*copied[:3]), Storage(*copied[3:]))
 
 
-def _steps(places: Sequence[_Place], state: Mapping[torch.Tensor, Any], device: torch.device) -> torch.Tensor:
+def _steps(
+    places: Sequence[_Groups], state: Mapping[torch.Tensor, Any], device: torch.device
+) -> torch.Tensor:
     """For each group the number of steps that its tensor has taken, FP64 [groups]."""
     steps = [state[place.tensor]["step"] for place in places]
     # on the device already where a group is capturable, or a gradient scaler may skip the step

@@ -1,9 +1,9 @@
-"""When things are measured, and how the numbers reach the CPU.
+"""When readings are taken, and how their numbers reach the CPU.
 
 A reading begins at the end of the step before and ends with its step. Meanwhile hooks on the optimizer and
-the observer of codes add up sums on the device. One all-reduce adds them over the ranks. They are copied to
-the CPU after the step, and read at the end of the next one, when they have long arrived. Other steps cost
-nothing: no hook remains.
+the observer of codes add up sums on the device. One all-reduce adds them over the ranks. The sums are copied
+to the CPU after the step and read at the end of the next step, so that nothing waits for the copy. Other
+steps cost nothing: no hook remains.
 """
 
 import tempfile
@@ -98,7 +98,7 @@ class Watch:
         return self.config.every > 0 and bool(self.outs)
 
     def add(self, out: Out) -> None:
-        """Has readings given to `out` too. Call it on every rank."""
+        """Passes readings to `out`, too. Call it on every rank."""
         self.outs.append(out)
         self._begin()
 
@@ -141,7 +141,7 @@ class Watch:
         step: the number of the step, if the loop counts; by default steps are counted here.
         """
         self.steps = self.steps + 1 if step is None else step
-        self.take_in()
+        self.flush()
         if self._counter is not None:
             self._send(*self._stop())
         self._begin()
@@ -166,9 +166,9 @@ class Watch:
             both = home
         self._pending = _Pending(self.steps, both, arrived)
 
-    def take_in(self) -> None:
-        """Passes the reading that is on its way to the outs, if there is one. `end_step` does so one step
-        later."""
+    def flush(self) -> None:
+        """Passes the pending reading to the outs, if there is one. `end_step` calls this one step after the
+        reading."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
@@ -201,7 +201,7 @@ class Watch:
 
     def close(self) -> None:
         """Passes the last reading on and ends watching."""
-        self.take_in()
+        self.flush()
         if self._counter is not None:
             self._stop()
 

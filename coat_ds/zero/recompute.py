@@ -149,26 +149,26 @@ def _packing_function(deepspeed: ModuleType, base: type) -> type:
                 return base.forward(ctx, run_function, all_outputs, *args)
             _refuse_placed(lambda key: getattr(deepspeed, REFUSED[key]))
             outputs = base.forward(ctx, region(run_function), all_outputs, *args)
-            stand_ins = {id(x): _stand_in(x) for x in args if _is_kept(x)}
+            stand_ins = {id(x): _stand_in(x) for x in args if _is_compressed(x)}
             ctx.deepspeed_saved_tensors = tuple(stand_ins.get(id(t), t) for t in ctx.deepspeed_saved_tensors)
             return outputs
 
     return CheckpointFunction
 
 
-def _is_kept(x: Any) -> bool:
-    """Whether `x` is kept in FP8; not if its attribute `no_checkpointing` is set."""
+def _is_compressed(x: Any) -> bool:
+    """Whether `x` is saved in FP8; not if its attribute `no_checkpointing` is set."""
     return is_activation(x) and not hasattr(x, "no_checkpointing")
 
 
 def _stand_in(x: torch.Tensor) -> torch.Tensor:
     """An empty tensor that DeepSpeed fills in backward with the result of `saved_data.to(device)`."""
     empty = torch.empty(0, dtype=x.dtype, device=x.device, requires_grad=True)
-    empty.saved_data = _Kept(packed(x))
+    empty.saved_data = _Codes(packed(x))
     return empty
 
 
-class _Kept(NamedTuple):
+class _Codes(NamedTuple):
     """An input as codes."""
 
     packed: Packed

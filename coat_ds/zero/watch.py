@@ -65,7 +65,7 @@ def _stepping(engine, watch: Watch, step: Callable) -> Callable:
 def _saving(watch: Watch, save: Callable) -> Callable:
     @functools.wraps(save)
     def save_checkpoint(*args, **kwargs):
-        watch.take_in()
+        watch.flush()
         return save(*args, **kwargs)
 
     return save_checkpoint

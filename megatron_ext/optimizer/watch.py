@@ -108,7 +108,7 @@ def _stepping(watch: Watch, step: Callable) -> Callable:
 def _saving(watch: Watch, save: Callable) -> Callable:
     @functools.wraps(save)
     def coat_save(*args, **kwargs):
-        watch.take_in()
+        watch.flush()
         return save(*args, **kwargs)
 
     return coat_save
