@@ -119,7 +119,7 @@ def unconvert(model: nn.Module) -> nn.Module:
     holders = [m for m in model.modules() if ATTRIBUTE in m.__dict__]
     for holder in holders:
         _check_forwards(holder)
-    _give_back(model)
+    _restore(model)
     return model
 
 
@@ -127,7 +127,7 @@ def convert_again(model: nn.Module) -> None:
     """Converts a model a second time, after AutoTP or AutoEP has replaced modules. All ranks must call it: a
     module that one rank cannot convert, for example because its part is too small, is converted on none."""
     conversion: Any = conversion_of(model)
-    _give_back(model)
+    _restore(model)
     convert_silently(model, conversion.activations)
     conversion = conversion_of(model)
     linears = {name: replaced(model.get_submodule(name)) for name in conversion.converted["linear"]}
@@ -158,7 +158,7 @@ def _add_hooks(model: nn.Module) -> None:
                 module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
-def _give_back(model: nn.Module) -> None:
+def _restore(model: nn.Module) -> None:
     for module in model.modules():
         hooks = module._forward_pre_hooks
         for key in [k for k, hook in hooks.items() if hook in _HOOKS]:

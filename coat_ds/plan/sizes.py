@@ -82,7 +82,7 @@ class Sizes:
         return round(self.layers * self.layer_matrices) + tables + self.norms + self.other_parameters
 
     def mean(self, dense: float, sparse: float) -> float:
-        """Mean of a value over the layers: `dense` in those without experts, `sparse` in those with experts."""
+        """Mean over the layers of a value: `dense` without experts in a layer, `sparse` with them."""
         if self.experts is None:
             return dense
         share = self.experts.layers / self.layers

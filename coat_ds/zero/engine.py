@@ -113,7 +113,12 @@ def _prepare_layers(model: torch.nn.Module, coat: CoatConfig, config: Mapping[st
 
 
 def finish(engine, prepared: Prepared) -> None:
-    """Runs after `engine` was built from the arguments that `prepare` changed."""
+    """Runs after `engine` was built from the arguments that `prepare` changed.
+
+    First the layers get their final forwards and hooks, then the optimizer its partitions, gradients and
+    states. Layers read afterwards how gradients move. The report and the readings need both. A failure before
+    the end is undone by `restore_model`.
+    """
     coat, why, units = prepared.coat, prepared.why, prepared.units
     if not coat.enabled:
         return
@@ -138,7 +143,7 @@ def finish(engine, prepared: Prepared) -> None:
     watch = watch_engine(engine, coat.watch, coat.optimizer.enabled)
     optimizer = engine.basic_optimizer if coat.optimizer.enabled else None
     engine.coat = Status(coat, layers, units, optimizer, watch)
-    _give_back_at_the_end(engine, prepared)
+    _restore_at_the_end(engine, prepared)
     log_rank_0(str(engine.coat))
 
 
@@ -166,7 +171,7 @@ def _mark_gradients(model: torch.nn.Module, leave: bool) -> None:
             p.__dict__.pop(LEAVES, None)
 
 
-def give_back(prepared: Prepared) -> None:
+def restore_model(prepared: Prepared) -> None:
     """Restores the model's stock layers, unless a later engine has the model. May be called repeatedly."""
     prepared.units.undo()
     model = prepared.model
@@ -180,14 +185,14 @@ def give_back(prepared: Prepared) -> None:
         log_rank_0(f"layers stay converted: {error}", logging.WARNING)
 
 
-def _give_back_at_the_end(engine, prepared: Prepared) -> None:
+def _restore_at_the_end(engine, prepared: Prepared) -> None:
     def make(destroy: Callable) -> Callable:
         @functools.wraps(destroy)
         def destroy_engine():
             if engine.coat.watch is not None:
                 engine.coat.watch.close()
             destroy()
-            give_back(prepared)
+            restore_model(prepared)
 
         return destroy_engine
 

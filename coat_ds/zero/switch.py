@@ -87,7 +87,7 @@ def _with_coat_block(original: Callable) -> Callable:
             engine.finish(self, prepared)
         except BaseException:
             # the next engine of this model may have no block
-            engine.give_back(prepared)
+            engine.restore_model(prepared)
             raise
 
     return __init__
