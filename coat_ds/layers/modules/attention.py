@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from coat_ds.config import ActivationsConfig
-from coat_ds.layers.modules.packed import PackedMask, coat_mask, packed_mask, traced_mask
+from coat_ds.layers.modules.packed import coat_mask, documents_of, packed_mask, traced_mask
 from coat_ds.layers.modules.replaced import DTYPES, autocast_dtype, is_evaluated
 from coat_ds.log import log_once
 from coat_kernels.attention import (
@@ -182,39 +182,37 @@ def coat_attention(
     _warn(module, saving, compiling)
     causal = _is_plain_causal(module, query, key, is_causal, rest)
     b, s = query.shape[0], query.shape[2]
-    attend, sinks = sdpa_attention_forward, rest.get("s_aux")
-    if sinks is not None:
-        attend = _sdpa_with_sinks
+    sinks = rest.get("s_aux")
+    attend = sdpa_attention_forward if sinks is None else _sdpa_with_sinks
     # torch.compile does not see notes, and tensors on "meta" have no values
     if compiling or query.is_meta:
         mask = traced_mask(attention_mask, rest, b, s) if causal else attention_mask
         return attend(module, query, key, value, mask, **arguments)
     flash = saving is not None and is_flash(saving.loaded)
-    found = packed_mask(attention_mask, rest, b, s, flash) if causal else None
-    packed = None if found is None else found.packed
-    if packed is None and sinks is not None and causal and attention_mask is None:
-        packed = Packed.whole(b, s, query.device)
+    mask = packed_mask(attention_mask, rest, b, s, flash) if causal else attention_mask
     stock = saving is None or (saving.evaluates_stock and is_evaluated(module))
     dtype = autocast_dtype(query)
     if dtype is not None and query.dtype in DTYPES:
         # autocast would cast inside torch's function, and the saved casts could not be recognised as heads
         query, key, value = (x.to(dtype) for x in (query, key, value))
     takes = takes_packed(query.dtype, query.device, query.shape[-1], value.shape[-1])
-    if packed is None or dropout or not takes:
-        packed, mask = None, attention_mask if found is None else found
-        attention_mask = mask.whole() if isinstance(mask, PackedMask) else mask
-        if stock or sinks is not None:
-            return attend(module, query, key, value, attention_mask, **arguments)
-    how = {"saved_format": None if stock else saving.saved_format}
-    if how["saved_format"] is None:
+    takes = takes and causal and not dropout
+    packed, mask = documents_of(mask, readable=takes)
+    if packed is None and mask is None and takes and sinks is not None:
+        packed = Packed.whole(b, s, query.device)
+    if packed is None and (stock or sinks is not None):
+        return attend(module, query, key, value, mask, **arguments)
+    saved_format = None if stock else saving.saved_format
+    if saved_format is None:
         query, key, value = _own_storages(query, key, value)
     heads = [x.transpose(1, 2) for x in (query, key, value)]
+    how = {"scale": scaling, "saved_format": saved_format, "batch_first": True}
     if packed is not None:
-        y = packed_attention(*heads, packed, scale=scaling, sinks=sinks, batch_first=True, **how)
-    elif causal and attention_mask is None:
-        y = causal_attention(*heads, scale=scaling, dropout=dropout, batch_first=True, **how)
+        y = packed_attention(*heads, packed, sinks=sinks, **how)
+    elif causal and mask is None:
+        y = causal_attention(*heads, dropout=dropout, **how)
     else:
-        y = any_attention(module, query, key, value, attention_mask, arguments, **how)
+        y = any_attention(module, query, key, value, mask, arguments, saved_format=saved_format)
     if (origin := origin_of(y)) is not None:
         # the module reads y through views, which are other tensor objects
         note(y if y._base is None else y._base, ATTENDED, origin)

@@ -31,7 +31,7 @@ from coat_ds.layers.modules.feed_forward import Fp8GatedFeedForward
 from coat_ds.layers.modules.hooks import is_hooked
 from coat_ds.layers.modules.linear import MergedLinear, is_fused, joined, parameters_of
 from coat_ds.layers.modules.norm import Fp8Norm
-from coat_ds.layers.modules.packed import PackedMask, Slots, packed_mask
+from coat_ds.layers.modules.packed import PackedMask, Slots, documents_of, packed_mask
 from coat_ds.layers.modules.replaced import (
     Replaced,
     autocast_dtype,
@@ -101,8 +101,6 @@ class Fp8DecoderLayer(Replaced):
             return self.stock(hidden_states, *args, **kwargs)
         flash = is_flash(self.parts.attention.__dict__[STATE].loaded)
         mask = packed_mask(kwargs.get("attention_mask"), kwargs, *hidden_states.shape[:2], flash)
-        if mask is None:
-            mask = kwargs.get("attention_mask")
         cos, sin = kwargs["position_embeddings"]
 
         # reentrant checkpoints copy tensor arguments, without notes: only x is one
@@ -151,12 +149,10 @@ class Fp8DecoderLayer(Replaced):
         weights, options = self.weights(*products), self.options(*products)
         parameters = [p for parts in weights if parts is not None for p in parts]
         # the blocks take [tokens, 1, h], so that each token needs its own row of angles
-        constants, documents = [_by_token(cos, len(x)), _by_token(sin, len(x))], None
-        if isinstance(mask, PackedMask):
-            reads_borders = takes_packed(x.dtype, x.device, attention.head_dim, attention.head_dim)
-            documents, mask = (mask.packed, None) if reads_borders else (None, mask.whole())
+        constants, packed = [_by_token(cos, len(x)), _by_token(sin, len(x))], None
+        reads_borders = takes_packed(x.dtype, x.device, attention.head_dim, attention.head_dim)
+        documents, mask = documents_of(mask, reads_borders)
         graphed = self.uses_graphs(x, documents)
-        packed = None
         if documents is not None:
             starts, *packed = self.slots.fit(documents, *x.shape[:2]) if graphed else documents
             constants.append(starts)

@@ -112,14 +112,23 @@ def _read(mask_function, b: int, s: int, device: torch.device) -> Packed | None:
     return Packed.of(torch.cat([torch.ones_like(joined[:, :1]), ~joined], 1), device)
 
 
+def documents_of(mask: torch.Tensor | None, readable: bool) -> tuple[Packed | None, torch.Tensor | None]:
+    """The documents of a `PackedMask` and no mask if they are `readable`: attention takes borders. Otherwise
+    no documents and the mask as a plain tensor, if there is one."""
+    if type(mask) is not PackedMask:
+        return None, mask
+    return (mask.packed, None) if readable else (None, mask.whole())
+
+
 def packed_mask(
-    mask: torch.Tensor | None, arguments: dict, b: int, s: int, flash: bool = False
-) -> PackedMask | None:
-    """The documents of a batch [b, s], from `cu_seq_lens_q` in the `arguments` of a layer, else from the
-    mask; None if the mask is a plain tensor or nothing is packed. flash: as transformers' FlashAttention
-    does, also from `position_ids` of one row, which not all models give to their masks."""
+    mask: torch.Tensor | None, arguments: dict, b: int, s: int, flash: bool
+) -> torch.Tensor | None:
+    """A `PackedMask` of the documents of a batch [b, s] that `cu_seq_lens_q` in the `arguments` of a layer
+    gives, in the place of `mask`; `mask` itself if it is a plain tensor or there are no such borders. flash:
+    as transformers' FlashAttention does, also from `position_ids` of one row, which not all models give to
+    their masks."""
     if mask is not None and type(mask) is not PackedMask:
-        return None
+        return mask
     given = arguments.get("cu_seq_lens_q")
     if given is None and flash:
         given = _borders(arguments.get("position_ids"), s)
