@@ -21,7 +21,7 @@ def build(spec, groups=2, layers=1, **config):
 
 
 def batch(device):
-    tokens = torch.randint(0, VOCAB, (B, S), generator=torch.Generator().manual_seed(5)).to(device)
+    tokens = random_tokens(B, S, VOCAB).to(device)
     return tokens, torch.arange(S, device=device).expand(B, S), None
 
 
@@ -32,9 +32,28 @@ def rounding_error(dtype: torch.dtype, device) -> float:
     return rel_rms((x / scale).to(dtype).float() * scale, x)
 
 
+def random_tokens(b, s, vocab, seed=5):
+    """Tokens [b, s] on the CPU, the same on every rank."""
+    return torch.randint(0, vocab, (b, s), generator=torch.Generator().manual_seed(seed))
+
+
+def loss_of(model, tokens):
+    """The mean loss of a GPT, whose labels are its tokens [b, s]."""
+    tokens = tokens.to(next(model.parameters()).device)
+    positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    return model(tokens, positions, None, labels=tokens).mean()
+
+
+def assert_close(found, expected, bound):
+    """Each of the named tensors is off by less than `bound`, as relative RMS."""
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert rel_rms(found[name], value) < bound, name
+
+
 def loss_and_grads(model, device):
     model.zero_grad()
-    loss = model(*batch(device), labels=batch(device)[0]).mean()
+    loss = loss_of(model, batch(device)[0])
     loss.backward()
     return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
 

@@ -20,7 +20,7 @@ from coat_kernels.prepared import PreparedKernel
 from megatron_ext.layer_specs import coat_layer_spec, sdpa_layer_spec
 from megatron_ext.model import ModelShape, build_gpt
 from megatron_ext.saved_bytes import saved_bytes
-from tests.megatron_ext.layers import GPT
+from tests.megatron_ext.layers import GPT, loss_of, random_tokens
 from tests.megatron_ext.ranks import join
 from tests.util import rel_rms, run_distributed
 
@@ -70,7 +70,7 @@ def build(config=None, activations=None, layers=2, spec=coat_layer_spec):
 
 
 def batch(device):
-    tokens = torch.randint(0, VOCAB, (B, S), generator=torch.Generator().manual_seed(5)).to(device)
+    tokens = random_tokens(B, S, VOCAB).to(device)
     return tokens, torch.arange(S, device=device).expand(B, S), None
 
 
@@ -81,8 +81,7 @@ def take_modules(model) -> list:
 
 def loss_and_grads(model, device):
     model.zero_grad()
-    tokens, positions, mask = batch(device)
-    loss = model(tokens, positions, mask, labels=tokens).float().mean()
+    loss = loss_of(model, batch(device)[0])
     loss.backward()
     return {"loss": loss.detach()} | {name: p.grad.clone() for name, p in model.named_parameters()}
 

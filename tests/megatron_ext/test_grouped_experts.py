@@ -14,6 +14,7 @@ from coat_ds.layers.inventory import layers_of
 from coat_ds.saved_bytes import SavedStorages
 from megatron_ext.layer_specs import coat_layer_spec, sdpa_layer_spec
 from tests.kernels.agreement import BF16_RMS, EXPERTS_BACKWARD, EXPERTS_FORWARD
+from tests.megatron_ext.layers import loss_of, random_tokens
 from tests.megatron_ext.test_moe import (
     ALL_TO_ALL,
     DROPPING,
@@ -25,7 +26,6 @@ from tests.megatron_ext.test_moe import (
     H,
     S,
     _build,
-    _loss,
     train,
 )
 from tests.megatron_ext.test_parallel import whole, without_rounding
@@ -273,7 +273,7 @@ def _two_ranks():
     for layout, (sizes, config) in LAYOUTS.items():
         initialize_model_parallel(**sizes)
         seed = 0 if "tensor" in layout else dist.get_rank()
-        tokens = torch.randint(0, VOCAB, (B, S), generator=torch.Generator().manual_seed(5 + seed))
+        tokens = random_tokens(B, S, VOCAB, 5 + seed)
         batches = {"text": tokens}
         if layout in ("expert parallel", "all to all"):
             # equal tokens go to the same expert, and one rank's experts have none
@@ -289,7 +289,7 @@ def _two_ranks():
                 # the only rounding is that of the experts
                 with without_rounding():
                     model = _build(spec, **(model_config | more))
-                    loss = _loss(model, tokens)
+                    loss = loss_of(model, tokens)
                     loss.backward()
                 named = dict(model.named_parameters())
                 result[layout, batch, name] = {

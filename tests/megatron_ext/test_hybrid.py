@@ -13,9 +13,10 @@ from megatron_ext.layer_specs import coat_layer_spec, sdpa_layer_spec
 from megatron_ext.layers.settings import set_activations
 from megatron_ext.model import ModelShape, build_gpt
 from megatron_ext.mpu import sum_shared_gradients
+from tests.megatron_ext.layers import assert_close, loss_of, random_tokens
 from tests.megatron_ext.ranks import join
 from tests.megatron_ext.test_parallel import whole, without_rounding
-from tests.util import rel_rms, run_distributed
+from tests.util import run_distributed
 
 without_te = pytest.mark.skipif(HAVE_TE, reason="Transformer Engine is here")
 
@@ -51,15 +52,6 @@ def _hybrid(pattern, gpt, spec=coat_hybrid_stack_spec):
     return model.to(next(gpt.parameters()))
 
 
-def _loss(model, tokens):
-    tokens = tokens.to(next(model.parameters()).device)
-    return model(tokens, torch.arange(S, device=tokens.device).expand(B, S), None, labels=tokens).mean()
-
-
-def _tokens():
-    return torch.randint(0, VOCAB, (B, S), generator=torch.Generator().manual_seed(5))
-
-
 @without_rounding()
 def _run(tp):
     join(tp)
@@ -70,7 +62,7 @@ def _run(tp):
         losses, grads = [], None
         for _ in range(4):
             model.zero_grad()
-            loss = _loss(model, _tokens())
+            loss = loss_of(model, random_tokens(B, S, VOCAB))
             loss.backward()
             losses.append(loss.item())
             grads = grads or {name: whole(p, p.grad.clone()) for name, p in model.named_parameters()}
@@ -93,9 +85,7 @@ def test_two_ranks_train_as_one(runs, pattern):
     for rank in two:
         # sums of at most S * B FP32 terms in another order
         assert rank[pattern][0] == pytest.approx(losses, rel=1e-5)
-        assert rank[pattern][1].keys() == grads.keys()
-        for name, grad in grads.items():
-            assert rel_rms(rank[pattern][1][name], grad) < 1e-5, name
+        assert_close(rank[pattern][1], grads, 1e-5)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +122,7 @@ def test_equals_gpt_model(megatron, layers, stack, pattern, config):
             # some layers return a pair
             lambda *found: kinds.add(type(found[-1][0] if isinstance(found[-1], tuple) else found[-1]))
         )
-    losses = [_loss(model, _tokens()) for model in (hybrid, gpt)]
+    losses = [loss_of(model, random_tokens(B, S, VOCAB)) for model in (hybrid, gpt)]
     assert losses[0].equal(losses[1])
     # no layer returns a deferred sum: the next layer may be on another pipeline stage
     assert kinds == {torch.Tensor}

@@ -17,7 +17,7 @@ from megatron.core.transformer.spec_utils import build_module
 from megatron_ext.layer_specs import _has_experts, coat_layer_spec, sdpa_layer_spec
 from megatron_ext.layers.moe import CoatMoELayer, is_moe_layer
 from megatron_ext.model import ModelShape, build_gpt
-from tests.megatron_ext.layers import rounding_error
+from tests.megatron_ext.layers import loss_of, rounding_error
 from tests.megatron_ext.ranks import join
 from tests.megatron_ext.test_parallel import without_rounding
 from tests.util import rel_rms, run_distributed
@@ -58,18 +58,13 @@ def _build(spec, **config):
     return build_gpt(SHAPE, spec, seq_length=S, vocab_size=VOCAB, **(EXPERTS | config))
 
 
-def _loss(model, tokens):
-    tokens = tokens.to(next(model.parameters()).device)
-    return model(tokens, torch.arange(S, device=tokens.device).expand(B, S), None, labels=tokens).mean()
-
-
 def train(model, tokens):
     """The losses of eight steps under Megatron's data parallelism."""
     settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, average_in_collective=True)
     ddp, losses = DistributedDataParallel(model.config, settings, model), []
     for _ in range(8):
         ddp.zero_grad_buffer()
-        loss = _loss(ddp, tokens)
+        loss = loss_of(ddp, tokens)
         loss.backward()
         ddp.finish_grad_sync()
         losses.append(loss.item())
@@ -103,7 +98,7 @@ def _measure(exact):
     for batch, (tokens, config) in batches.items():
         for name, spec in (("coat", coat_layer_spec), ("stock", sdpa_layer_spec)):
             model = _build(spec, bf16=not exact, expert_model_parallel_size=RANKS, **config)
-            loss = _loss(model, tokens)
+            loss = loss_of(model, tokens)
             loss.backward()
             grads = {name: p.grad for name, p in model.named_parameters()}
             result[batch, name] = {"loss": loss.detach(), "grads": grads}

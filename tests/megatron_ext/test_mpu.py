@@ -12,6 +12,7 @@ from megatron_ext import mpu
 from megatron_ext.layer_specs import sdpa_layer_spec
 from megatron_ext.model import ModelShape, build_gpt
 from megatron_ext.mpu import sum_shared_gradients
+from tests.megatron_ext.layers import loss_of, random_tokens
 from tests.megatron_ext.ranks import join
 from tests.util import run_distributed
 
@@ -19,8 +20,7 @@ S, B, VOCAB = 16, 2, 64
 
 
 def _loss(model):
-    tokens = torch.randint(0, VOCAB, (B, S), generator=torch.Generator().manual_seed(5))
-    return model(tokens, torch.arange(S).expand(B, S), None, labels=tokens).mean()
+    return loss_of(model, random_tokens(B, S, VOCAB))
 
 
 def _shared_gradients():

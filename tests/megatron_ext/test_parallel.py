@@ -15,9 +15,9 @@ from megatron_ext import mpu
 from megatron_ext.layer_specs import coat_layer_spec
 from megatron_ext.layers.decoder_layer import dense_parts, ranks_of
 from megatron_ext.model import ModelShape, build_gpt
-from tests.megatron_ext.layers import GPT
+from tests.megatron_ext.layers import GPT, assert_close, loss_of, random_tokens
 from tests.megatron_ext.ranks import join
-from tests.util import EXACT, rel_rms, run_distributed
+from tests.util import EXACT, run_distributed
 
 S, B, VOCAB, LAYERS = 32, 2, 64, 2
 # a rank's part of FFN consists of whole groups, as on one rank
@@ -108,8 +108,7 @@ def run_cases(cases, exact):
     for tp, sequence_parallel, variant in cases:
         with without_rounding() if exact else contextlib.nullcontext():
             device = join(tp)
-            tokens = torch.randint(0, VOCAB, (B, S), generator=torch.Generator().manual_seed(5)).to(device)
-            positions = torch.arange(S, device=device).expand(B, S)
+            tokens = random_tokens(B, S, VOCAB).to(device)
             model = build_gpt(
                 ModelShape(LAYERS, H, FFN, HEADS, GROUPS),
                 coat_layer_spec,
@@ -126,7 +125,7 @@ def run_cases(cases, exact):
                     parameter.data.add_(0.3 * noise.to(device))
             summed = mpu.sum_shared_gradients(model)
             record.clear()
-            loss = model(tokens, positions, None, labels=tokens).mean()
+            loss = loss_of(model, tokens)
             forward = list(record)
             record.clear()
             order.clear()
@@ -135,7 +134,7 @@ def run_cases(cases, exact):
             run["small"] = _are_small(model.decoder.layers[0], tp, tp if sequence_parallel else 1)
             grads = {name: whole(p, p.grad).cpu() for name, p in model.named_parameters()}
             if (tp, variant) == (2, "llama"):
-                run |= _into_main_grad(model, tokens, positions, order)
+                run |= _into_main_grad(model, tokens, order)
         results[tp, sequence_parallel, variant] = run | {"loss": loss.detach().cpu(), "grads": grads}
         parallel_state.destroy_model_parallel()
     return results
@@ -154,14 +153,14 @@ def _are_small(layer, tp, shares):
     return found
 
 
-def _into_main_grad(model, tokens, positions, order):
+def _into_main_grad(model, tokens, order):
     """The order of events in a backward that adds to `main_grad`, and the values after two of them."""
     weights = {n: p for n, p in model.named_parameters() if "linear_" in n and p.ndim == 2}
     for weight in weights.values():
         weight.main_grad, weight.grad_added_to_main_grad = torch.zeros_like(weight), False
     for _ in range(2):
         model.zero_grad()
-        loss = model(tokens, positions, None, labels=tokens).mean()
+        loss = loss_of(model, tokens)
         order.clear()
         loss.backward()
     return {
@@ -197,9 +196,7 @@ def test_equals_one_rank(runs, case):
         # that happens to one in 2^-3 / 2^-24 / sqrt(FFN) values, once in each of some twenty roundings
         bound = 1e-5 if exact else 2e-2
         assert abs(found["loss"] - expected["loss"]) < bound * expected["loss"]
-        assert found["grads"].keys() == expected["grads"].keys()
-        for name, grad in expected["grads"].items():
-            assert rel_rms(found["grads"][name], grad) < bound, name
+        assert_close(found["grads"], expected["grads"], bound)
 
 
 def test_more_is_recorded_over_ranks(runs):

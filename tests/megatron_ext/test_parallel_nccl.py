@@ -12,6 +12,7 @@ from coat_kernels.graphs.patience import WARM_UP
 from tests.megatron_ext import test_data_parallel as data_parallel
 from tests.megatron_ext import test_parallel as tensor_parallel
 from tests.megatron_ext import test_pipeline as pipeline
+from tests.megatron_ext.layers import loss_of
 from tests.util import rel_rms, run_distributed
 
 RANKS = 2
@@ -74,7 +75,7 @@ def _end_beside_a_model(sequence_parallel, ends):
     model = data_parallel._model(2, sequence_parallel, bf16=True)
     tokens = data_parallel._batches(device)[0, 0]
     for _ in range(WARM_UP + 2):
-        loss = data_parallel._loss(model, tokens)
+        loss = loss_of(model, tokens)
         loss.backward()
     found = [layer.graphs.count for layer in model.decoder.layers]
     # the first only ends the groups of tensor parallelism

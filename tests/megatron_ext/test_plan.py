@@ -1,7 +1,8 @@
 """`coat plan --megatron`: parameters of Megatron's dense models, and the bytes that their layers save."""
 
+import functools
+
 import pytest
-import torch
 
 from coat_ds import plan
 from coat_ds.config import ActivationsConfig
@@ -10,6 +11,7 @@ from coat_ds.plan.systems import coat
 from megatron_ext.layer_specs import coat_layer_spec
 from megatron_ext.model import ModelShape, build_gpt
 from megatron_ext.saved_bytes import saved_bytes
+from tests.megatron_ext.layers import loss_of, random_tokens
 
 pytestmark = pytest.mark.early
 
@@ -26,9 +28,7 @@ def test_layers_save_what_is_predicted(megatron, activations, head_norms):
     saved = []
     for layers in (2, 4):
         model = _build(layers, activations, qk_layernorm=head_norms)
-        tokens = torch.randint(VOCAB, (B, S), generator=torch.Generator().manual_seed(5))
-        positions = torch.arange(S).expand(B, S)
-        run = lambda: model(tokens, positions, None, labels=tokens)  # noqa: E731, B023
+        run = functools.partial(loss_of, model, random_tokens(B, S, VOCAB))
         saved.append(saved_bytes(model, run).total)
     sizes = plan.Sizes(
         layers=4,

@@ -14,6 +14,7 @@ import torch
 from coat_ds import CoatConfigError
 from coat_ds.config import ActivationsConfig
 from coat_ds.zero.model_layers import prepare_layers
+from tests.megatron_ext.layers import loss_of, random_tokens
 from tests.util import run_distributed
 
 S, VOCAB = 32, 64
@@ -61,8 +62,7 @@ def gpt(told=None, spec=None, **sizes):
 
 
 def gradients(model):
-    tokens = torch.randint(0, VOCAB, (2, S), generator=torch.Generator().manual_seed(1))
-    loss = model(tokens, torch.arange(S).expand(2, S), None, labels=tokens).mean()
+    loss = loss_of(model, random_tokens(2, S, VOCAB, 1))
     loss.backward()
     return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
 
@@ -103,7 +103,7 @@ def work(folder):
     for name, sizes in (("dense", DENSE), ("experts", EXPERTS)):
         for number, wanted in enumerate((OTHER, RECOMPUTE)):
             reached, default = gpt(**sizes), gpt(**sizes)
-            prepare_layers(reached, ActivationsConfig(**wanted), said=True)
+            prepare_layers(reached, ActivationsConfig(**wanted), given=True)
             # as the file of COAT_CONFIG does
             params = {"activations": ActivationsConfig(**wanted)}
             built = gpt(spec=replace(layer_specs.coat_layer_spec, params=params), **sizes)

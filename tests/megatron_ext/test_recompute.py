@@ -90,10 +90,7 @@ def _model(spec_name, **options):
 
 def _pass(model):
     """Loss, gradients, and bytes of packed inputs (and of the tensors that they replace)."""
-    tokens = torch.randint(0, VOCAB, (B, S), generator=torch.Generator().manual_seed(3))
-    device = next(model.parameters()).device
-    tokens, positions = tokens.to(device), torch.arange(S, device=device).expand(B, S)
-    loss = model(tokens, positions, None, labels=tokens).mean()
+    loss = layers.loss_of(model, layers.random_tokens(B, S, VOCAB, 3))
     kept = packed_bytes()
     loss.backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
@@ -118,8 +115,7 @@ def test_forward_stays_and_inputs_take_half(compressing, spec, case):
     assert codes * 2 == instead_of * (1 + 1 / GROUP)
     # an input is off by at most 2^-4 of itself, 2.7 % relative RMS, and a gradient by a few times that, for
     # the inputs of its region's layers
-    for name, expected in stock_gradients.items():
-        assert rel_rms(gradients[name], expected) < 2**-3, name
+    layers.assert_close(gradients, stock_gradients, 2**-3)
     assert any(not torch.equal(gradients[n], g) for n, g in stock_gradients.items())
 
 

@@ -17,6 +17,7 @@ from megatron_ext.layer_specs import coat_layer_spec
 from megatron_ext.model import ModelShape, build_gpt
 from megatron_ext.optimizer import patches
 from megatron_ext.optimizer.watch import watch_optimizer
+from tests.megatron_ext.layers import loss_of
 from tests.megatron_ext.ranks import join
 from tests.megatron_ext.test_moe import ALL_TO_ALL, EACH_ONE, EXPERTS
 from tests.megatron_ext.trainer import FFN, B, S, Trainer
@@ -67,7 +68,7 @@ class Learner(Trainer):
 
     def loss(self, number):
         tokens = self.tokens(number, parallel_state.get_data_parallel_rank())
-        return self.model(tokens, torch.arange(S).expand_as(tokens), None, labels=tokens).mean()
+        return loss_of(self.model, tokens)
 
     def steps(self, *numbers):
         losses = []
@@ -209,8 +210,7 @@ def under_deepspeed():
     readings, losses = [], []
     engine.coat.watch.add(readings.append)
     for step in range(6):
-        tokens = Learner.tokens(step, 0)
-        loss = engine(tokens, torch.arange(S).expand_as(tokens), None, labels=tokens).mean()
+        loss = loss_of(engine, Learner.tokens(step, 0))
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())

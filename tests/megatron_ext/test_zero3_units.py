@@ -15,6 +15,7 @@ from coat_ds.config import ActivationsConfig
 from coat_ds.zero.layer_units import LayerUnits
 from tests.families import FAMILIES
 from tests.hosts import TEST_ALL
+from tests.megatron_ext.layers import loss_of
 from tests.megatron_ext.test_hybrid import EXPERTS, _hybrid
 from tests.util import run_distributed
 
@@ -93,22 +94,17 @@ def _tokens(seed: int) -> torch.Tensor:
     return torch.randint(0, VOCAB, (B, S), generator=generator)
 
 
-def _loss(engine, tokens: torch.Tensor) -> torch.Tensor:
-    tokens = tokens.to(engine.device)
-    return engine(tokens, torch.arange(S, device=engine.device).expand(B, S), None, labels=tokens).mean()
-
-
 def _once(engine, step: int) -> torch.Tensor:
-    return _loss(engine, _tokens(step))
+    return loss_of(engine, _tokens(step))
 
 
 def _twice(engine, step: int) -> torch.Tensor:
-    return _loss(engine, _tokens(step)) + _loss(engine, _tokens(step + 7))
+    return loss_of(engine, _tokens(step)) + loss_of(engine, _tokens(step + 7))
 
 
 def _one_token(engine, step: int) -> torch.Tensor:
     """Equal tokens go to the same expert; each rank has another token."""
-    return _loss(engine, torch.full((B, S), 7 + 5 * dist.get_rank()))
+    return loss_of(engine, torch.full((B, S), 7 + 5 * dist.get_rank()))
 
 
 def _by_keyword(engine, step: int) -> torch.Tensor:

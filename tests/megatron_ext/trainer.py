@@ -13,6 +13,7 @@ from coat_ds.config import CoatConfig
 from megatron_ext import cpu, layer_specs
 from megatron_ext.model import ModelShape, build_gpt
 from megatron_ext.optimizer import patches
+from tests.megatron_ext.layers import loss_of
 
 S, B, VOCAB = 16, 2, 128
 H, FFN, HEADS, LAYERS = 64, 96, 4, 2
@@ -64,7 +65,7 @@ class Trainer:
             tokens = self.tokens(number, parallel_state.get_data_parallel_rank())
             self.model.zero_grad_buffer()
             self.optimizer.zero_grad()
-            loss = self.model(tokens, torch.arange(S).expand(B, S), None, labels=tokens).mean()
+            loss = loss_of(self.model, tokens)
             loss.backward()
             self.model.finish_grad_sync()
             self.optimizer.step()
