@@ -116,7 +116,7 @@ def test_moment_writes_encode_the_groups_that_they_change(write, name):
 
 
 @pytest.mark.parametrize("name", ["fp8_expanded", "log8"])
-def test_quantized_state_write_of_what_is_there_changes_nothing(name):
+def test_moment_write_of_what_is_there_changes_nothing(name):
     moment = Moment.encoded(values(*SHAPE).abs(), get_codec(name))
     before = [t.clone() for t in moment.stored()]
     for window in (moment, moment[2:5], moment[3, 4:]):
