@@ -81,6 +81,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     add("--tokens", type=int, nargs="+", default=[16384], help="tokens of a step")
     add("--micro-tokens", type=int, default=16384, help="tokens of a micro-batch at most, without release")
     add("--activations", type=json.loads, default={"attention_format": "recompute"}, help="keys of the block")
+    add("--optimizer", type=json.loads, default={}, help="keys of the block's optimizer")
     add("--checkpointing", action="store_true", help="activation checkpointing of every layer")
     add("--steps", type=int, default=3, help="timed steps, after two others")
 
@@ -111,7 +112,7 @@ def built(arguments, model: str) -> torch.nn.Module:
 
 def with_coat(arguments, model: torch.nn.Module, offload: str, release: bool) -> Trained:
     coat_ds.convert(model, arguments.activations)
-    optimizer = CoatAdamW(model.named_parameters(), **OPTIONS, offload=offload)
+    optimizer = CoatAdamW(model.named_parameters(), **OPTIONS, offload=offload, **arguments.optimizer)
     optimizer.init_states()
     if release:
         optimizer.release_gradients()
@@ -245,7 +246,7 @@ def predicted_bytes(arguments, model: str, offload: str, micro_batch: int, seque
     """`coat plan`'s peak of a run that releases gradients."""
     system = coat(
         "",
-        {"activations": arguments.activations, "optimizer": {"offload": offload}},
+        {"activations": arguments.activations, "optimizer": {"offload": offload, **arguments.optimizer}},
         bf16_masters=True,
         release=True,
         recompute="full" if arguments.checkpointing else "none",
