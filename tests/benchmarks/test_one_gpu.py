@@ -25,7 +25,7 @@ def test_a_small_model_trains_in_every_way_but_deepspeeds(model, table, rows):
     systems = [name for name in one_gpu.SYSTEMS if name != "ZeRO-Offload"]
     arguments = SimpleNamespace(
         quick=True, models=[model], layers=None, systems=systems, gpu_gb=80, sequences=[64], tokens=[128],
-        micro_tokens=64, activations={}, checkpointing=True, steps=1,
+        micro_tokens=64, activations={}, optimizer={}, checkpointing=True, steps=1,
     )  # fmt: skip
     one_gpu.one_gpu(arguments, table)
     assert [row["system"] for row in rows] == systems and not any("note" in row for row in rows)
@@ -37,7 +37,7 @@ def test_a_small_model_trains_in_every_way_but_deepspeeds(model, table, rows):
 
 
 def test_passes_alone_change_no_weight():
-    arguments = SimpleNamespace(quick=True, layers=None, activations={}, checkpointing=False)
+    arguments = SimpleNamespace(quick=True, layers=None, activations={}, optimizer={}, checkpointing=False)
     for offload, release in filter(None, one_gpu.SYSTEMS.values()):
         model = one_gpu.built(arguments, "llama2-7b")
         run = one_gpu.with_coat(arguments, model, offload, release)
