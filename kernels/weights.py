@@ -8,9 +8,9 @@ is quantized directly into its rows and columns of the operand, so nothing is co
 layouts, two bytes per parameter.
 
 A copy is valid for the same parameters: the same objects and memory, the same versions in autograd, and no
-step of a torch optimizer since, unless they are frozen. No copy is kept of a weight that is computed in each
-forward (masked, weight norm, parametrizations), because another tensor may later have the same address.
-Without gradients (evaluation) nothing is kept, and no copy is used.
+step of a torch optimizer since, unless they are frozen. A weight that is computed in each forward (masked,
+weight norm, parametrizations) is not cached, because another tensor may later have the same address.
+Without gradients (evaluation) nothing is cached, and no copy is used.
 
 A cache also predicts the scale from the last one (`tensorwise/predicted.py`). The prediction changes time,
 never a code.
@@ -25,7 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from coat_kernels.device import uses_kernels
 from coat_kernels.fp8 import Fp8Format
 from coat_kernels.tensorwise.operands import fp8_operands
-from coat_kernels.tensorwise.predicted import Attempt, PredictedScale, write_reference
+from coat_kernels.tensorwise.predicted import PredictedScale, quantize_predicted, write_reference
 from coat_kernels.tensorwise.quantize import Quantized, empty_operands, launch_quantize, quantize_tensor
 from coat_kernels.tensorwise.scale import Scales
 
@@ -52,12 +52,12 @@ def _after_step(*_) -> None:
 
 
 @functools.cache
-def _watch_optimizers() -> None:
+def _count_optimizer_steps() -> None:
     # ZeRO and Megatron write weights without changing their version, but after a step of a torch optimizer
     register_optimizer_step_post_hook(_after_step)
 
 
-def can_be_kept(weight: torch.Tensor) -> bool:
+def can_be_cached(weight: torch.Tensor) -> bool:
     """Whether it is a parameter that counts its changes. Tensors created in inference mode do not."""
     return isinstance(weight, torch.nn.Parameter) and not weight.is_inference()
 
@@ -96,7 +96,7 @@ class WeightCache:
         if keep not in WEIGHT_CACHES:
             raise ValueError(f"weight_cache: expected one of {', '.join(WEIGHT_CACHES)}; found {keep!r}")
         if keep != "none":
-            _watch_optimizers()
+            _count_optimizer_steps()
         self.keep, self.predicts = keep, predicts
         self._predicted: PredictedScale | None = None
         self._key, self._largest, self._codes = None, None, None
@@ -116,11 +116,11 @@ class WeightCache:
 
     def of(self, weights: Weights) -> "WeightCache":
         """The cache for these weights: this cache if it keeps nothing, or if each weight, or its base,
-        `can_be_kept`; else `NO_CACHE`."""
+        `can_be_cached`; else `NO_CACHE`."""
         if self.keep == "none":
             return self
         owners = tuple(w if w._base is None else w._base for w in weights)
-        if not all(map(can_be_kept, owners)):
+        if not all(map(can_be_cached, owners)):
             return NO_CACHE
         if [*map(id, owners)] != [*map(id, self._owners)]:
             self._owners, self._key, self._codes = owners, None, None
@@ -170,7 +170,7 @@ class WeightCache:
             return quantize_tensor(rows_of(*weights), largest, fmt, rows=rows, columns=not rows)
         n, k = sum(map(len, weights)), first.shape[1]
         out = empty_operands(n, k, fmt, largest.device, rows, not rows, False)
-        _write(weights, out, Scales(None, None, largest, largest.numel(), None, out.scale))
+        _write(weights, out, Scales.known(largest, out.scale))
         return out
 
     @staticmethod
@@ -208,8 +208,8 @@ class WeightCache:
             write = functools.partial(write_reference, rows_of(*weights), fmt=fmt)
         n, k = sum(w.shape[:-1].numel() for w in weights), weights[0].shape[-1]
         prediction, device = self.prediction(fmt) or PredictedScale(fmt), weights[0].device
-        return Attempt(write, prediction, n, k, device, columns=columns, into=into).finish(None)
+        return quantize_predicted(write, prediction, (n, k), device, columns=columns, into=into)
 
 
-# the cache of weights that are not kept
+# the cache of weights that are not cached
 NO_CACHE = WeightCache(predicts=False)

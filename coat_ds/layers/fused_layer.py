@@ -182,12 +182,14 @@ def uses_graphs(
     """Whether a fused layer with the input `x` runs as CUDA graphs, by the key `cuda_graphs`. Never if
     weights move, as under ZeRO-3, or if the adapter has a reason (`why_not`). None: only if it `is_small`.
     """
+    if wanted is False:
+        return False
     if not x.is_cuda:
         why_not = "on a CPU"
     elif hasattr(weights[0], "ds_id"):
         why_not = "under ZeRO-3, where weights move"
     if why_not is None:
-        return wanted is True or (wanted is None and is_small(x, weights, ranks, shares))
+        return wanted is True or is_small(x, weights, ranks, shares)
     if wanted is True:
         log_once(f"coat.activations.cuda_graphs: found True, of no effect {why_not}. Drop the key.")
     return False

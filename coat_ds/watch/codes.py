@@ -38,7 +38,7 @@ TURNS = 8
 
 
 class CodeCounter:
-    """A `coat_kernels.autograd.watching.Observer` that counts codes by layer, in training. A layer is known
+    """A `coat_kernels.autograd.observers.Observer` that counts codes by layer, in training. A layer is known
     by the scales of its operands."""
 
     def __init__(self, model: nn.Module):

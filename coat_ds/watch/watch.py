@@ -22,7 +22,7 @@ from coat_ds.watch import codes, states
 from coat_ds.watch.codes import CodeCounter, graphs_of, in_turn, layer_names
 from coat_ds.watch.readings import Out, Reading, append, grouped
 from coat_ds.watch.states import StateSampler
-from coat_kernels.autograd import watching
+from coat_kernels.autograd import observers
 from coat_kernels.graphs import Graphs
 
 
@@ -117,12 +117,12 @@ class Watch:
         for graphs in self._eager:
             graphs.eager = True
         self._counter = CodeCounter(self.model)
-        watching.observe(self._counter)
+        observers.observe(self._counter)
 
     def _stop(self) -> tuple[CodeCounter, list[torch.Tensor]]:
         """Ends measuring. Returns what was counted, and the sums of the optimizers."""
         counter, self._counter = self._counter, None
-        watching.observe(None)
+        observers.observe(None)
         for graphs in self._eager:
             graphs.eager = False
         self._eager = []

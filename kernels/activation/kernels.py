@@ -234,11 +234,11 @@ def _tiles(rows: int, f: int, m: int, n: int) -> tuple[int, int, int]:
     return cdiv(rows, m) * across, across, cdiv(f, GROUP_SIZE)
 
 
-def activation_forward_triton(x, kind: str, gated: bool, keep: str | None):
+def activation_forward_triton(x, kind: str, gated: bool, saved_format: str | None):
     """`activation_forward_reference` in one pass over x, with one maximum per tile."""
     rows, f = x.shape[0], x.shape[1] // (1 + gated)
     y = torch.empty(rows, f, dtype=x.dtype, device=x.device)
-    q = empty_grouped(rows, f, GROUP_SIZE, keep, x.device, 1 + gated) if keep else None
+    q = empty_grouped(rows, f, GROUP_SIZE, saved_format, x.device, 1 + gated) if saved_format else None
     return y, launch_forward(x, q, kind, gated, y=y), q
 
 
@@ -256,13 +256,13 @@ def launch_forward(
     tiles, _, groups = _tiles(rows, f, FORWARD_ROWS, FORWARD_COLUMNS)
     first = scales.maxima is None
     maxima = torch.empty(tiles, dtype=torch.float32, device=x.device) if first else None
-    keep = first and q is not None
+    saves = first and q is not None
     activation_forward_kernel[(scales.programs(tiles),)](
         x,
         y,
         out.rows.view(torch.uint8) if out else None,
-        q.codes if keep else None,
-        q.exponent if keep else None,
+        q.codes if saves else None,
+        q.exponent if saves else None,
         maxima,
         *scales,
         rows,
@@ -272,7 +272,7 @@ def launch_forward(
         KIND=kind,
         PARTS=1 + gated,
         E5M2=out is not None and out.is_e5m2,
-        TO_CODES=q.format.to_codes_tile if keep else None,
+        TO_CODES=q.format.to_codes_tile if saves else None,
         EVEN=rows % FORWARD_ROWS == 0 and f % FORWARD_COLUMNS == 0,
         ROWS=FORWARD_ROWS,
         COLUMNS=FORWARD_COLUMNS,

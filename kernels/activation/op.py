@@ -29,7 +29,7 @@ from coat_kernels.fp8 import Fp8Format, fp8_format
 from coat_kernels.groups.reference import DEFAULT_FORMAT, GROUP_FORMATS, GROUP_SIZE, Grouped, empty_grouped
 from coat_kernels.ops import compilable, nothing
 from coat_kernels.prepared import cdiv
-from coat_kernels.tensorwise.predicted import Attempt, PredictedScale, write_reference
+from coat_kernels.tensorwise.predicted import PredictedScale, quantize_predicted, write_reference
 from coat_kernels.tensorwise.quantize import Quantized
 from coat_kernels.tensorwise.transpose import empty_columns
 
@@ -39,26 +39,26 @@ def _maxima_fake(y: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     return y.new_empty(tiles if uses_kernels(y) else y.shape[0], dtype=torch.float32)
 
 
-def _forward_fake(x, kind, gated, keep):
+def _forward_fake(x, kind, gated, saved_format):
     rows, f = x.shape[0], x.shape[1] // (1 + gated)
     y = x.new_empty(rows, f)
     maxima = _maxima_fake(y, kernels.FORWARD_ROWS, kernels.FORWARD_COLUMNS)
-    if not keep:
+    if not saved_format:
         return y, maxima, nothing(x), nothing(x)
-    return y, maxima, *empty_grouped(rows, f, GROUP_SIZE, keep, x.device, 1 + gated).tensors
+    return y, maxima, *empty_grouped(rows, f, GROUP_SIZE, saved_format, x.device, 1 + gated).tensors
 
 
 @compilable(_forward_fake)
 def activation_forward(
-    x: torch.Tensor, kind: str, gated: bool, keep: str | None
+    x: torch.Tensor, kind: str, gated: bool, saved_format: str | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(y, maxima, codes, exponent) of a contiguous x; where `keep` is None, the last two are empty."""
+    """(y, maxima, codes, exponent) of a contiguous x; without `saved_format` the last two are empty."""
     forward = activation_forward_triton if uses_kernels(x) else activation_forward_reference
-    y, maxima, q = forward(x, kind, gated, keep)
-    return (y, maxima, *q.tensors) if keep else (y, maxima, nothing(x), nothing(x))
+    y, maxima, q = forward(x, kind, gated, saved_format)
+    return (y, maxima, *q.tensors) if saved_format else (y, maxima, nothing(x), nothing(x))
 
 
-def _backward_fake(grad_y, codes, exponent, kind, gated, keep):
+def _backward_fake(grad_y, codes, exponent, kind, gated, saved_format):
     maxima = _maxima_fake(grad_y, kernels.BACKWARD_ROWS, kernels.BACKWARD_COLUMNS)
     return grad_y.new_empty(codes.shape), maxima
 
@@ -70,15 +70,15 @@ def activation_backward(
     exponent: torch.Tensor,
     kind: str,
     gated: bool,
-    keep: str,
+    saved_format: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(grad of x, its maxima) of a contiguous grad_y."""
     backward = activation_backward_triton if uses_kernels(grad_y) else activation_backward_reference
-    q = Grouped(codes, exponent, GROUP_FORMATS[keep])
+    q = Grouped(codes, exponent, GROUP_FORMATS[saved_format])
     return backward(grad_y, q, kind, gated)
 
 
-def _columns_fake(codes, exponent, largest, kind, gated, keep, fmt):
+def _columns_fake(codes, exponent, largest, kind, gated, saved_format, fmt):
     rows, f = codes.shape[0], codes.shape[1] // (1 + gated)
     return empty_columns(rows, f, fp8_format(fmt), codes.device), largest.new_empty(1)
 
@@ -90,29 +90,29 @@ def activation_columns(
     largest: torch.Tensor,
     kind: str,
     gated: bool,
-    keep: str,
+    saved_format: str,
     fmt: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(column-major codes, scale) of y, recomputed."""
     make = activation_columns_triton if uses_kernels(codes) else activation_columns_reference
-    q = Grouped(codes, exponent, GROUP_FORMATS[keep])
+    q = Grouped(codes, exponent, GROUP_FORMATS[saved_format])
     made = make(q, largest, kind, gated, fp8_format(fmt))
     return made.columns, made.scale
 
 
 class _Activation(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, kind, gated, keep):
-        rows, options = x.reshape(-1, x.shape[-1]).contiguous(), (kind, gated, keep)
+    def forward(ctx, x, kind, gated, saved_format):
+        rows, options = x.reshape(-1, x.shape[-1]).contiguous(), (kind, gated, saved_format)
         shape = *x.shape[:-1], x.shape[-1] // (1 + gated)
-        y, maxima, *kept = activation_forward(rows, *options)
+        y, maxima, *saved = activation_forward(rows, *options)
         # detach(): autograd forbids in-place operations on a view that a function returns
         y = y.view(shape).detach()
-        ctx.mark_non_differentiable(*kept, maxima)
+        ctx.mark_non_differentiable(*saved, maxima)
         ctx.options, ctx.shape = options, x.shape
-        ctx.save_for_backward(*kept)
+        ctx.save_for_backward(*saved)
         ctx.set_materialize_grads(False)
-        return y, maxima, *kept
+        return y, maxima, *saved
 
     @staticmethod
     @once_differentiable
@@ -127,25 +127,29 @@ class _Activation(torch.autograd.Function):
 def activation_operands(
     x: torch.Tensor,
     options: tuple[str, bool],
-    keep: str | None,
+    saved_format: str | None,
     scale: PredictedScale,
 ) -> tuple[Quantized, torch.Tensor, Grouped | None]:
     """Returns the activation's output as row-major FP8 codes only, quantized at once: (operands, the amax,
-    the saved input, None if `keep` is None).
+    the saved input, None if `saved_format` is None).
 
     x: [rows, f or 2 f], contiguous.
     options: kind, gated.
     """
     rows, f = x.shape[0], x.shape[1] // (1 + options[1])
     if uses_kernels(x):
-        kept = empty_grouped(rows, f, GROUP_SIZE, keep, x.device, 1 + options[1]) if keep else None
+        saved = (
+            empty_grouped(rows, f, GROUP_SIZE, saved_format, x.device, 1 + options[1])
+            if saved_format
+            else None
+        )
 
         def write(out, scales):
-            return launch_forward(x, kept, *options, out=out, scales=scales)
+            return launch_forward(x, saved, *options, out=out, scales=scales)
     else:
-        y, _, kept = activation_forward_reference(x, *options, keep)
+        y, _, saved = activation_forward_reference(x, *options, saved_format)
         write = functools.partial(write_reference, y, fmt=scale.fmt)
-    return *Attempt(write, scale, rows, f, x.device).finish(None), kept
+    return *quantize_predicted(write, scale, (rows, f), x.device), saved
 
 
 def activation_backward_operands(
@@ -165,8 +169,8 @@ def activation_backward_operands(
     else:
         grad_x, _ = activation_backward_reference(grad_y, q, *options)
         write = functools.partial(write_reference, grad_x, fmt=scale.fmt)
-    attempt = Attempt(write, scale, *q.codes.shape, grad_y.device, rows=True, columns=True, sums=sums)
-    return attempt.finish(None, finds_largest=False)[0]
+    how = {"columns": True, "sums": sums, "finds_largest": False}
+    return quantize_predicted(write, scale, q.codes.shape, grad_y.device, **how)[0]
 
 
 def activation(

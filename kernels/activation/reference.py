@@ -67,19 +67,19 @@ def _dequantize(q: Grouped, gated: bool) -> list[torch.Tensor]:
     return [dequantize_groups_reference(Grouped(*part, q.format), GROUP_SIZE) for part in parts]
 
 
-def activation_forward_reference(x, kind: str, gated: bool, keep: str | None):
-    """x [rows, f or 2 f] -> (y [rows, f] in x's dtype, maxima of y, x in the saved format `keep`; None if
-    `keep` is None). The groups of gate come before the groups of up."""
+def activation_forward_reference(x, kind: str, gated: bool, saved_format: str | None):
+    """x [rows, f or 2 f] -> (y [rows, f] in x's dtype, maxima of y, x in `saved_format`, or None). The
+    groups of gate come before the groups of up."""
     parts = _parts(x, gated)
     y, _ = value_and_slope_reference(parts[0].float(), kind)
     if gated:
         y = y * parts[1].float()
     y = y.to(x.dtype)
-    if not keep:
+    if not saved_format:
         return y, row_maxima(y), None
-    kept = [quantize_groups_reference(part, GROUP_SIZE, keep) for part in parts]
-    codes, exponent = (torch.cat(tensors, 1) for tensors in zip(*(q.tensors for q in kept), strict=True))
-    return y, row_maxima(y), Grouped(codes, exponent, kept[0].format)
+    saved = [quantize_groups_reference(part, GROUP_SIZE, saved_format) for part in parts]
+    codes, exponent = (torch.cat(tensors, 1) for tensors in zip(*(q.tensors for q in saved), strict=True))
+    return y, row_maxima(y), Grouped(codes, exponent, saved[0].format)
 
 
 def activation_backward_reference(grad_y, q: Grouped, kind: str, gated: bool):

@@ -100,17 +100,17 @@ def storing_sums_reference(
     exact, stored = update(fresh_m, fresh_v), update(stored_m, stored_v)
     known = exact.isfinite()
     shrinks = (fresh_v < old) & (fresh_v > 0) & (stored_v > 0)
-    kept = stored_v.log()
+    stored_log = stored_v.log()
     if options.dither:
-        kept = _mean_log(options.exp_avg_sq_codec, fresh_v)
-        shrinks &= kept.isfinite()
+        stored_log = _mean_log(options.exp_avg_sq_codec, fresh_v)
+        shrinks &= stored_log.isfinite()
     positive = fresh_v > 0
     lost = positive & ((stored_v == 0) | (stored_v > 2 * fresh_v))
     sums = (
         torch.where(known, (stored - exact).square(), 0),
         torch.where(known, exact.square(), 0),
         torch.where(shrinks, (old / fresh_v).log(), 0),
-        torch.where(shrinks, old.log() - kept, 0),
+        torch.where(shrinks, old.log() - stored_log, 0),
         lost,
         positive,
     )
@@ -196,22 +196,22 @@ def storing_kernel(
     b_shrinks = (b_fresh < b_old) & (b_fresh > 0.0) & (b_v > 0.0)
     if DITHERS > 0:
         b_scale, b_exponent = V_STATISTICS(b_fresh, False)
-        b_kept = tl.zeros([ROWS, G], tl.float32)
+        b_stored_log = tl.zeros([ROWS, G], tl.float32)
         for i in range(DITHERS):
             b_dither = tl.load(p_thresholds + i * G + o_lane)
             b_codes = V_TO(b_fresh, b_scale[:, None], b_exponent[:, None], b_dither, False, True)
             b_codes = cast(b_codes, p_v.dtype.element_ty)
-            b_kept += tl.log(V_FROM(b_codes, b_scale[:, None], b_exponent[:, None], False))
-        b_kept /= DITHERS
-        b_shrinks &= tl.abs(b_kept) < float("inf")
+            b_stored_log += tl.log(V_FROM(b_codes, b_scale[:, None], b_exponent[:, None], False))
+        b_stored_log /= DITHERS
+        b_shrinks &= tl.abs(b_stored_log) < float("inf")
     else:
-        b_kept = tl.log(b_v)
+        b_stored_log = tl.log(b_v)
     b_positive = b_fresh > 0.0
     b_lost = b_positive & ((b_v == 0.0) | (b_v > 2.0 * b_fresh))
     store_sum(p_sums, o_row, m_row, tl.where(b_known, b_error * b_error, 0.0), 0, SUMS)
     store_sum(p_sums, o_row, m_row, tl.where(b_known, b_exact * b_exact, 0.0), 1, SUMS)
     store_sum(p_sums, o_row, m_row, tl.where(b_shrinks, tl.log(b_old / b_fresh), 0.0), 2, SUMS)
-    store_sum(p_sums, o_row, m_row, tl.where(b_shrinks, tl.log(b_old) - b_kept, 0.0), 3, SUMS)
+    store_sum(p_sums, o_row, m_row, tl.where(b_shrinks, tl.log(b_old) - b_stored_log, 0.0), 3, SUMS)
     store_sum(p_sums, o_row, m_row, b_lost, 4, SUMS)
     store_sum(p_sums, o_row, m_row, b_positive, 5, SUMS)
 

@@ -14,7 +14,7 @@ from coat_kernels.attention.whole import (
     BACKENDS,
     additive_mask,
     causal_attention,
-    kept_attention,
+    custom_attention,
     switched_on,
 )
 
@@ -23,7 +23,7 @@ __all__ = [
     "Packed",
     "additive_mask",
     "causal_attention",
-    "kept_attention",
+    "custom_attention",
     "origin_in_groups",
     "packed_attention",
     "switched_on",

@@ -67,7 +67,7 @@ class _Compressed:
         self.outer_pack, self.outer_unpack = outer or (_with_version, _unless_changed)
         # the other tensors that attention saves have fewer dimensions or channels
         self.dims, self.channels = q.dim(), (q.shape[-1], v.shape[-1])
-        self.kept: dict[int, Grouped] = {}
+        self.grouped: dict[int, Grouped] = {}
 
     def repeat(self, x: torch.Tensor, times: int) -> torch.Tensor:
         """`x` [b, groups, s, d] with each head repeated `times` times in a row."""
@@ -81,27 +81,27 @@ class _Compressed:
         source, times = self.sources.get(_place(x), (x, 1)) if self.sources else (x, 1)
         if self.saved_format is None or not of_heads or x.dtype != self.dtype:
             return None, times, self.outer_pack(source)
-        kept = quantize_groups(self.order.rows(source).contiguous(), GROUP_SIZE, self.saved_format)
-        self.kept[x.data_ptr()] = kept
-        return source.shape, times, [self.outer_pack(t) for t in kept.tensors]
+        saved = quantize_groups(self.order.rows(source).contiguous(), GROUP_SIZE, self.saved_format)
+        self.grouped[x.data_ptr()] = saved
+        return source.shape, times, [self.outer_pack(t) for t in saved.tensors]
 
     def unpack(self, packed):
-        shape, times, kept = packed
+        shape, times, saved = packed
         if shape is None:
-            return _repeated(self.outer_unpack(kept), times)
-        q = Grouped(*map(self.outer_unpack, kept), GROUP_FORMATS[self.saved_format])
+            return _repeated(self.outer_unpack(saved), times)
+        q = Grouped(*map(self.outer_unpack, saved), GROUP_FORMATS[self.saved_format])
         rows = dequantize_groups(q, GROUP_SIZE, self.dtype)
         return _repeated(self.order.heads(rows, shape), times)
 
     def origin_of(self, output: torch.Tensor) -> Origin | None:
         """The origin of `output`, from the copy that autograd saved; None if there is none. Call it once,
         after the forward: from then on only autograd holds the saved tensors."""
-        kept = self.kept.get(output.data_ptr())
-        self.kept.clear()
+        saved = self.grouped.get(output.data_ptr())
+        self.grouped.clear()
         self.sources.clear()
         if self.saved_format is None:
             return Origin((output.detach(),), self.order.columns)
-        return None if kept is None else origin_in_groups(kept, self.dtype)
+        return None if saved is None else origin_in_groups(saved, self.dtype)
 
 
 def _with_version(x: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -131,15 +131,15 @@ def _repeated(x: torch.Tensor, times: int) -> torch.Tensor:
     return x[:, :, None].expand(b, groups, times, s, d).reshape(b, groups * times, s, d)
 
 
-def origin_in_groups(kept: Grouped, dtype: torch.dtype) -> Origin:
-    """The origin of a tensor in `dtype` that is `kept` in groups."""
-    saved_format = kept.format
+def origin_in_groups(saved: Grouped, dtype: torch.dtype) -> Origin:
+    """The origin of a tensor in `dtype` that is saved in groups, `saved`."""
+    saved_format = saved.format
 
     def columns(codes, exponent, largest, fmt):
         rows = dequantize_groups(Grouped(codes, exponent, saved_format), GROUP_SIZE, dtype)
         return quantize_tensor(rows, largest, fmt, rows=False, columns=True)
 
-    return Origin(kept.tensors, columns)
+    return Origin(saved.tensors, columns)
 
 
 def attended(

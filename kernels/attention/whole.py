@@ -112,7 +112,7 @@ def _added(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return found.masked_fill_(~mask, _MASKED)
 
 
-def kept_attention(
+def custom_attention(
     attend: Callable[..., torch.Tensor],
     q: torch.Tensor,
     k: torch.Tensor,

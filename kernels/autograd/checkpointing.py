@@ -154,18 +154,18 @@ def saved_in_fp8() -> saved_tensors_hooks:
             return x, x, x._version
         forget_notes(x)
         # a non-leaf tensor that its own node holds would never be freed
-        kept = x.detach()
-        return kept, kept, x._version
+        held = x.detach()
+        return held, held, x._version
 
     def unpack(saved: tuple[torch.Tensor | Packed, torch.Tensor, int]) -> torch.Tensor:
-        kept, counter, version = saved
+        held, counter, version = saved
         if counter._version != version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace "
-                f"operation: an input of a checkpointed region, {kept.dtype} {list(kept.shape)}, is at "
+                f"operation: an input of a checkpointed region, {held.dtype} {list(held.shape)}, is at "
                 f"version {counter._version}; expected version {version} instead. Clone it first."
             )
-        return kept.unpack() if isinstance(kept, Packed) else kept
+        return held.unpack() if isinstance(held, Packed) else held
 
     return saved_tensors_hooks(pack, unpack)
 

@@ -31,7 +31,7 @@ STAND_IN = "stand_in"
 # tensor: what the weak reference under STAND_IN refers to, on the tensor that keeps it alive
 HELD = "held"
 # (FP8 format, weak references to codes and scale). Written and read by linear layers that share an input
-KEPT = "kept"
+SAVED_CODES = "saved_codes"
 # weak reference to Packed. Written and read by FP8 activation checkpointing
 PACKED = "packed"
 # Origin, on the base of an output's view. Written by converted attention, read by its output projection
@@ -53,12 +53,12 @@ class Origin(NamedTuple):
 
     `columns(*tensors, largest, fmt)` returns the tensor as column-major `Quantized` codes with the scale of
     the amax `largest`; larger values saturate. It is exact up to the rounding of the saved tensors.
-    watched: other tensors that the result depends on, which users may change, and their versions.
+    guarded: other tensors that the result depends on, which users may change, and their versions.
     """
 
     tensors: tuple[torch.Tensor, ...]
     columns: Callable
-    watched: tuple[tuple[torch.Tensor, int], ...] = ()
+    guarded: tuple[tuple[torch.Tensor, int], ...] = ()
 
 
 class _Notes(dict):
@@ -141,7 +141,7 @@ def origin_of(x: torch.Tensor) -> Origin | None:
     is recomputed from have changed since."""
     origin = noted(x, ORIGIN)
     if origin is not None:
-        for t, version in origin.watched:
+        for t, version in origin.guarded:
             if t._version != version:
                 return None
     return origin

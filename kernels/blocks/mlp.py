@@ -107,7 +107,7 @@ class _MlpBlock(torch.autograd.Function):
 
         # the norm's kernel computes the sum, so no other pass reads it
         x = torch.empty_like(by_rows)
-        y, largest_y, kept_x, rstd = norm_operands(
+        y, largest_y, saved_x, rstd = norm_operands(
             x,
             norm_weight,
             norm_bias,
@@ -119,7 +119,7 @@ class _MlpBlock(torch.autograd.Function):
         del z
         u = multiply(y.rows, y.scale, rows_fc1, b_fc1, dtype, fc1)
         del y, rows_fc1
-        p, largest_p, kept_u = activation_operands(
+        p, largest_p, saved_u = activation_operands(
             u, activation.arithmetic, activation.saved_format, fc2.x_scale
         )
         del u
@@ -130,15 +130,15 @@ class _MlpBlock(torch.autograd.Function):
 
         ctx.options, ctx.shape, ctx.count = (proj, norm, fc1, activation, fc2), o.shape, len(w_fc1)
         if origin is None:
-            ctx.columns_of_o, kept_o = None, (operands.columns, operands.scale)
+            ctx.columns_of_o, saved_o = None, (operands.columns, operands.scale)
         else:
-            # The origin's tensors are saved, so autograd frees them after backward. Only the function is kept
-            # on the node.
-            ctx.columns_of_o, kept_o = origin.columns, (*origin.tensors, largest_o)
+            # The origin's tensors are saved, so autograd frees them after backward. Only the function is on
+            # the node.
+            ctx.columns_of_o, saved_o = origin.columns, (*origin.tensors, largest_o)
         ctx.save_for_backward(
             w_proj, b_proj, norm_weight, norm_bias, b_fc1, w_fc2, b_fc2,
             largest_proj, largest_y, largest_fc1, largest_p, largest_fc2,
-            *kept_x.tensors, rstd, *kept_u.tensors, *w_fc1, *kept_o,
+            *saved_x.tensors, rstd, *saved_u.tensors, *w_fc1, *saved_o,
         )  # fmt: skip
         return x.view(residual.shape) + out.view(residual.shape)
 
@@ -146,19 +146,19 @@ class _MlpBlock(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         (w_proj, b_proj, norm_weight, norm_bias, b_fc1, w_fc2, b_fc2,
-         largest_proj, largest_y, largest_fc1, largest_p, largest_fc2, *kept) = ctx.saved_tensors  # fmt: skip
-        kept_x, kept_u, kept = kept[:3], kept[3:5], kept[5:]
-        w_fc1, kept_o = tuple(kept[: ctx.count]), kept[ctx.count :]
-        del kept
+         largest_proj, largest_y, largest_fc1, largest_p, largest_fc2, *rest) = ctx.saved_tensors  # fmt: skip
+        saved_x, saved_u, rest = rest[:3], rest[3:5], rest[5:]
+        w_fc1, saved_o = tuple(rest[: ctx.count]), rest[ctx.count :]
+        del rest
         proj, norm, fc1, activation, fc2 = ctx.options
-        dtype, tokens, arithmetic = grad.dtype, kept_x[0].shape[0], activation.arithmetic
+        dtype, tokens, arithmetic = grad.dtype, saved_x[0].shape[0], activation.arithmetic
 
         # operands are in lists, so the GEMMs can free parts of them as soon as they are used
         weights = [fc2.cache.columns((w_fc2,), largest_fc2, fc2.formats.forward)]
         operands = [quantized_grad(grad, fc2, sums=b_fc2 is not None and fc2.parallel is None)]
         grad_b_fc2 = None if b_fc2 is None else _bias_grad(b_fc2, operands[0].sums, grad)
         columns = activation_columns.eager(
-            *kept_u, largest_p, *arithmetic, activation.saved_format, fc2.formats.forward.name
+            *saved_u, largest_p, *arithmetic, activation.saved_format, fc2.formats.forward.name
         )
         columns = gathered_columns(*columns, tokens, fc2)
         grad_p, (grad_w_fc2,) = multiply_backward(
@@ -166,26 +166,26 @@ class _MlpBlock(torch.autograd.Function):
         )
         del columns
 
-        q = Grouped(*kept_u, GROUP_FORMATS[activation.saved_format])
+        q = Grouped(*saved_u, GROUP_FORMATS[activation.saved_format])
         operands = [activation_backward_operands(grad_p(), q, arithmetic, fc1.grad_scale, b_fc1 is not None)]
         del grad_p
         # not quantized with fc2's weight: memory peaks before this line
         weights = _by_columns(((w_proj,), w_fc1), (largest_proj, largest_fc1), (proj, fc1))
         grad_b_fc1 = None if b_fc1 is None else operands[0].sums.to(b_fc1.dtype)
-        columns = normed_again(*kept_x, norm_weight, norm_bias, largest_y, norm, fc1)
+        columns = normed_again(*saved_x, norm_weight, norm_bias, largest_y, norm, fc1)
         columns = gathered_columns(*columns, tokens, fc1)
         grad_y, grads_w_fc1 = multiply_backward(operands.pop(), w_fc1, weights.pop(), columns, dtype, fc1)
         del columns
         grad_x, grad_norm_weight, grad_norm_bias = norm_gradients(
-            grad_y(), grad, kept_x, norm_weight, norm_bias, norm
+            grad_y(), grad, saved_x, norm_weight, norm_bias, norm
         )
         del grad_y
 
         operands = [quantized_grad(grad_x, proj, sums=b_proj is not None and proj.parallel is None)]
         grad_b_proj = None if b_proj is None else _bias_grad(b_proj, operands[0].sums, grad_x)
-        columns = kept_o
+        columns = saved_o
         if ctx.columns_of_o is not None:
-            columns = ctx.columns_of_o(*kept_o, proj.formats.forward)[1:3]
+            columns = ctx.columns_of_o(*saved_o, proj.formats.forward)[1:3]
         columns = gathered_columns(*columns, tokens, proj)
         grad_o, (grad_w_proj,) = multiply_backward(
             operands.pop(), (w_proj,), weights.pop(), columns, dtype, proj

@@ -35,8 +35,8 @@ class _Saved(NamedTuple):
 
     def normed(self, norm: NormOptions, linear: LinearOptions) -> tuple[torch.Tensor, torch.Tensor]:
         """`normed_again` of these tensors."""
-        kept = self.codes, self.exponent, self.rstd, self.norm_weight, self.norm_bias, self.largest_y
-        return normed_again(*kept, norm, linear)
+        saved = self.codes, self.exponent, self.rstd, self.norm_weight, self.norm_bias, self.largest_y
+        return normed_again(*saved, norm, linear)
 
 
 # number of saved tensors before the weights
@@ -58,14 +58,14 @@ def _qkv_forward(
     """(q, k, v), and the tensors of `_Saved`. may_train: a backward may follow, so a
     cached copy of the weights may be used."""
     rows = x.reshape(-1, x.shape[-1]).contiguous()
-    y, largest_y, kept, rstd = norm_operands(
+    y, largest_y, saved, rstd = norm_operands(
         rows, norm_weight, norm_bias, norm, linear.x_scale, linear.input_group
     )
     w, largest_w = linear.cache.forward(weights, linear.formats.forward, may_train)
     mixed = multiply(y.rows, y.scale, w, bias, x.dtype, linear)
     qkv = rotate_qkv_forward.eager(mixed.view(-1, x.shape[1], mixed.shape[1]), cos, sin, *heads)
     parameters = norm_weight, norm_bias, bias, cos, sin
-    return qkv, (*parameters, *kept.tensors, rstd, largest_y, largest_w, *weights)
+    return qkv, (*parameters, *saved.tensors, rstd, largest_y, largest_w, *weights)
 
 
 def _qkv_again(columns, scale, saved: _Saved, batch: int, dtype, linear: LinearOptions, heads: Heads):

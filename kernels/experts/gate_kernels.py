@@ -122,7 +122,7 @@ def launch_gate_forward(
     tiles, count = cdiv(n, FORWARD_ROWS) * cdiv(f, FORWARD_COLUMNS), len(rows.ends)
     first = scales.maxima is None
     maxima = torch.empty(tiles, dtype=torch.float32, device=both.device) if first else None
-    keep = first and q is not None
+    saves = first and q is not None
     gate_forward_kernel[(scales.programs(tiles),)](
         both,
         bias,
@@ -130,8 +130,8 @@ def launch_gate_forward(
         rows.order,
         rows.ends,
         out.rows.view(torch.uint8),
-        q.codes if keep else None,
-        q.exponent if keep else None,
+        q.codes if saves else None,
+        q.exponent if saves else None,
         maxima,
         *scales,
         n,
@@ -144,7 +144,7 @@ def launch_gate_forward(
         LIMIT=gate.limit,
         OFFSET=gate.offset,
         INTERLEAVED=gate.interleaved,
-        TO_CODES=q.format.to_codes_tile if keep else None,
+        TO_CODES=q.format.to_codes_tile if saves else None,
         EVEN=n % FORWARD_ROWS == 0 and f % FORWARD_COLUMNS == 0,
         ROWS=FORWARD_ROWS,
         COLUMNS=FORWARD_COLUMNS,

@@ -34,7 +34,7 @@ from coat_kernels.groups import (
     quantize_groups,
 )
 from coat_kernels.tensorwise.operands import fp8_operands
-from coat_kernels.tensorwise.predicted import Attempt, PredictedScale, write_reference
+from coat_kernels.tensorwise.predicted import PredictedScale, quantize_predicted, write_reference
 from coat_kernels.tensorwise.quantize import Quantized
 from coat_kernels.tensorwise.scale import largest_of
 
@@ -63,12 +63,12 @@ class Needs(NamedTuple):
 
 class Gradient(NamedTuple):
     """What a gate's backward reads: the gradient of its weighted output, [n, f]; the router's weights,
-    [t, k]; what its forward kept; the amax of its output; and what is added to the gradient of the weights,
+    [t, k]; what its forward saved; the amax of its output; and what is added to the gradient of the weights,
     FP32 [t, k], or None."""
 
     of_output: torch.Tensor
     weights: torch.Tensor
-    kept: tuple[torch.Tensor, ...]
+    saved: tuple[torch.Tensor, ...]
     largest: torch.Tensor
     dots: torch.Tensor | None
 
@@ -112,23 +112,23 @@ class KernelGate(NamedTuple):
         weighted output [n, f], its amax, and the saved codes and exponents, none unless `trained`."""
         n, f = both.shape[0], both.shape[1] // (1 + self.gated)
         if uses_kernels(both):
-            kept = None
+            saved = None
             if trained:
                 parts = 1 + self.gated
-                kept = empty_grouped(n, f, GROUP_SIZE, self.saved_format, both.device, parts)
+                saved = empty_grouped(n, f, GROUP_SIZE, self.saved_format, both.device, parts)
 
             def write(out, scales):
-                return launch_gate_forward(both, weights, bias, rows, self, kept, out, scales)
+                return launch_gate_forward(both, weights, bias, rows, self, saved, out, scales)
         else:
-            a, kept = gate_forward_reference(both, weights, bias, rows, self, trained)
+            a, saved = gate_forward_reference(both, weights, bias, rows, self, trained)
             write = functools.partial(write_reference, a, fmt=scale.fmt)
-        found = Attempt(write, scale, n, f, both.device).finish(None)
-        return *found, kept.tensors if trained else ()
+        found = quantize_predicted(write, scale, (n, f), both.device)
+        return *found, saved.tensors if trained else ()
 
     def backward(self, given: Gradient, rows: Rows, places: Places, needs: Needs) -> GateGrads:
         """From what `forward` returned. Results that are not needed may be there."""
         grad_a, source = given.of_output, places.row
-        q = Grouped(*given.kept, GROUP_FORMATS[self.saved_format])
+        q = Grouped(*given.saved, GROUP_FORMATS[self.saved_format])
         known = grad_a, q, given.weights, rows, source
         gradient = needs.rows or needs.columns
         if not uses_kernels(grad_a):
@@ -163,11 +163,11 @@ class OwnGate(NamedTuple):
         if bias is not None:
             both += bias.to(both.dtype)[rows.experts(len(both))]
         a = _times(self.function(both).to(both.dtype), rows.of_rows(weights))
-        kept = quantize_groups(both, GROUP_SIZE, self.saved_format).tensors if trained else ()
-        return *fp8_operands(a, E4M3, predicted=scale), kept
+        saved = quantize_groups(both, GROUP_SIZE, self.saved_format).tensors if trained else ()
+        return *fp8_operands(a, E4M3, predicted=scale), saved
 
     def backward(self, given: Gradient, rows: Rows, places: Places, needs: Needs) -> GateGrads:
-        q, weights = Grouped(*given.kept, GROUP_FORMATS[self.saved_format]), rows.of_rows(given.weights)
+        q, weights = Grouped(*given.saved, GROUP_FORMATS[self.saved_format]), rows.of_rows(given.weights)
         both = dequantize_groups(q, GROUP_SIZE, torch.bfloat16).requires_grad_()
         with torch.enable_grad():
             a = self.function(both).to(both.dtype)

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import torch
 
 from coat_kernels.activation import KINDS
-from coat_kernels.autograd import watching
+from coat_kernels.autograd import observers
 from coat_kernels.autograd.derivatives import once_differentiable
 from coat_kernels.device import require_fp8
 from coat_kernels.experts.gates import (
@@ -100,36 +100,36 @@ class _Weight:
 class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, x, weights, gate_up, down, gate_up_bias, down_bias, rows, gate, transposed, state, keeps
+        ctx, x, weights, gate_up, down, gate_up_bias, down_bias, rows, gate, transposed, state, saves
     ):
-        """keeps: "x" or "codes", the form in which the input is kept for backward; None without backward."""
-        x, weights, trained = x.contiguous(), weights.contiguous(), keeps is not None
+        """saves: "x" or "codes", the form in which the input is saved for backward; None without backward."""
+        x, weights, trained = x.contiguous(), weights.contiguous(), saves is not None
         first, second = _Weight(state.gate_up, gate_up, transposed), _Weight(state.down, down, transposed)
         (codes, _, scale, _), largest_x = fp8_operands(x, E4M3, predicted=state.x_scale)
         _observe("input", state.x_scale, codes)
         w_1, largest_1 = first.forward(trained)
         both = matmul_of_rows((rows.gather(codes), scale), w_1, rows.ends, state.fast)
         del w_1
-        a, largest_a, kept = gate.forward(both, weights, gate_up_bias, rows, state.a_scale, trained)
+        a, largest_a, saved = gate.forward(both, weights, gate_up_bias, rows, state.a_scale, trained)
         _observe("input", state.a_scale, a.rows)
         del both
         w_2, largest_2 = second.forward(trained)
         y = matmul_of_rows((a.rows, a.scale), w_2, rows.ends, state.fast)
         of_x = ()
         if trained and ctx.needs_input_grad[2]:
-            of_x = (codes, scale) if keeps == "codes" else (x, largest_x)
+            of_x = (codes, scale) if saves == "codes" else (x, largest_x)
         ctx.save_for_backward(
             *(weights, gate_up, down, gate_up_bias, down_bias, *rows),
-            *(largest_1, largest_2, largest_a, *kept, *of_x),
+            *(largest_1, largest_2, largest_a, *saved, *of_x),
         )
-        ctx.gate, ctx.transposed, ctx.state, ctx.keeps = gate, transposed, state, keeps
+        ctx.gate, ctx.transposed, ctx.state, ctx.saves = gate, transposed, state, saves
         return rows.to_tokens(y, weights, down_bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_y):
         weights, gate_up, down, gate_up_bias, down_bias, *saved = ctx.saved_tensors
-        rows, (largest_1, largest_2, largest_a), kept, of_x = (
+        rows, (largest_1, largest_2, largest_a), saved, of_x = (
             Rows(*saved[:3]),
             saved[3:6],
             saved[6:8],
@@ -148,7 +148,7 @@ class _Experts(torch.autograd.Function):
         grad_a = matmul_of_rows(grad_rows, second.backward(largest_2), rows.ends, fast)
         del grad_rows
         needs = Needs(needs_weights, needs_down, needs_x, needs_gate_up or needs_bias)
-        given = Gradient(grad_a, weights, kept, largest_a, dots)
+        given = Gradient(grad_a, weights, saved, largest_a, dots)
         found = ctx.gate.backward(given, rows, places, needs)
         del grad_a, given
         if needs_down:
@@ -159,7 +159,7 @@ class _Experts(torch.autograd.Function):
             grad_down_bias = _down_bias_grad(grad_y, weights, rows).to(down_bias.dtype)
         found = found._replace(output=None)
         if needs_gate_up:
-            if ctx.keeps == "codes":
+            if ctx.saves == "codes":
                 columns = gather_columns(of_x[0], places.token)[0], of_x[1]
             else:
                 columns = gather_columns(of_x[0], places.token, of_x[1])
@@ -178,7 +178,7 @@ class _Experts(torch.autograd.Function):
 
 def _observe(role: str, scale: PredictedScale, codes: torch.Tensor) -> None:
     """Passes the codes of a projection's input or gradient to the observer. `scale` is that of its input."""
-    if (observer := watching.observer()) is not None:
+    if (observer := observers.current()) is not None:
         observer.codes(role, scale, codes)
 
 
@@ -281,9 +281,20 @@ def permuted_experts(
 
 
 def _experts(
-    x, weights, gate_up, down, gate_up_bias, down_bias, rows: Rows, shape, gate, transposed, state, keeps: str
+    x,
+    weights,
+    gate_up,
+    down,
+    gate_up_bias,
+    down_bias,
+    rows: Rows,
+    shape,
+    gate,
+    transposed,
+    state,
+    saves: str,
 ) -> torch.Tensor:
-    """What both functions share. shape: expected of the weights. keeps: whether backward reads the input "x",
+    """What both functions share. shape: expected of the weights. saves: whether backward reads the input "x",
     or its "codes"."""
     require_fp8(x.device)
     if isinstance(gate, KernelGate) and gate.kind not in KINDS:
@@ -308,4 +319,4 @@ def _experts(
     if not t:
         return _NoRows.apply(*inputs)
     trains = torch.is_grad_enabled() and any(p is not None and p.requires_grad for p in inputs)
-    return _Experts.apply(*inputs, rows, gate, transposed, state or ExpertsState(), keeps if trains else None)
+    return _Experts.apply(*inputs, rows, gate, transposed, state or ExpertsState(), saves if trains else None)

@@ -137,10 +137,10 @@ def gate_reference(x: torch.Tensor, up: torch.Tensor | None, gate) -> tuple[torc
 
 
 def gate_forward_reference(
-    both, weights, bias, rows, gate, keep: bool
+    both, weights, bias, rows, gate, trained: bool
 ) -> tuple[torch.Tensor, Grouped | None]:
     """The input [n, 2 f] of a gate -> its output times the weights [t, k], [n, f], and the saved input, gate
-    before up, if `keep`. bias: [e, 2 f], added to the input, or None."""
+    before up, if `trained`. bias: [e, 2 f], added to the input, or None."""
     both, dtype = both.float(), both.dtype
     if bias is not None:
         both = both + bias.float()[rows.experts(len(both))]
@@ -150,11 +150,11 @@ def gate_forward_reference(
         parts = (both[:, ::2], both[:, 1::2]) if gate.interleaved else both.chunk(2, 1)
     output, _, _ = gate_reference(*parts, gate)
     a = (output * rows.of_rows(weights)[:, None].float()).to(dtype)
-    if not keep:
+    if not trained:
         return a, None
-    kept = [quantize_groups_reference(x, GROUP_SIZE, gate.saved_format) for x in parts if x is not None]
-    codes, exponent = (torch.cat(tensors, 1) for tensors in zip(*(q.tensors for q in kept), strict=True))
-    return a, Grouped(codes, exponent, kept[0].format)
+    saved = [quantize_groups_reference(x, GROUP_SIZE, gate.saved_format) for x in parts if x is not None]
+    codes, exponent = (torch.cat(tensors, 1) for tensors in zip(*(q.tensors for q in saved), strict=True))
+    return a, Grouped(codes, exponent, saved[0].format)
 
 
 def _saved(q: Grouped, gate) -> list[torch.Tensor | None]:

@@ -18,7 +18,7 @@ MOST_SHAPES = 2
 MOST_MOVES = 3
 
 
-def _is_watched() -> bool:
+def _cannot_record() -> bool:
     """Whether saved tensors have hooks (checkpointing, offloading), or this forward is recomputed inside a
     backward, or a larger graph is being recorded, or torch checks for NaN after each operation."""
     return (
@@ -147,7 +147,7 @@ class Graphs:
         refuse_forward_mode(x)
         run_eagerly = functools.partial(function, x, *constants, *tensors)
         trains = x.requires_grad and torch.is_grad_enabled()
-        if not (trains or evaluates and _can_be_evaluated(x, *constants)) or self.eager or _is_watched():
+        if not (trains or evaluates and _can_be_evaluated(x, *constants)) or self.eager or _cannot_record():
             return run_eagerly()
         if any(map(_overlaps, constants)):
             return run_eagerly()

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from coat_kernels.autograd import watching
+from coat_kernels.autograd import observers
 from coat_kernels.groups import e4m3, sqrt8
 from coat_kernels.groups.format import GroupFormat
 from coat_kernels.prepared import cdiv
@@ -25,7 +25,7 @@ class Grouped(NamedTuple):
     @property
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The codes and the exponents, for autograd to save."""
-        if (observer := watching.observer()) is not None:
+        if (observer := observers.current()) is not None:
             observer.saves(self)
         return self.codes, self.exponent
 

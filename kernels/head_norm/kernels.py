@@ -7,7 +7,7 @@ import triton.language as tl
 from coat_kernels.fp8 import cast, widen
 from coat_kernels.groups.kernels import load_group_tile, store_group_tile
 from coat_kernels.groups.reference import Grouped
-from coat_kernels.norm.kernels import PROGRAMS, empty_kept, load_gamma, row_tiles, sum_parts
+from coat_kernels.norm.kernels import PROGRAMS, empty_saved, load_gamma, row_tiles, sum_parts
 from coat_kernels.prepared import PreparedKernel
 from coat_kernels.tiles import load_tile, store_tile, tile_mask
 
@@ -93,12 +93,12 @@ def head_norm_backward_kernel(p_grad_y, p_codes, p_exponent, p_rstd, p_weight, p
     store_tile(p_grad_weight, pid * d + o_d, tl.sum(b_grad_weight, axis=0), m_d, not EVEN)
 
 
-def head_norm_forward_triton(x, weight, cos, sin, eps: float, zero_centered: bool, keep: str):
+def head_norm_forward_triton(x, weight, cos, sin, eps: float, zero_centered: bool, saved_format: str):
     """`head_norm_forward_reference` as a kernel; `x` is contiguous."""
     s, b, heads, d = x.shape
     rows = x.view(-1, d)
     tile, tiles, groups, even = row_tiles(*rows.shape, FORWARD_TILE, FORWARD_ELEMENTS)
-    q, rstd = empty_kept(rows, keep)
+    q, rstd = empty_saved(rows, saved_format)
     y = torch.empty_like(x)
     head_norm_forward_kernel[(tiles,)](
         x,

@@ -17,8 +17,8 @@ def _forward(x, *rest):
 
 class _HeadNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, cos, sin, eps, zero_centered, keep):
-        y, q, rstd = _forward(x, weight, cos, sin, eps, zero_centered, keep)
+    def forward(ctx, x, weight, cos, sin, eps, zero_centered, saved_format):
+        y, q, rstd = _forward(x, weight, cos, sin, eps, zero_centered, saved_format)
         ctx.zero_centered, ctx.format = zero_centered, q.format
         ctx.save_for_backward(*q.tensors, rstd, weight, cos, sin)
         return y

@@ -10,11 +10,10 @@ from coat_kernels.norm.reference import norm_backward_reference, norm_forward_re
 from coat_kernels.rope.reference import rotate, rotate_back
 
 
-def head_norm_forward_reference(x, weight, cos, sin, eps: float, zero_centered: bool, keep: str):
-    """x [s, b, heads, d] -> (y like x, x as rows of d channels in the saved format `keep`, rstd FP32 [s * b *
-    heads])."""
+def head_norm_forward_reference(x, weight, cos, sin, eps: float, zero_centered: bool, saved_format: str):
+    """x [s, b, heads, d] -> (y like x, x as rows of d channels in `saved_format`, rstd FP32 [rows])."""
     rows = x.flatten(0, 2).float()
-    y, _, q, rstd = norm_forward_reference(rows, weight, None, eps, False, zero_centered, keep)
+    y, _, q, rstd = norm_forward_reference(rows, weight, None, eps, False, zero_centered, saved_format)
     return rotate(y.view(x.shape), cos, sin).to(x.dtype), q, rstd
 
 

@@ -13,9 +13,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils.weak import TensorWeakRef
 
-from coat_kernels.autograd import watching
+from coat_kernels.autograd import observers
 from coat_kernels.autograd.derivatives import once_differentiable
-from coat_kernels.autograd.origin import KEPT, Origin, note, noted, whole_of, with_maxima
+from coat_kernels.autograd.origin import SAVED_CODES, Origin, note, noted, whole_of, with_maxima
 from coat_kernels.device import require_fp8, uses_kernels
 from coat_kernels.fp8 import ALIGNMENT, E4M3, E5M2, Fp8Format
 from coat_kernels.linear.matmul import accumulate_matmul, scaled_matmul
@@ -82,7 +82,7 @@ def multiply(
     """The forward GEMM of row-major FP8 `rows` [m, k] with their `scale` and a row-major weight: [m, n] in
     `dtype`, for the tokens that `options.parallel` selects."""
     parallel = options.parallel
-    if (observer := watching.observer()) is not None:
+    if (observer := observers.current()) is not None:
         observer.codes("input", options.x_scale, rows)
     if parallel and parallel.gathers_input:
         rows = gather_rows(rows, parallel.group)()
@@ -111,7 +111,7 @@ def multiply_backward(
     formats, grad_x, (weight, *others) = options.formats, None, weights
     grad_rows, grad_columns, grad_scale, _ = grad
     del grad
-    if grad_rows is not None and (observer := watching.observer()) is not None:
+    if grad_rows is not None and (observer := observers.current()) is not None:
         observer.codes("gradient", options.grad_scale, grad_rows)
     if w is not None:
         grad_x = scaled_matmul(
@@ -140,26 +140,26 @@ class _Fp8Linear(torch.autograd.Function):
     def forward(ctx, x, bias, origin, options, trains, dtype, *weights):
         # all or none of them
         trains_weight = trains and ctx.needs_input_grad[6]
-        keep = trains_weight and origin is None
+        saves_x = trains_weight and origin is None
         fmt = options.formats.forward
-        whole = _shared(x) if keep and options.parallel is None else None
-        kept = () if whole is None else _kept_of(whole, fmt)
+        whole = _shared(x) if saves_x and options.parallel is None else None
+        saved = () if whole is None else _noted_codes(whole, fmt)
         (rows, columns, scale, _), largest_x = fp8_operands(
-            x, fmt, columns=keep and not kept, group=options.input_group, predicted=options.x_scale
+            x, fmt, columns=saves_x and not saved, group=options.input_group, predicted=options.x_scale
         )
-        if keep and not kept:
-            kept = (columns, scale)
+        if saves_x and not saved:
+            saved = (columns, scale)
             if whole is not None:
-                _note_kept(whole, kept, largest_x, fmt)
+                _note_codes(whole, saved, largest_x, fmt)
         w, largest_w = options.cache.forward(weights, fmt, trains)
         y = multiply(rows, scale, w, bias, dtype, options)
         ctx.options, ctx.shape, ctx.dtype = options, x.shape, x.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.columns = None
-        if trains_weight and not keep:
-            ctx.columns, kept = origin.columns, (*origin.tensors, largest_x)
+        if trains_weight and not saves_x:
+            ctx.columns, saved = origin.columns, (*origin.tensors, largest_x)
         ctx.count = len(weights)
-        ctx.save_for_backward(*weights, largest_w, *kept)
+        ctx.save_for_backward(*weights, largest_w, *saved)
         # detach(): autograd forbids in-place operations on a view that a function returns
         return y.view(-1, *x.shape[1:-1], y.shape[-1]).detach()
 
@@ -167,7 +167,7 @@ class _Fp8Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_y):
         saved = ctx.saved_tensors
-        weights, (largest_w, *kept) = saved[: ctx.count], saved[ctx.count :]
+        weights, (largest_w, *saved) = saved[: ctx.count], saved[ctx.count :]
         needs_x, needs_bias, *_, needs_w = ctx.needs_input_grad[:7]
         options, grad_x, grads, sums = ctx.options, None, [None] * ctx.count, None
         if needs_x or needs_w:
@@ -178,7 +178,7 @@ class _Fp8Linear(torch.autograd.Function):
             if needs_w:
                 # the all-gather overlaps with the dgrad GEMM. The gradient's scale is already known, so no
                 # other collective waits for the all-gather
-                columns = _columns_of_input(ctx, kept, options.formats.forward)
+                columns = _columns_of_input(ctx, saved, options.formats.forward)
             w = [options.cache.columns(weights, largest_w, options.formats.forward) if needs_x else None]
             grad_x, grads = multiply_backward(grad.pop(), weights, w.pop(), columns, ctx.dtype, options)
         elif needs_bias:
@@ -203,24 +203,24 @@ def _shared(x: torch.Tensor) -> torch.Tensor | None:
     return whole if type(whole) is torch.Tensor and whole.grad_fn is not None else None
 
 
-def _note_kept(
-    x: torch.Tensor, kept: tuple[torch.Tensor, torch.Tensor], largest: torch.Tensor, fmt: Fp8Format
+def _note_codes(
+    x: torch.Tensor, saved: tuple[torch.Tensor, torch.Tensor], largest: torch.Tensor, fmt: Fp8Format
 ) -> None:
     """Notes on `x` the codes that autograd saves of it, and its amax. The references are weak: if hooks move
     the codes elsewhere, or checkpointing drops them, the note must not keep them alive."""
-    with_maxima(note(x, KEPT, (fmt, *map(TensorWeakRef, kept))), largest)
+    with_maxima(note(x, SAVED_CODES, (fmt, *map(TensorWeakRef, saved))), largest)
 
 
-def _kept_of(x: torch.Tensor, fmt: Fp8Format) -> tuple[torch.Tensor, ...]:
+def _noted_codes(x: torch.Tensor, fmt: Fp8Format) -> tuple[torch.Tensor, ...]:
     """The column-major codes of `x` and their scale, if another layer saves them; empty if none does."""
-    kept_in, *references = noted(x, KEPT) or (None,)
-    found = tuple(reference() for reference in references if kept_in == fmt)
+    fmt_of_codes, *references = noted(x, SAVED_CODES) or (None,)
+    found = tuple(reference() for reference in references if fmt_of_codes == fmt)
     return () if any(t is None for t in found) else found
 
 
-def _columns_of_input(ctx, kept, fmt: Fp8Format):
+def _columns_of_input(ctx, saved, fmt: Fp8Format):
     """Returns a function that returns the column-major input of all tokens, and its scale."""
-    columns, scale = kept if ctx.columns is None else ctx.columns(*kept, fmt)[1:3]
+    columns, scale = saved if ctx.columns is None else ctx.columns(*saved, fmt)[1:3]
     return gathered_columns(columns, scale, ctx.shape[:-1].numel(), ctx.options)
 
 

@@ -201,15 +201,17 @@ def backward_programs(rows: int, h: int) -> int:
     return max(min(tiles, PROGRAMS), 1)
 
 
-def norm_forward_triton(x, weight, bias, eps: float, layer_norm: bool, zero_centered: bool, keep: str):
+def norm_forward_triton(
+    x, weight, bias, eps: float, layer_norm: bool, zero_centered: bool, saved_format: str
+):
     """`norm_forward_reference` in one pass over x, with one maximum per program."""
     y = torch.empty_like(x)
-    q, rstd = empty_kept(x, keep)
+    q, rstd = empty_saved(x, saved_format)
     options = eps, layer_norm, zero_centered
     return y, launch_forward(x, weight, bias, q, rstd, *options, y=y), q, rstd
 
 
-def empty_kept(x: torch.Tensor, fmt: str) -> tuple[Grouped, torch.Tensor]:
+def empty_saved(x: torch.Tensor, fmt: str) -> tuple[Grouped, torch.Tensor]:
     """Uninitialised storage for the saved input and rstd."""
     rstd = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
     return empty_grouped(*x.shape, GROUP_SIZE, fmt, x.device), rstd

@@ -17,7 +17,7 @@ from coat_kernels.fp8 import Fp8Format, fp8_format
 from coat_kernels.groups.reference import DEFAULT_FORMAT, GROUP_FORMATS, GROUP_SIZE, Grouped, empty_grouped
 from coat_kernels.norm.kernels import (
     backward_programs,
-    empty_kept,
+    empty_saved,
     forward_programs,
     launch_forward,
     norm_backward_triton,
@@ -31,7 +31,7 @@ from coat_kernels.norm.reference import (
 )
 from coat_kernels.norm.residual import NO_ADDENDS, Addends, residual_add_reference
 from coat_kernels.ops import compilable, nothing
-from coat_kernels.tensorwise.predicted import Attempt, PredictedScale, write_reference
+from coat_kernels.tensorwise.predicted import PredictedScale, quantize_predicted, write_reference
 from coat_kernels.tensorwise.quantize import Quantized
 from coat_kernels.tensorwise.transpose import empty_columns
 
@@ -46,10 +46,10 @@ class NormOptions(NamedTuple):
     saved_format: str
 
 
-def _forward_fake(x, weight, bias, eps, layer_norm, zero_centered, keep):
+def _forward_fake(x, weight, bias, eps, layer_norm, zero_centered, saved_format):
     rows, h = x.shape
     maxima = x.new_empty(forward_programs(rows, int(h)) if uses_kernels(x) else rows, dtype=torch.float32)
-    q = empty_grouped(rows, h, GROUP_SIZE, keep, x.device)
+    q = empty_grouped(rows, h, GROUP_SIZE, saved_format, x.device)
     return torch.empty_like(x), maxima, *q.tensors, x.new_empty(rows, dtype=torch.float32)
 
 
@@ -61,7 +61,7 @@ def norm_forward(
     eps: float,
     layer_norm: bool,
     zero_centered: bool,
-    keep: str,
+    saved_format: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns (y, maxima, codes, exponent, rstd) for a contiguous x.
 
@@ -69,7 +69,7 @@ def norm_forward(
     stores bytes has more elements of a row per thread, so it sums them in another order.
     """
     forward = norm_forward_triton if uses_kernels(x) else norm_forward_reference
-    y, maxima, q, rstd = forward(x, weight, bias, eps, layer_norm, zero_centered, keep)
+    y, maxima, q, rstd = forward(x, weight, bias, eps, layer_norm, zero_centered, saved_format)
     return y, maxima, *q.tensors, rstd
 
 
@@ -82,7 +82,7 @@ def _backward_fake(
     weight,
     layer_norm,
     zero_centered,
-    keep,
+    saved_format,
     needs_x,
     needs_weight,
     needs_bias,
@@ -107,30 +107,30 @@ def norm_backward(
     weight: torch.Tensor,
     layer_norm: bool,
     zero_centered: bool,
-    keep: str,
+    saved_format: str,
     needs_x: bool,
     needs_weight: bool,
     needs_bias: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns (grad_x, maxima, grad_weight, grad_bias), empty where not needed; gradients are contiguous."""
-    kept = grad_y, grad_residual, Grouped(codes, exponent, GROUP_FORMATS[keep]), rstd, weight
+    saved = grad_y, grad_residual, Grouped(codes, exponent, GROUP_FORMATS[saved_format]), rstd, weight
     options = layer_norm, zero_centered
     needs = needs_x, needs_x, needs_weight, needs_bias
     if uses_kernels(grad_y):
-        found = norm_backward_triton(*kept, *options, *needs[1:])
+        found = norm_backward_triton(*saved, *options, *needs[1:])
     else:
-        found = norm_backward_reference(*kept, *options)
+        found = norm_backward_reference(*saved, *options)
     return tuple(f if need else nothing(grad_y) for f, need in zip(found, needs, strict=True))
 
 
-def norm_gradients(grad_y, grad_residual, kept, weight, bias, options: NormOptions, needs_x: bool = True):
+def norm_gradients(grad_y, grad_residual, saved, weight, bias, options: NormOptions, needs_x: bool = True):
     """The gradients of x, with its maxima noted, of the weight and of the bias, in their dtypes; None for an
     absent bias, and for x if it is not needed.
 
     Inputs: the gradients of y [rows, h] and of the residual [s, b, h], and the saved codes, exponent and
     rstd.
     """
-    codes, exponent, rstd = kept
+    codes, exponent, rstd = saved
     q = Grouped(codes, exponent, GROUP_FORMATS[options.saved_format])
     inputs = grad_y, grad_residual.reshape(grad_y.shape).contiguous(), q, rstd, weight
     how = options.layer_norm, options.zero_centered
@@ -145,7 +145,7 @@ def norm_gradients(grad_y, grad_residual, kept, weight, bias, options: NormOptio
     return grad_x, grad_weight.to(weight.dtype), grad_bias
 
 
-def _columns_fake(codes, exponent, rstd, weight, bias, largest, zero_centered, keep, fmt):
+def _columns_fake(codes, exponent, rstd, weight, bias, largest, zero_centered, saved_format, fmt):
     return empty_columns(*codes.shape, fp8_format(fmt), codes.device), largest.new_empty(1)
 
 
@@ -158,12 +158,12 @@ def norm_columns(
     bias: torch.Tensor | None,
     largest: torch.Tensor,
     zero_centered: bool,
-    keep: str,
+    saved_format: str,
     fmt: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(column-major codes, scale) of y, recomputed."""
     make = norm_columns_triton if uses_kernels(codes) else norm_columns_reference
-    q = Grouped(codes, exponent, GROUP_FORMATS[keep])
+    q = Grouped(codes, exponent, GROUP_FORMATS[saved_format])
     made = make(q, rstd, weight, bias, largest, zero_centered, fp8_format(fmt))
     return made.columns, made.scale
 
@@ -172,17 +172,17 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, options, residual):
         rows = x.reshape(-1, x.shape[-1]).contiguous()
-        y, maxima, *kept = norm_forward(rows, weight, bias, *options)
+        y, maxima, *saved = norm_forward(rows, weight, bias, *options)
         # detach(): autograd forbids in-place operations on a view that a function returns
         y = y.view(x.shape).detach()
-        ctx.mark_non_differentiable(*kept, maxima)
+        ctx.mark_non_differentiable(*saved, maxima)
         ctx.options = options
         ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.save_for_backward(weight, *kept)
+        ctx.save_for_backward(weight, *saved)
         ctx.set_materialize_grads(False)
         # detach(): autograd forbids in-place additions to a returned view. Keep it last: torch 2.11 miscounts
         # non-differentiable outputs after a None.
-        return y, maxima, *kept, x.detach() if residual else None
+        return y, maxima, *saved, x.detach() if residual else None
 
     @staticmethod
     @once_differentiable
@@ -191,12 +191,12 @@ class _Norm(torch.autograd.Function):
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         if grad_y is None:
             return grad_residual if needs_x else None, None, None, None, None
-        weight, *kept = ctx.saved_tensors
+        weight, *saved = ctx.saved_tensors
         h = grad_y.shape[-1]
         grad_x, maxima, grad_weight, grad_bias = norm_backward(
             grad_y.reshape(-1, h).contiguous(),
             None if grad_residual is None else grad_residual.reshape(-1, h).contiguous(),
-            *kept,
+            *saved,
             weight,
             options.layer_norm,
             options.zero_centered,
@@ -230,7 +230,7 @@ def norm_operands(
     """
     if uses_kernels(x):
         *arithmetic, saved_format = options
-        q, rstd = empty_kept(x, saved_format)
+        q, rstd = empty_saved(x, saved_format)
 
         def write(out, scales):
             # the first launch writes the sum, the second reads it
@@ -242,8 +242,7 @@ def norm_operands(
             x.copy_(residual_add_reference(*addends))
         y, _, q, rstd = norm_forward_reference(x, weight, bias, *options)
         write = functools.partial(write_reference, y, fmt=scale.fmt)
-    operands, largest = Attempt(write, scale, *x.shape, x.device).finish(group)
-    return operands, largest, q, rstd
+    return *quantize_predicted(write, scale, x.shape, x.device, group=group), q, rstd
 
 
 def _norm(x, weight, bias, options: NormOptions, residual: bool):
@@ -263,12 +262,12 @@ def _norm(x, weight, bias, options: NormOptions, residual: bool):
         return (y, x) if residual else y
     y, maxima, codes, exponent, rstd, handed_on = _Norm.apply(x, weight, bias, options, residual)
     parameters = weight.detach(), None if bias is None else bias.detach()
-    watched = ((parameters[0], weight._version),)
+    guarded = ((parameters[0], weight._version),)
     if bias is not None:
-        watched = *watched, (parameters[1], bias._version)
+        guarded = *guarded, (parameters[1], bias._version)
 
     def columns(codes, exponent, rstd, largest, fmt: Fp8Format) -> Quantized:
-        for t, version in watched:
+        for t, version in guarded:
             if t._version != version:
                 raise RuntimeError(
                     "one of the variables needed for gradient computation has been modified by an inplace "
@@ -278,7 +277,7 @@ def _norm(x, weight, bias, options: NormOptions, residual: bool):
         how = options.zero_centered, options.saved_format, fmt.name
         return Quantized(None, *norm_columns(codes, exponent, rstd, *parameters, largest, *how))
 
-    y = with_maxima(with_origin(y, Origin((codes, exponent, rstd), columns, watched)), maxima)
+    y = with_maxima(with_origin(y, Origin((codes, exponent, rstd), columns, guarded)), maxima)
     return (y, handed_on) if residual else y
 
 

@@ -28,15 +28,16 @@ def _affine(normed: torch.Tensor, weight, bias, zero_centered: bool) -> torch.Te
     return y if bias is None else y + bias.float()
 
 
-def norm_forward_reference(x, weight, bias, eps: float, layer_norm: bool, zero_centered: bool, keep: str):
-    """x [rows, h] -> (y in x's dtype, maxima of y, the input in the saved format `keep`, rstd FP32
-    [rows])."""
+def norm_forward_reference(
+    x, weight, bias, eps: float, layer_norm: bool, zero_centered: bool, saved_format: str
+):
+    """x [rows, h] -> (y in x's dtype, maxima of y, the input in `saved_format`, rstd FP32 [rows])."""
     value = x.float()
     if layer_norm:
         value = value - value.mean(1, keepdim=True)
     rstd = torch.rsqrt(value.square().mean(1) + eps)
     y = _affine(value * rstd[:, None], weight, bias, zero_centered).to(x.dtype)
-    return y, row_maxima(y), quantize_groups_reference(value, GROUP_SIZE, keep), rstd
+    return y, row_maxima(y), quantize_groups_reference(value, GROUP_SIZE, saved_format), rstd
 
 
 def norm_backward_reference(

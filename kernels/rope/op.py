@@ -21,7 +21,7 @@ from coat_kernels.rope.kernels import (
     rotate_qkv_triton,
 )
 from coat_kernels.rope.reference import rotate_qkv_backward_reference, rotate_qkv_reference
-from coat_kernels.tensorwise.predicted import Attempt, PredictedScale, write_reference
+from coat_kernels.tensorwise.predicted import PredictedScale, quantize_predicted, write_reference
 from coat_kernels.tensorwise.quantize import Quantized
 
 
@@ -38,8 +38,8 @@ def rotate_qkv_backward_operands(
     else:
         grad, _ = rotate_qkv_backward_reference(dq, dk, dv, cos, sin, apart)
         write = functools.partial(write_reference, grad.view(s * b, width), fmt=scale.fmt)
-    attempt = Attempt(write, scale, s * b, width, dq.device, rows=True, columns=True, sums=sums)
-    return attempt.finish(None, finds_largest=False)[0]
+    how = {"columns": True, "sums": sums, "finds_largest": False}
+    return quantize_predicted(write, scale, (s * b, width), dq.device, **how)[0]
 
 
 @compilable(lambda mixed, cos, sin, groups, d, apart=False: empty_qkv(mixed, groups, d))

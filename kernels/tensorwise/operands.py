@@ -9,7 +9,7 @@ from coat_kernels.autograd.origin import maxima_of
 from coat_kernels.device import uses_kernels
 from coat_kernels.fp8 import Fp8Format
 from coat_kernels.parallel import largest_of_all
-from coat_kernels.tensorwise.predicted import Attempt, PredictedScale
+from coat_kernels.tensorwise.predicted import PredictedScale, quantize_predicted
 from coat_kernels.tensorwise.quantize import (
     Quantized,
     launch_quantize,
@@ -43,7 +43,8 @@ def fp8_operands(
     if uses_kernels(x) and not torch.compiler.is_compiling():
         if maxima is None and predicted is not None and predicted.fmt.dtype is fmt.dtype:
             write = functools.partial(launch_quantize, plain)
-            return Attempt(write, predicted, *plain.shape, x.device, rows, columns, sums).finish(group)
+            how = {"rows": rows, "columns": columns, "sums": sums, "group": group}
+            return quantize_predicted(write, predicted, plain.shape, x.device, **how)
         if maxima is not None and maxima.numel() <= FEW_MAXIMA and group is None:
             largest = torch.empty(1, dtype=torch.float32, device=x.device)
             return quantize_tensor_triton(plain, maxima, fmt, rows, columns, sums, largest), largest

@@ -73,39 +73,32 @@ def write_reference(x: torch.Tensor, out: Quantized, scales: Scales, fmt: Fp8For
     return None if scales.corrects else maxima_reference(x)
 
 
-class Attempt:
-    """FP8 operands of [m, n] with a predicted scale. `write(out, scales)` launches their producer. The
-    operands and their amax are in new memory, or in the memory of the earlier ones in `into`."""
+def quantize_predicted(
+    write: Callable[[Quantized, Scales], torch.Tensor | None],
+    prediction: PredictedScale,
+    shape: tuple[int, int],
+    device: torch.device,
+    *,
+    rows: bool = True,
+    columns: bool = False,
+    sums: bool = False,
+    into: tuple[Quantized, torch.Tensor] | None = None,
+    group: dist.ProcessGroup | None = None,
+    finds_largest: bool = True,
+) -> tuple[Quantized, torch.Tensor | None]:
+    """FP8 operands of a tensor of this `shape`, and, if requested, its amax over the ranks of `group`.
 
-    def __init__(
-        self,
-        write: Callable[[Quantized, Scales], torch.Tensor | None],
-        prediction: PredictedScale,
-        m: int,
-        n: int,
-        device: torch.device,
-        rows: bool = True,
-        columns: bool = False,
-        sums: bool = False,
-        into: tuple[Quantized, torch.Tensor] | None = None,
-    ):
-        self.write, self.prediction = write, prediction
-        self.predicted = prediction.on(device)
-        self.out, self.largest = into or (
-            empty_operands(m, n, prediction.fmt, device, rows, columns, sums),
-            None,
-        )
-        self.used = torch.empty_like(self.out.scale)
-        self.maxima = write(self.out, Scales(self.predicted, self.used))
-
-    def finish(
-        self, group: dist.ProcessGroup | None, finds_largest: bool = True
-    ) -> tuple[Quantized, torch.Tensor | None]:
-        """The operands with the right scale, and, if requested, the amax over the ranks of `group`."""
-        out, maxima, largest = self.out, self.maxima, self.largest
-        if largest is None and finds_largest:
-            largest = torch.empty_like(self.used)
-        if group is not None:
-            maxima = largest_of_all(largest_of_maxima(maxima), group)
-        self.write(out, Scales(self.predicted, self.used, maxima, maxima.numel(), largest, out.scale))
-        return out, largest
+    write: launches the producer of the tensor, `write(operands, scales)`. It is called twice, for the first
+        launch of `Scales`, which returns maxima, and for the second.
+    into: earlier operands and their amax, whose memory is written; new memory by default.
+    """
+    predicted = prediction.on(device)
+    out, largest = into or (empty_operands(*shape, prediction.fmt, device, rows, columns, sums), None)
+    if largest is None and finds_largest:
+        largest = torch.empty_like(out.scale)
+    used = torch.empty_like(out.scale)
+    maxima = write(out, Scales(predicted, used))
+    if group is not None:
+        maxima = largest_of_all(largest_of_maxima(maxima), group)
+    write(out, Scales(predicted, used, maxima, maxima.numel(), largest, out.scale))
+    return out, largest

@@ -201,7 +201,7 @@ def quantize_tensor_triton(
     """`quantize_tensor_reference` as a kernel, with the same codes bit for bit, and sums in two stages. The
     amax is the largest of `maxima`; it is written to `largest` if that is given."""
     out = empty_operands(*x.shape, fmt, x.device, rows, columns, sums)
-    launch_quantize(x, out, Scales(None, None, maxima, maxima.numel(), largest, out.scale))
+    launch_quantize(x, out, Scales.known(maxima, out.scale, largest))
     return out
 
 

@@ -130,12 +130,16 @@ def tensor_scale(largest, E5M2: tl.constexpr):
 
 
 class Scales(NamedTuple):
-    """The scales of a launch, FP32 [1] each, and the `maxima` that it reads, FP32 [count].
+    """What a launch that writes codes reads and writes besides them, in the order of `scale_and_tiles`.
 
-    The first of two launches quantizes with `predicted`, copies it to `used`, and finds maxima. The second
-    launch reads the maxima. It writes the amax to `largest` if requested, the scale of the amax to `true` and
-    `predicted`, and the codes again if `used` differs. A launch with maxima but without a prediction does
-    everything at once.
+    | launch | fields | what it does |
+    |---|---|---|
+    | first of two | predicted, used | quantizes with `predicted`, copies it to `used`, and finds maxima |
+    | second of two | all | finds the scale, and writes the codes again if `used` differs from it |
+    | single (`known`) | maxima to true | finds the scale, and quantizes with it |
+
+    Scales are FP32 [1], and `maxima` FP32 [count]. The launches that find the scale write it to `true` and,
+    if there is one, to `predicted`; and the amax to `largest`, which may be None.
     """
 
     predicted: torch.Tensor | None = None
@@ -145,15 +149,20 @@ class Scales(NamedTuple):
     largest: torch.Tensor | None = None
     true: torch.Tensor | None = None
 
+    @classmethod
+    def known(cls, maxima: torch.Tensor, true: torch.Tensor, largest: torch.Tensor | None = None) -> "Scales":
+        """Of a single launch, whose maxima exist."""
+        return cls(None, None, maxima, maxima.numel(), largest, true)
+
     @property
     def corrects(self) -> bool:
-        """Whether this is the second launch."""
+        """Whether this is the second of two launches."""
         return self.maxima is not None and self.used is not None
 
     def programs(self, tiles: int) -> int:
         """Number of programs of a launch over `tiles`; each loops over the tiles that `scale_and_tiles`
         returns."""
-        if tiles > CORRECTING_PROGRAMS and self.maxima is not None and self.used is not None:
+        if tiles > CORRECTING_PROGRAMS and self.corrects:
             return CORRECTING_PROGRAMS
         return tiles or 1
 

@@ -209,14 +209,17 @@ def fused_forward(layer: torch.nn.Module, args: tuple, kwargs: dict) -> torch.Te
         functools.partial(fused_layer.fused_layer, options, attend, constants),
         (*tables, *weights),
     )
-    if not uses_graphs(parts, x, packed=params is not None):
+    wanted = parts.attention.activations.cuda_graphs
+    if wanted is False:
         return compute(x, *tensors)
-    own_weights = [(linear.weight,) for linear in parts.linears]
+    own_weights, why_not = [linear.weight for linear in parts.linears], _no_graph(parts, params is not None)
+    if not fused_layer.uses_graphs(wanted, x, own_weights, *ranks_of(parts), why_not):
+        return compute(x, *tensors)
     return layer.graphs.call(
         compute,
         x,
         tensors,
-        functools.partial(options.uses, own_weights, core.saved_format),
+        functools.partial(options.uses, [(weight,) for weight in own_weights], core.saved_format),
         config.pipeline_model_parallel_size,
         evaluates=not layer.training,
         written=options.written,
@@ -231,17 +234,6 @@ def _attend(core: CoatCoreAttention, packed: list, q, k, v, *tensors: torch.Tens
     return core.attend(q, k, v, Packed(next(given), *packed) if packed else None, next(given, None))
 
 
-def uses_graphs(parts: Parts, x: torch.Tensor, packed: bool = False) -> bool:
-    """Whether a fused layer runs as CUDA graphs, by the block's `cuda_graphs`. It does not with documents,
-    dropout, windows, sinks or hooks on attention, or with an attention other than COAT's."""
-    wanted = parts.attention.activations.cuda_graphs
-    if wanted is False:
-        return False
-    weights = [linear.weight for linear in parts.linears]
-    why_not = "for packed sequences" if packed else _no_graph(parts)
-    return fused_layer.uses_graphs(wanted, x, weights, *ranks_of(parts), why_not)
-
-
 def ranks_of(parts: Parts) -> tuple[int, int]:
     """The number of ranks that hold parts of the layer, and of the ranks that hold parts of its tokens, under
     sequence parallelism."""
@@ -249,9 +241,12 @@ def ranks_of(parts: Parts) -> tuple[int, int]:
     return ranks, ranks if parts.qkv.sequence_parallel else 1
 
 
-def _no_graph(parts: Parts) -> str | None:
-    """Why a layer with this attention cannot be recorded, or None."""
+def _no_graph(parts: Parts, packed: bool) -> str | None:
+    """Why a layer with this attention cannot be recorded, or None. packed: the batch has borders of
+    documents."""
     core = parts.attention.core_attention
+    if packed:
+        return "for packed sequences"
     # graphs hold no borders of documents
     if type(core) is not CoatCoreAttention or core.window is not None or core.resets:
         return "with windows or --reset-attention-mask, or with attention that is not COAT's"

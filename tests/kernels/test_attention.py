@@ -10,7 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from coat_kernels.attention import BACKENDS, additive_mask, causal_attention, kept_attention, switched_on
+from coat_kernels.attention import BACKENDS, additive_mask, causal_attention, custom_attention, switched_on
 from coat_kernels.autograd.origin import forget_notes, origin_of
 from coat_kernels.fp8 import E4M3
 from coat_kernels.linear import fp8_linear
@@ -95,7 +95,7 @@ def test_attention_saves_heads_in_groups_though_one_alone_is_trained(trained, de
     heads = [t.permute(1, 2, 0, 3) for t in inputs]
     attend = partial(F.scaled_dot_product_attention, is_causal=True)
     elements = 4 * S * B * HEADS * D
-    for run in (causal_attention, partial(kept_attention, attend)):
+    for run in (causal_attention, partial(custom_attention, attend)):
         given = inputs if run is causal_attention else heads
         y, found = kept_bytes(partial(run, *given, saved_format="sqrt8"))
         assert found == elements + elements // 16 and origin_of(y) is not None
@@ -129,7 +129,7 @@ def test_attention_saves_values_of_fewer_channels_in_groups(device):
         return torch.tanh(v * (q * k).sum(-1, keepdim=True))
 
     heads = [t.transpose(1, 2) for t in (q, k, v)]
-    y, found = kept_bytes(lambda: kept_attention(attend, *heads, saved_format="sqrt8"))
+    y, found = kept_bytes(lambda: custom_attention(attend, *heads, saved_format="sqrt8"))
     elements = S * B * HEADS * (2 * D + 2 * (D // 2))
     # and the row sums unchanged, in BF16
     assert found == elements + elements // 16 + 2 * S * B * HEADS
@@ -148,7 +148,7 @@ def test_attention_saves_other_types_as_they_are(device):
     def attend(q, k, v):
         return q.float().exp().to(q.dtype)
 
-    kept = [kept_attention(attend, *heads, saved_format=fmt) for fmt in (None, "sqrt8")]
+    kept = [custom_attention(attend, *heads, saved_format=fmt) for fmt in (None, "sqrt8")]
     found = [torch.autograd.grad(y.float().square().sum(), heads[0])[0] for y in kept]
     assert found[0].any() and found[0].equal(found[1])
 
@@ -177,7 +177,7 @@ def test_attention_saves_repeated_heads_once_and_layers_share_a_mask(device, fmt
         return F.scaled_dot_product_attention(*heads, attn_mask=added, dropout_p=dropout)
 
     def layers():
-        return [kept_attention(attend, *heads, times=HEADS // groups, saved_format=fmt) for _ in "ab"]
+        return [custom_attention(attend, *heads, times=HEADS // groups, saved_format=fmt) for _ in "ab"]
 
     (y, _), found = kept_bytes(layers)
     elements = length * B * D * (2 * HEADS + 2 * groups)
@@ -188,7 +188,7 @@ def test_attention_saves_repeated_heads_once_and_layers_share_a_mask(device, fmt
     torch.manual_seed(1)
     expected = stock().transpose(1, 2).flatten(2)
     torch.manual_seed(1)
-    y = kept_attention(attend, *heads, times=HEADS // groups, saved_format=fmt)
+    y = custom_attention(attend, *heads, times=HEADS // groups, saved_format=fmt)
     assert rel_rms(y, expected) < 2**-8
     grad = torch.randn_like(y)
     for a, e in zip(
@@ -225,7 +225,7 @@ def test_attention_of_rows_that_see_nothing_is_torchs(device):
         added = additive_mask(mask, torch.bfloat16)
         return F.scaled_dot_product_attention(*heads, attn_mask=added)
 
-    y = kept_attention(attend, *heads)
+    y = custom_attention(attend, *heads)
     grad = torch.randn_like(y)
     expected = F.scaled_dot_product_attention(*heads, attn_mask=mask).transpose(1, 2).flatten(2)
     assert y.equal(expected) and (y.is_cuda or not y[1, :5].any())
@@ -242,7 +242,7 @@ def test_attention_refuses_a_mask_that_changed_before_backward(device, fmt, grou
     heads = [t[:-3].permute(1, 2, 0, 3) for t in qkv(device, groups)]
     added = additive_mask(padded_mask(S - 3, device), torch.bfloat16)
     attend = partial(F.scaled_dot_product_attention, attn_mask=added)
-    y = kept_attention(attend, *heads, times=HEADS // groups, saved_format=fmt)
+    y = custom_attention(attend, *heads, times=HEADS // groups, saved_format=fmt)
     added.zero_()
     with pytest.raises(RuntimeError, match="modified by an in-?place operation"):
         y.sum().backward()
@@ -269,7 +269,7 @@ def test_attention_holds_nothing_that_outer_hooks_took(device):
 def test_attention_lets_a_forward_without_backward_go(device, fmt):
     """Attention saves its output, which refers back to its node."""
     inputs = qkv(device, groups=2)
-    attend = partial(kept_attention, F.scaled_dot_product_attention, times=HEADS // 2)
+    attend = partial(custom_attention, F.scaled_dot_product_attention, times=HEADS // 2)
     for run, order in ((attend, (1, 2, 0, 3)), (causal_attention, (0, 1, 2, 3))):
         given = [t.permute(order) * 1 for t in inputs]
         held = [StorageWeakRef(t.untyped_storage()) for t in given]
@@ -327,7 +327,7 @@ def test_attention_holds_no_repeated_keys_that_outer_hooks_took(device, fmt):
     held = [StorageWeakRef(t.untyped_storage()) for t in heads]
     attend = F.scaled_dot_product_attention
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t.cpu().clone(), lambda t: t.to(device)):
-        y = kept_attention(attend, *heads, times=HEADS // 2, saved_format=fmt)
+        y = custom_attention(attend, *heads, times=HEADS // 2, saved_format=fmt)
     del heads
     assert all(storage.expired() for storage in held)
     y.sum().backward()

@@ -15,7 +15,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from coat_ds.config import ActivationsConfig
 from coat_ds.layers import fused_layer
 from coat_ds.log import forget_logged
-from coat_kernels.autograd import watching
+from coat_kernels.autograd import observers
 from coat_kernels.prepared import PreparedKernel
 from megatron_ext.layer_specs import coat_layer_spec, sdpa_layer_spec
 from megatron_ext.model import ModelShape, build_gpt
@@ -290,11 +290,11 @@ def formats_kept(device, modules=False, **activations) -> collections.Counter:
         take_modules(model)
     layer = model.decoder.layers[0]
     x = torch.randn(S, B, H, device=device, dtype=torch.bfloat16, requires_grad=True)
-    watching.observe(kept)
+    observers.observe(kept)
     try:
         layer(x, attention_mask=None)
     finally:
-        watching.observe(None)
+        observers.observe(None)
     return collections.Counter(kept)
 
 

@@ -7,12 +7,13 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
 from coat_ds.config import ActivationsConfig
+from coat_ds.layers import fused_layer
 from coat_kernels.graphs import end_graphs, graphed_work
 from coat_kernels.graphs.calls import MOST_MOVES
 from coat_kernels.graphs.patience import WARM_UP
 from coat_kernels.weights import invalidate_weight_caches
 from megatron_ext.layer_specs import coat_layer_spec
-from megatron_ext.layers.decoder_layer import dense_parts, uses_graphs
+from megatron_ext.layers.decoder_layer import _no_graph, dense_parts, ranks_of
 from megatron_ext.model import ModelShape, build_gpt
 from tests.megatron_ext.test_blocks import GPT, batch
 
@@ -261,6 +262,12 @@ def test_weights_written_behind_a_cache(device):
     found = gradients(layer, *run(layer, x), x)
     assert all(map(torch.equal, found, gradients(plain, *run(plain, x), x)))
     assert layer.graphs.count == 1
+
+
+def uses_graphs(parts, x):
+    weights = [linear.weight for linear in parts.linears]
+    wanted, why_not = parts.attention.activations.cuda_graphs, _no_graph(parts, False)
+    return fused_layer.uses_graphs(wanted, x, weights, *ranks_of(parts), why_not)
 
 
 def test_where_graphs_are_taken_by_themselves(device):

@@ -27,7 +27,7 @@ from coat_kernels.attention import (
     Packed,
     additive_mask,
     causal_attention,
-    kept_attention,
+    custom_attention,
     packed_attention,
     switched_on,
     takes_packed,
@@ -270,8 +270,8 @@ def any_attention(
     saved_format: str | None = None,
 ) -> torch.Tensor:
     """The output of transformers' own function for heads as in `coat_attention`, `mask` and further
-    `arguments`: [b, s, n * d], with a note of its origin. Saved as in `kept_attention`; all layers share the
-    mask."""
+    `arguments`: [b, s, n * d], with a note of its origin. Saved as in `custom_attention`; all layers share
+    the mask."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     times = 1
@@ -298,7 +298,7 @@ def any_attention(
     if biased and key.shape[2] in (query.shape[-1], value.shape[-1]):
         # with such a shape, the saved bias of the scores could be mistaken for a head
         saved_format = None
-    return kept_attention(attend, query, key, value, times=times, saved_format=saved_format)
+    return custom_attention(attend, query, key, value, times=times, saved_format=saved_format)
 
 
 def _is_only_masked(query, key, mask, arguments) -> bool:

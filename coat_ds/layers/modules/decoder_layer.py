@@ -152,7 +152,9 @@ class Fp8DecoderLayer(Replaced):
         constants, packed = [_by_token(cos, len(x)), _by_token(sin, len(x))], None
         reads_borders = takes_packed(x.dtype, x.device, attention.head_dim, attention.head_dim)
         documents, mask = documents_of(mask, reads_borders)
-        graphed = self.uses_graphs(x, documents)
+        own_weights = [*weights.qkv, *weights.proj, *weights.fc1, *weights.fc2]
+        why_not = None if documents is None else self.slots.why_not(documents, len(x))
+        graphed = fused_layer.uses_graphs(self.cuda_graphs, x, own_weights, why_not=why_not)
         if documents is not None:
             starts, *packed = self.slots.fit(documents, *x.shape[:2]) if graphed else documents
             constants.append(starts)
@@ -204,14 +206,6 @@ class Fp8DecoderLayer(Replaced):
             batch_first=True,
             apart=True,
         )
-
-    def uses_graphs(self, x: torch.Tensor, documents: Packed | None = None) -> bool:
-        """Whether the fused layer runs as CUDA graphs, for an input with these packed `documents`."""
-        if self.cuda_graphs is False:
-            return False
-        weights = [linear.weight for linears in self.products for linear in linears]
-        why_not = None if documents is None else self.slots.why_not(documents, len(x))
-        return fused_layer.uses_graphs(self.cuda_graphs, x, weights, why_not=why_not)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import torch
 
 from coat_ds.config import ActivationsConfig
 from coat_ds.layers.detection.probe import activation_kind, close, run, shape_of
-from coat_ds.layers.modules.hooks import is_watched
+from coat_ds.layers.modules.hooks import has_user_hooks
 from coat_ds.layers.modules.replaced import Replaced, is_plain
 from coat_kernels.experts import ExpertsState, KernelGate, OwnGate, grouped_experts
 from coat_kernels.experts.reference import gate_reference
@@ -115,8 +115,8 @@ class Fp8Experts(Replaced):
         call neither."""
         module, act = self.module, self.act
         if self.gate is not None:
-            watched = isinstance(act, torch.nn.Module) and is_watched(act)
-            if watched or getattr(module, "act_fn", None) is not act or "_apply_gate" in module.__dict__:
+            hooked = isinstance(act, torch.nn.Module) and has_user_hooks(act)
+            if hooked or getattr(module, "act_fn", None) is not act or "_apply_gate" in module.__dict__:
                 return False
         whole = self.own_rows or not getattr(module, "_is_expert_parallel", False)
         whole = whole and is_plain(module.gate_up_proj) and is_plain(module.down_proj)

@@ -6,7 +6,7 @@ import torch
 
 from coat_ds.config import ActivationsConfig
 from coat_ds.layers.detection.probe import GatedForm
-from coat_ds.layers.modules.hooks import after_pre_hooks, before_hooks, is_watched
+from coat_ds.layers.modules.hooks import after_pre_hooks, before_hooks, has_user_hooks
 from coat_ds.layers.modules.linear import MergedLinear, joined, may_merge, parameters_of
 from coat_ds.layers.modules.replaced import Replaced, replaced
 from coat_kernels.activation import activation
@@ -61,7 +61,7 @@ class Fp8GatedFeedForward(Replaced):
         for name, child in self.between.items():
             if modules.get(name) is not child:
                 return True
-        return any(is_watched(m) or (m.training and getattr(m, "p", 0)) for m in self.within)
+        return any(has_user_hooks(m) or (m.training and getattr(m, "p", 0)) for m in self.within)
 
     def compute(self, x: torch.Tensor) -> torch.Tensor:
         if not self.takes(x) or self.calls_between():

@@ -48,7 +48,7 @@ def before_hooks(module: torch.nn.Module, y: torch.Tensor) -> None:
         _forget(y, module._forward_hooks, _global_forward_hooks)
 
 
-def is_watched(module: torch.nn.Module) -> bool:
+def has_user_hooks(module: torch.nn.Module) -> bool:
     """Whether `module`, or all modules, have a hook that no framework registered. `module` must then be
     called."""
     own = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks

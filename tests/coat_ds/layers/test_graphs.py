@@ -8,6 +8,7 @@ import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 import coat_ds
+from coat_ds.layers.fused_layer import uses_graphs
 from coat_ds.layers.modules.replaced import replaced
 from coat_ds.watch import codes
 from coat_ds.watch.watch import Watch
@@ -306,15 +307,19 @@ def test_layer_graphs_take_turns_in_being_watched(monkeypatch):
 def test_layer_graphs_are_taken_by_themselves():
     for wanted in (None, True, False):
         layer = replaced(converted(wanted).model.layers[0])
-        numel = sum(linear.weight.numel() for linears in layer.products for linear in linears)
-        x = torch.empty(1, 1, 1, device="cuda")
+        weights = [linear.weight for linears in layer.products for linear in linears]
+        numel, x = sum(w.numel() for w in weights), torch.empty(1, 1, 1, device="cuda")
+
+        def taken(x, wanted=layer.cuda_graphs, weights=weights):
+            return uses_graphs(wanted, x, weights)
+
         for leave in (False, True):
             for p in layer.module.parameters():
                 setattr(p, LEAVES, leave)
             small = int(graphed_work(gradients_leave=leave)) // numel
-            taken = [layer.uses_graphs(x.expand(1, tokens, 1)) for tokens in (small, small + 1)]
-            assert taken == [wanted is not False, wanted is True]
-        assert not layer.uses_graphs(torch.empty(1, 1, 1))
+            found = [taken(x.expand(1, tokens, 1)) for tokens in (small, small + 1)]
+            assert found == [wanted is not False, wanted is True]
+        assert not taken(torch.empty(1, 1, 1))
 
 
 def test_layer_graphs_keep_a_constant_while_it_is_to_be_read():

@@ -356,7 +356,7 @@ def test_packed_rows_of_one_size_are_alike_to_a_graph(attention_format, monkeypa
     layers = len(model.model.layers)
     expected = [run(model, one) for one in batches_of(lengths)]
     monkeypatch.setattr(Graphs, "call", call)
-    monkeypatch.setattr(fused_layer, "uses_graphs", lambda *_, why_not: why_not is None)
+    monkeypatch.setattr(fused_layer, "uses_graphs", lambda *_, why_not=None: why_not is None)
     for one, wanted in zip(batches_of(lengths), expected, strict=True):
         same(run(model, one), wanted)
     assert len(calls) == 3 * layers

@@ -6,7 +6,7 @@ import torch
 import coat_ds
 from coat_ds.watch import codes
 from coat_ds.watch.codes import OTHER, SAVED, CodeCounter, figures, graphs_of, in_turn, layer_names
-from coat_kernels.autograd import watching
+from coat_kernels.autograd import observers
 from coat_kernels.groups import GROUP_FORMATS, Grouped, quantize_groups
 from tests.coat_ds.watch.parts import linear, llama, with_graphs
 
@@ -24,11 +24,11 @@ def observed():
 
     def start(model):
         counter = CodeCounter(model)
-        watching.observe(counter)
+        observers.observe(counter)
         return counter
 
     yield start
-    watching.observe(None)
+    observers.observe(None)
 
 
 def test_watch_counts_flushed_and_saturated_codes_of_a_linear_layer(observed):

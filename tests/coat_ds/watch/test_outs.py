@@ -10,7 +10,7 @@ import coat_ds
 from coat_ds import CoatAdamW, CoatConfigError, cli
 from coat_ds.watch import Callback, Watch
 from coat_ds.watch.readings import FILE, Reading, append, read
-from coat_kernels.autograd import watching
+from coat_kernels.autograd import observers
 from tests.coat_ds.watch.parts import llama, model
 
 
@@ -61,7 +61,7 @@ def test_watch_refuses_a_folder_that_cannot_be_written_before_the_first_step(tmp
     (tmp_path / "file").touch()
     with pytest.raises(CoatConfigError, match="coat.watch.folder: .*Not a directory"):
         Watch(model(), None, {"every": 100, "folder": str(tmp_path / "file/run")})
-    assert watching.observer() is None
+    assert observers.current() is None
 
 
 def test_watch_ends_no_run_when_the_disk_is_full_or_out_raises(tmp_path, caplog):
@@ -185,7 +185,7 @@ def test_watch_callback_goes_on_counting_after_an_interruption(tmp_path):
     trainer.callback_handler.callbacks.pop(0)
     trainer.train(resume_from_checkpoint=True)
     assert [entry["coat/step"] for entry in logged_by(trainer)] == [2, 4]
-    assert not optimizer._optimizer_step_pre_hooks and watching.observer() is None
+    assert not optimizer._optimizer_step_pre_hooks and observers.current() is None
 
 
 def test_watch_callback_without_our_optimizer():

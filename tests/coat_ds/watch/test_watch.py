@@ -8,7 +8,7 @@ import coat_ds
 from coat_ds import CoatAdamW
 from coat_ds.watch import Watch, codes
 from coat_ds.watch.readings import read
-from coat_kernels.autograd import watching
+from coat_kernels.autograd import observers
 from tests.coat_ds.engines import engine_of
 from tests.coat_ds.watch.parts import model, with_graphs
 from tests.util import run_distributed
@@ -52,7 +52,7 @@ def test_watch_costs_nothing_in_other_steps():
         watch, counts_of = Watch(made, optimizer, {"every": every}, [nothing]), []
         for step in range(1, 6):
             is_watched = every and step % every == 0
-            assert (watching.observer() is not None) == is_watched
+            assert (observers.current() is not None) == is_watched
             assert bool(optimizer._optimizer_step_pre_hooks) == is_watched
             assert not any(m._forward_pre_hooks or m._forward_hooks for m in made.modules())
             with Counts() as counted:
@@ -70,7 +70,7 @@ def test_watch_costs_nothing_in_other_steps():
 def test_watch_measures_nothing_without_a_destination(config):
     made = coat_ds.convert(model().bfloat16())
     watch = Watch(made, CoatAdamW(made.named_parameters()), config)
-    assert not watch.is_active and watching.observer() is None
+    assert not watch.is_active and observers.current() is None
     made(torch.ones(16, 64, dtype=torch.bfloat16)).sum().backward()
     watch.end_step()
     watch.close()

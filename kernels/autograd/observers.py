@@ -1,5 +1,5 @@
-"""An optional observer of the FP8 codes of linear layers and of the groups that autograd saves; None unless a
-step is watched."""
+"""An optional observer of the FP8 codes of linear layers and of the groups that autograd saves; None unless
+`coat_ds.watch` takes a reading."""
 
 from typing import Protocol
 
@@ -29,7 +29,7 @@ def observe(observer: Observer | None) -> None:
 
 # compiled code has none, and no guard that would have it compiled again for a reading
 @torch.compiler.assume_constant_result
-def observer() -> Observer | None:
+def current() -> Observer | None:
     """The observer to call now; None while a model is compiled or a CUDA graph is recorded, because the
     recorded graph would repeat the call on every step."""
     if _current is None or torch.compiler.is_compiling():
