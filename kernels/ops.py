@@ -37,6 +37,7 @@ def compilable(fake: Callable, mutates: tuple[str, ...] = ()) -> Callable[[Calla
     return decorate
 
 
-def nothing(like: torch.Tensor) -> torch.Tensor:
-    """A placeholder for None, which an operator cannot return."""
-    return torch.empty(0, dtype=torch.float32, device=like.device)
+def without_none(*tensors: torch.Tensor | None, like: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The tensors, with an empty one on the device of `like` in place of each None, which an operator cannot
+    return."""
+    return tuple(torch.empty(0, dtype=torch.float32, device=like.device) if t is None else t for t in tensors)

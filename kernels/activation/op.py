@@ -27,7 +27,7 @@ from coat_kernels.autograd.origin import Origin, with_maxima, with_origin
 from coat_kernels.device import uses_kernels
 from coat_kernels.fp8 import Fp8Format, fp8_format
 from coat_kernels.groups.reference import DEFAULT_FORMAT, GROUP_FORMATS, GROUP_SIZE, Grouped, empty_grouped
-from coat_kernels.ops import compilable, nothing
+from coat_kernels.ops import compilable, without_none
 from coat_kernels.prepared import cdiv
 from coat_kernels.tensorwise.predicted import PredictedScale, quantize_predicted, write_reference
 from coat_kernels.tensorwise.quantize import Quantized
@@ -44,7 +44,7 @@ def _forward_fake(x, kind, gated, saved_format):
     y = x.new_empty(rows, f)
     maxima = _maxima_fake(y, kernels.FORWARD_ROWS, kernels.FORWARD_COLUMNS)
     if not saved_format:
-        return y, maxima, nothing(x), nothing(x)
+        return without_none(y, maxima, None, None, like=x)
     return y, maxima, *empty_grouped(rows, f, GROUP_SIZE, saved_format, x.device, 1 + gated).tensors
 
 
@@ -55,7 +55,7 @@ def activation_forward(
     """(y, maxima, codes, exponent) of a contiguous x; without `saved_format` the last two are empty."""
     forward = activation_forward_triton if uses_kernels(x) else activation_forward_reference
     y, maxima, q = forward(x, kind, gated, saved_format)
-    return (y, maxima, *q.tensors) if saved_format else (y, maxima, nothing(x), nothing(x))
+    return without_none(y, maxima, *(q.tensors if saved_format else (None, None)), like=x)
 
 
 def _backward_fake(grad_y, codes, exponent, kind, gated, saved_format):

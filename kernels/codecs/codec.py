@@ -14,7 +14,7 @@ import triton.language as tl
 
 from coat_kernels.device import uses_kernels
 from coat_kernels.fp8 import INTERPRET, cast
-from coat_kernels.prepared import FUSED
+from coat_kernels.prepared import PreparedKernel, cdiv
 from coat_kernels.tiles import load_tile, store_tile
 
 # consecutive elements that share one scale and one exponent in optimizer states
@@ -117,7 +117,7 @@ class Codec:
 
     def zeros(self, numel: int, device: torch.device | str = "cpu") -> Storage:
         """A moment of zeros."""
-        groups = triton.cdiv(numel, GROUP_SIZE)
+        groups = cdiv(numel, GROUP_SIZE)
         return Storage(
             torch.zeros(numel, dtype=self.dtype, device=device),
             torch.zeros(groups if self.has_scale else 0, dtype=torch.float32, device=device),
@@ -300,6 +300,7 @@ def store_moment(b_x, b_dither, p_codes, p_scale, p_exponent, o_x, m_x, o_row, m
     return b_codes, b_scale[:, None], b_exponent[:, None]
 
 
+@PreparedKernel
 @triton.jit
 def encode_kernel(p_x, p_codes, p_scale, p_exponent, n,
                   STATISTICS: tl.constexpr, TO_CODES: tl.constexpr, HAS_SCALE: tl.constexpr,
@@ -312,6 +313,7 @@ def encode_kernel(p_x, p_codes, p_scale, p_exponent, n,
                  STATISTICS, TO_CODES, HAS_SCALE, HAS_EXPONENT, True, False, True)  # fmt: skip
 
 
+@PreparedKernel
 @triton.jit
 def decode_kernel(p_codes, p_scale, p_exponent, p_x, n,
                   FROM_CODES: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_EXPONENT: tl.constexpr,
@@ -329,19 +331,17 @@ def encode_kernel_launch(codec: Codec, x: torch.Tensor) -> Storage:
     """`Codec.encode` by the Triton kernel; x FP32 [n]."""
     out = codec.zeros(x.numel(), x.device)
     if x.numel():
-        with torch.cuda.device_of(x):
-            encode_kernel[(triton.cdiv(x.numel(), ROWS * GROUP_SIZE),)](
-                x,
-                *out,
-                x.numel(),
-                STATISTICS=codec.tiles.statistics,
-                TO_CODES=codec.tiles.to_codes,
-                HAS_SCALE=codec.has_scale,
-                HAS_EXPONENT=codec.has_exponent,
-                ROWS=ROWS,
-                G=GROUP_SIZE,
-                **FUSED,
-            )
+        encode_kernel[(cdiv(x.numel(), ROWS * GROUP_SIZE),)](
+            x,
+            *out,
+            x.numel(),
+            STATISTICS=codec.tiles.statistics,
+            TO_CODES=codec.tiles.to_codes,
+            HAS_SCALE=codec.has_scale,
+            HAS_EXPONENT=codec.has_exponent,
+            ROWS=ROWS,
+            G=GROUP_SIZE,
+        )
     return out
 
 
@@ -350,16 +350,14 @@ def decode_kernel_launch(codec: Codec, storage: Storage) -> torch.Tensor:
     n = storage.codes.numel()
     x = torch.empty(n, dtype=torch.float32, device=storage.codes.device)
     if n:
-        with torch.cuda.device_of(x):
-            decode_kernel[(triton.cdiv(n, ROWS * GROUP_SIZE),)](
-                *storage,
-                x,
-                n,
-                FROM_CODES=codec.tiles.from_codes,
-                HAS_SCALE=codec.has_scale,
-                HAS_EXPONENT=codec.has_exponent,
-                ROWS=ROWS,
-                G=GROUP_SIZE,
-                **FUSED,
-            )
+        decode_kernel[(cdiv(n, ROWS * GROUP_SIZE),)](
+            *storage,
+            x,
+            n,
+            FROM_CODES=codec.tiles.from_codes,
+            HAS_SCALE=codec.has_scale,
+            HAS_EXPONENT=codec.has_exponent,
+            ROWS=ROWS,
+            G=GROUP_SIZE,
+        )
     return x

@@ -15,6 +15,7 @@ therefore has a scale of its own: tokens with small gradients keep their precisi
 gradients sum over rows, and have one scale.
 """
 
+import functools
 from dataclasses import dataclass, field
 
 import torch
@@ -39,23 +40,19 @@ from coat_kernels.tensorwise.predicted import PredictedScale
 from coat_kernels.weights import WeightCache
 
 
-def _predicted() -> PredictedScale:
-    return PredictedScale(E4M3)
-
-
 @dataclass(frozen=True, slots=True)
 class ExpertsState:
     """What a layer of experts keeps from one call to the next. It belongs to the caller.
 
     gate_up, down: the FP8 copies of the weights. x_scale, a_scale: predict the scales of the input and of the
-    gate's output. fast: GEMMs accumulate with fewer bits on
-    Hopper; the errors are the same, and without it many small experts are slower than in BF16.
+    gate's output. fast: GEMMs accumulate with fewer bits on Hopper; the errors are the same, and without it
+    many small experts are slower than in BF16.
     """
 
     gate_up: WeightCache = field(default_factory=WeightCache)
     down: WeightCache = field(default_factory=WeightCache)
-    x_scale: PredictedScale = field(default_factory=_predicted)
-    a_scale: PredictedScale = field(default_factory=_predicted)
+    x_scale: PredictedScale = field(default_factory=functools.partial(PredictedScale, E4M3))
+    a_scale: PredictedScale = field(default_factory=functools.partial(PredictedScale, E4M3))
     fast: bool = True
 
 

@@ -93,12 +93,6 @@ class Graphs:
         """How many forwards without gradients are recorded."""
         return self._evaluations.count
 
-    def clear(self) -> None:
-        """Drops all graphs and their memory. No forward may be waiting for its backward."""
-        self._places.clear()
-        self._moves = self._patience.replays = 0
-        self._evaluations.leave()
-
     def give_way(self) -> None:
         """`leave`, before calls of another shape."""
         if self.count:

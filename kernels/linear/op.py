@@ -178,7 +178,9 @@ class _Fp8Linear(torch.autograd.Function):
             if needs_w:
                 # the all-gather overlaps with the dgrad GEMM. The gradient's scale is already known, so no
                 # other collective waits for the all-gather
-                columns = _columns_of_input(ctx, saved, options.formats.forward)
+                fmt, tokens = options.formats.forward, ctx.shape[:-1].numel()
+                columns, scale = saved if ctx.columns is None else ctx.columns(*saved, fmt)[1:3]
+                columns = gathered_columns(columns, scale, tokens, options)
             w = [options.cache.columns(weights, largest_w, options.formats.forward) if needs_x else None]
             grad_x, grads = multiply_backward(grad.pop(), weights, w.pop(), columns, ctx.dtype, options)
         elif needs_bias:
@@ -216,12 +218,6 @@ def _noted_codes(x: torch.Tensor, fmt: Fp8Format) -> tuple[torch.Tensor, ...]:
     fmt_of_codes, *references = noted(x, SAVED_CODES) or (None,)
     found = tuple(reference() for reference in references if fmt_of_codes == fmt)
     return () if any(t is None for t in found) else found
-
-
-def _columns_of_input(ctx, saved, fmt: Fp8Format):
-    """Returns a function that returns the column-major input of all tokens, and its scale."""
-    columns, scale = saved if ctx.columns is None else ctx.columns(*saved, fmt)[1:3]
-    return gathered_columns(columns, scale, ctx.shape[:-1].numel(), ctx.options)
 
 
 def gathered_columns(

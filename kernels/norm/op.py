@@ -30,7 +30,7 @@ from coat_kernels.norm.reference import (
     norm_forward_reference,
 )
 from coat_kernels.norm.residual import NO_ADDENDS, Addends, residual_add_reference
-from coat_kernels.ops import compilable, nothing
+from coat_kernels.ops import compilable, without_none
 from coat_kernels.tensorwise.predicted import PredictedScale, quantize_predicted, write_reference
 from coat_kernels.tensorwise.quantize import Quantized
 from coat_kernels.tensorwise.transpose import empty_columns
@@ -73,27 +73,15 @@ def norm_forward(
     return y, maxima, *q.tensors, rstd
 
 
-def _backward_fake(
-    grad_y,
-    grad_residual,
-    codes,
-    exponent,
-    rstd,
-    weight,
-    layer_norm,
-    zero_centered,
-    saved_format,
-    needs_x,
-    needs_weight,
-    needs_bias,
-):
-    rows, h = grad_y.shape
+def _backward_fake(grad_y, grad_residual, codes, exponent, rstd, *rest):
+    (rows, h), (*_, needs_x, needs_weight, needs_bias) = grad_y.shape, rest
     programs = backward_programs(rows, int(h)) if uses_kernels(grad_y) else rows
-    return (
-        torch.empty_like(grad_y) if needs_x else nothing(grad_y),
-        rstd.new_empty(programs) if needs_x else nothing(grad_y),
-        rstd.new_empty(h) if needs_weight else nothing(grad_y),
-        rstd.new_empty(h) if needs_bias else nothing(grad_y),
+    return without_none(
+        torch.empty_like(grad_y) if needs_x else None,
+        rstd.new_empty(programs) if needs_x else None,
+        rstd.new_empty(h) if needs_weight else None,
+        rstd.new_empty(h) if needs_bias else None,
+        like=grad_y,
     )
 
 
@@ -120,7 +108,7 @@ def norm_backward(
         found = norm_backward_triton(*saved, *options, *needs[1:])
     else:
         found = norm_backward_reference(*saved, *options)
-    return tuple(f if need else nothing(grad_y) for f, need in zip(found, needs, strict=True))
+    return without_none(*(f if need else None for f, need in zip(found, needs, strict=True)), like=grad_y)
 
 
 def norm_gradients(grad_y, grad_residual, saved, weight, bias, options: NormOptions, needs_x: bool = True):

@@ -8,13 +8,12 @@ import triton.language as tl
 
 from coat_kernels.device import uses_kernels
 from coat_kernels.fp8 import ALIGNMENT, Fp8Format, finite_or_nan, fp8_format, to_fp8, to_fp8_words
-from coat_kernels.ops import compilable
+from coat_kernels.ops import compilable, without_none
 from coat_kernels.prepared import PreparedKernel, cdiv, tiling
 from coat_kernels.tensorwise.scale import BLOCK, Scales, scale_and_tiles, tensor_scale_reference
 from coat_kernels.tensorwise.transpose import (
     BOTH_TILE,
     COLUMNS_TILE,
-    empty_columns,
     store_words,
     transpose_codes_reference,
 )
@@ -205,22 +204,8 @@ def quantize_tensor_triton(
     return out
 
 
-def _no_codes(x: torch.Tensor, fmt: Fp8Format) -> torch.Tensor:
-    return torch.empty(0, dtype=fmt.dtype, device=x.device)
-
-
-def _no_sums(x: torch.Tensor) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.float32, device=x.device)
-
-
-def _quantize_fake(x, largest, fmt, rows, columns, sums):
-    fmt, (m, n) = fp8_format(fmt), x.shape
-    return (
-        torch.empty(m, n, dtype=fmt.dtype, device=x.device) if rows else _no_codes(x, fmt),
-        empty_columns(m, n, fmt, x.device) if columns else _no_codes(x, fmt),
-        torch.empty(1, dtype=torch.float32, device=x.device),
-        torch.empty(n, dtype=torch.float32, device=x.device) if sums else _no_sums(x),
-    )
+def _quantize_fake(x, largest, fmt, *requested):
+    return without_none(*empty_operands(*x.shape, fp8_format(fmt), x.device, *requested), like=x)
 
 
 @compilable(_quantize_fake)
@@ -230,14 +215,7 @@ def quantize_codes(
     """Runs the kernel for CUDA tensors, else the reference. Results that are not requested are empty
     tensors."""
     quantize = quantize_tensor_triton if uses_kernels(x) else quantize_tensor_reference
-    by_rows, by_columns, scale, summed = quantize(x, largest, fp8_format(fmt), rows, columns, sums)
-    fmt = fp8_format(fmt)
-    return (
-        _no_codes(x, fmt) if by_rows is None else by_rows,
-        _no_codes(x, fmt) if by_columns is None else by_columns,
-        scale,
-        _no_sums(x) if summed is None else summed,
-    )
+    return without_none(*quantize(x, largest, fp8_format(fmt), rows, columns, sums), like=x)
 
 
 def quantize_tensor(

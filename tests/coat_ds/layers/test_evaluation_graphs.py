@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from coat_ds.layers.modules.replaced import replaced
-from coat_kernels.graphs import Graphs
+from coat_kernels.graphs import Graphs, end_graphs
 from coat_kernels.graphs.patience import WARM_UP
 from tests.coat_ds.layers.graphed import (
     STEPS,
@@ -18,7 +18,6 @@ from tests.coat_ds.layers.graphed import (
     evaluated,
     evaluated_counts,
     gradients,
-    graphs_of,
     recorded,
     step,
 )
@@ -140,8 +139,7 @@ def test_evaluation_graphs_are_of_evaluated_layers_alone():
     for number in range(WARM_UP + 1):
         evaluated(model, number)
     assert evaluated_counts(model) == [1] * LAYERS
-    for graphs in graphs_of(model):
-        graphs.clear()
+    end_graphs()
     assert evaluated_counts(model) == [0] * LAYERS
 
 
