@@ -29,6 +29,7 @@ from coat_kernels.autograd.checkpointing import (
     compressing,
     is_activation,
     packed,
+    packed_bytes,
     region,
 )
 
@@ -117,7 +118,7 @@ def report_compressed(module: torch.nn.Module) -> None:
             return
         handle.remove()
         if made := alive_packed():
-            codes, instead_of = (sum(getattr(p, name) for p in made) for name in ("nbytes", "plain_nbytes"))
+            codes, instead_of = packed_bytes()
             log_rank_0(
                 f"{len(made)} checkpointed inputs are kept in FP8, in {codes:,} bytes in place of "
                 f"{instead_of:,}"

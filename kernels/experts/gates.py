@@ -129,24 +129,19 @@ class KernelGate(NamedTuple):
         """From what `forward` returned. Results that are not needed may be there."""
         grad_a, source = given.of_output, places.row
         q = Grouped(*given.saved, GROUP_FORMATS[self.saved_format])
-        known = grad_a, q, given.weights, rows, source
-        gradient = needs.rows or needs.columns
-        if not uses_kernels(grad_a):
-            found = gate_output_reference(*known, given.largest, given.dots, self)
-        else:
+        gradient, inputs = needs.rows or needs.columns, (grad_a, q, given.weights, rows, source)
+        output_of, grad_of = gate_output_reference, gate_grad_reference
+        if uses_kernels(grad_a):
             rest = needs.weights or gradient
-            found = gate_output_triton(*known, given.largest, given.dots, self, needs.output, rest)
-        columns, scale, grad_weights, maxima, largest = found
-        found = GateGrads(grad_weights, (columns, scale))
+            output_of = functools.partial(gate_output_triton, needs_columns=needs.output, needs_rest=rest)
+            which = {"needs_rows": needs.rows, "needs_columns": needs.columns}
+            grad_of = functools.partial(gate_grad_triton, **which)
+        *output, grad_weights, maxima, largest = output_of(*inputs, given.largest, given.dots, self)
+        found = GateGrads(grad_weights, tuple(output))
         if not gradient:
             return found
-        if not uses_kernels(grad_a):
-            codes, scales, columns, scale = gate_grad_reference(*known, maxima, largest, self)
-        else:
-            codes, scales, columns, scale = gate_grad_triton(
-                *known, maxima, largest, self, needs.rows, needs.columns
-            )
-        return found._replace(rows=(codes, scales), columns=(columns, scale))
+        *by_rows, columns, scale = grad_of(*inputs, maxima, largest, self)
+        return found._replace(rows=tuple(by_rows), columns=(columns, scale))
 
 
 class OwnGate(NamedTuple):

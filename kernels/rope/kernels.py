@@ -108,10 +108,10 @@ def turn_back(b_1, b_2, b_cos_1, b_sin_1, b_cos_2, b_sin_2):
 def rotate_qkv_backward_kernel(p_dq, p_dk, p_dv, p_cos, p_sin, p_grad, p_maxima, batch, heads,
                                q_s, q_b, q_n, k_s, k_b, k_n, v_s, v_b, v_n,
                                M: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, TURNS: tl.constexpr,
-                               HEADS: tl.constexpr, APART: tl.constexpr):  # fmt: skip
+                               HEADS: tl.constexpr):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     s, b = token // batch, token % batch
-    o_head, o_query, o_group, m_q, m_k, m_v = head_offsets(tl.program_id(1), heads, M, HEADS, APART)
+    o_head, o_query, o_group, m_q, m_k, m_v = head_offsets(tl.program_id(1), heads, M, HEADS, False)
     p_q = p_dq + s * q_s + b * q_b + o_query[:, None] * q_n
     p_k = p_dk + s * k_s + b * k_b + o_group[:, None] * k_n
     p_v = p_dv + s * v_s + b * v_b + o_group[:, None] * v_n
@@ -214,9 +214,9 @@ def rotate_qkv_operands_kernel(p_dq, p_dk, p_dv, p_cos, p_sin, p_rows, p_columns
 
 
 @functools.cache
-def _tile(d: int, r: int, heads: int, apart: bool) -> dict[str, int]:
+def _tile(d: int, r: int, heads: int) -> dict[str, int]:
     """Constants for heads of `d` channels; the number `r` of rotating channels is d or 0."""
-    return {"D": d, "HALF": next_power_of_2(d // 2), "TURNS": r > 0, "HEADS": heads, "APART": apart}
+    return {"D": d, "HALF": next_power_of_2(d // 2), "TURNS": r > 0, "HEADS": heads}
 
 
 def empty_qkv(mixed: torch.Tensor, groups: int, d: int):
@@ -241,12 +241,13 @@ def rotate_qkv_triton(mixed, cos, sin, groups: int, d: int, apart: bool = False)
         heads,
         groups,
         M=heads // groups - 2,
-        **_tile(d, cos.shape[1], HEADS, apart),
+        **_tile(d, cos.shape[1], HEADS),
+        APART=apart,
     )
     return q, k, v
 
 
-def rotate_qkv_backward_triton(dq, dk, dv, cos, sin, apart: bool = False):
+def rotate_qkv_backward_triton(dq, dk, dv, cos, sin):
     """`rotate_qkv_backward_reference` as a kernel, with one maximum per tile."""
     s, b, groups, d = dk.shape
     dq, dk, dv = [t if t.stride(3) == 1 else t.contiguous() for t in (dq, dk, dv)]
@@ -268,7 +269,7 @@ def rotate_qkv_backward_triton(dq, dk, dv, cos, sin, apart: bool = False):
         heads,
         *strides,
         M=m,
-        **_tile(d, cos.shape[1], BACKWARD_HEADS, apart),
+        **_tile(d, cos.shape[1], BACKWARD_HEADS),
     )
     return grad, maxima
 
@@ -306,7 +307,8 @@ def launch_operands(
         *dk.stride()[:3],
         *dv.stride()[:3],
         M=m,
-        **_tile(d, cos.shape[1], OPERANDS_HEADS, apart),
+        **_tile(d, cos.shape[1], OPERANDS_HEADS),
+        APART=apart,
         TOKENS=OPERANDS_TOKENS,
         E5M2=out.is_e5m2,
         num_warps=OPERANDS_WARPS,

@@ -51,7 +51,7 @@ def rotate_qkv_forward(
     return run(mixed, cos, sin, groups, d, apart)
 
 
-def _backward_fake(dq, dk, dv, cos, sin, apart=False):
+def _backward_fake(dq, dk, dv, cos, sin):
     s, b, groups, d = dk.shape
     programs = s * b * cdiv(dq.shape[2] + 2 * groups, kernels.BACKWARD_HEADS) if uses_kernels(dq) else 1
     maxima = dq.new_empty(programs, dtype=torch.float32)
@@ -60,16 +60,11 @@ def _backward_fake(dq, dk, dv, cos, sin, apart=False):
 
 @compilable(_backward_fake)
 def rotate_qkv_backward(
-    dq: torch.Tensor,
-    dk: torch.Tensor,
-    dv: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    apart: bool = False,
+    dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Runs the kernel for CUDA tensors, else the reference."""
     backward = rotate_qkv_backward_triton if uses_kernels(dq) else rotate_qkv_backward_reference
-    return backward(dq, dk, dv, cos, sin, apart)
+    return backward(dq, dk, dv, cos, sin)
 
 
 class _RotateQKV(torch.autograd.Function):
