@@ -102,9 +102,9 @@ class Codec:
     signed: bool = True
     """Whether it stores negative values, which a first moment needs; otherwise they become NaN."""
     roots: Roots | None = None
-    """Of a codec of second moments, if the first moment may have a relative code."""
+    """Given by a codec of second moments, if the first moment may have a relative code."""
     ratio_tile: Callable | None = None
-    """Of a relative code: (x, log2 of the roots, dither) -> (codes, scale) in one step."""
+    """Given by a relative code: (x, log2 of the roots, dither) -> (codes, scale) in one step."""
 
     @property
     def relative(self) -> bool:

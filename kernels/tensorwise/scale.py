@@ -151,7 +151,7 @@ class Scales(NamedTuple):
 
     @classmethod
     def known(cls, maxima: torch.Tensor, true: torch.Tensor, largest: torch.Tensor | None = None) -> "Scales":
-        """Of a single launch, whose maxima exist."""
+        """The scales for a single launch, whose maxima exist."""
         return cls(None, None, maxima, maxima.numel(), largest, true)
 
     @property
