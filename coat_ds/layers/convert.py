@@ -245,7 +245,7 @@ def _kind_of(module: nn.Module) -> str | None:
     weight = parameters.get("weight")
     if weight is not None and not children and not is_lazy(weight):
         dims = len(probe.shape_of(weight))
-        if dims == 2 and _multiplies(module):
+        if dims == 2 and (type(module).__name__ == "Conv1D" or autotp.is_autotp(module)):
             return "linear"
         if dims == 1 and any(hasattr(module, eps) for eps in probe.EPS_NAMES):
             return "norm"
@@ -254,10 +254,6 @@ def _kind_of(module: nn.Module) -> str | None:
     elif _looks_elementwise(module):
         return "activation"
     return None
-
-
-def _multiplies(module: nn.Module) -> bool:
-    return type(module).__name__ == "Conv1D" or autotp.is_autotp(module)
 
 
 def _looks_elementwise(module: nn.Module) -> bool:

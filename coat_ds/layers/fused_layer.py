@@ -195,7 +195,7 @@ def uses_graphs(
     return False
 
 
-def is_small(x: torch.Tensor, weights: Sequence[torch.Tensor], ranks: int = 1, shares: int = 1) -> bool:
+def is_small(x: torch.Tensor, weights: Sequence[torch.Tensor], ranks: int, shares: int) -> bool:
     """Whether the GPU would wait for the CPU to launch the kernels of a layer with these `weights`: the CPU
     time of a layer does not depend on the layer's size.
 

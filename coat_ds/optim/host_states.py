@@ -46,7 +46,7 @@ class HostStates:
     resident: bytes of states that stay on the device.
     """
 
-    def __init__(self, resident: float = 0) -> None:
+    def __init__(self, resident: float) -> None:
         self._resident = resident
         # bytes of the states on the device and in host memory, in this order
         self.decided = [0, 0]

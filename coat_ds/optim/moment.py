@@ -24,7 +24,7 @@ from typing import Any, Self
 import torch
 
 from coat_ds.optim.options import MOMENTS
-from coat_ds.optim.pieces import Arrangement, Pair, Piece, Pieces, made_of, only_groups, overwrite
+from coat_ds.optim.pieces import Arrangement, Pair, Piece, Pieces, made_of, only_groups, overwrite, write
 from coat_ds.optim.recover import recover_
 from coat_ds.optim.shards import laid_out_like, local
 from coat_ds.optim.streaming import DecodedStorage, is_streaming
@@ -339,7 +339,7 @@ def _copy_(x, source, non_blocking=False):
     if same and x.is_whole and source.is_whole and source.shape == x.shape and _may_take_codes(x, source):
         if x.has_relative_codes and x.pair is not None:
             for old, new in zip(x.pair.second, source.pair.second, strict=True):
-                old.write_(new.storage, non_blocking)
+                write(old.storage, new.storage, non_blocking)
         for (piece, other), (*_, new) in zip(x.paired_pieces(), source.pieces, strict=True):
             overwrite(Stored(piece.codec, piece.storage), new, other, non_blocking)
         return x

@@ -19,9 +19,6 @@ class Piece(NamedTuple):
     codec: Codec
     storage: Storage
 
-    def write_(self, storage: Storage, non_blocking: bool = False) -> None:
-        write(self.storage, storage, non_blocking)
-
     def reencode_(self, old: Stored | None, new: Stored | None) -> None:
         """Re-encodes a first moment from relative to `old` to relative to `new`; its values do not change. It
         works in parts: in FP32 the moment may not fit into free memory."""

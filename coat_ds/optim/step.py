@@ -47,7 +47,7 @@ def update_group(
     scaling: Scaling,
     *,
     seed: int,
-    passages: Passages | None = None,
+    passages: Passages | None,
 ) -> None:
     """One step of `params`, which all have gradients, in place.
 

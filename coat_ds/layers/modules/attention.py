@@ -267,7 +267,7 @@ def any_attention(
     mask: torch.Tensor | None,
     arguments: dict,
     *,
-    saved_format: str | None = None,
+    saved_format: str | None,
 ) -> torch.Tensor:
     """The output of transformers' own function for heads as in `coat_attention`, `mask` and further
     `arguments`: [b, s, n * d], with a note of its origin. Saved as in `custom_attention`; all layers share

@@ -188,7 +188,8 @@ class Fp8DecoderLayer(Replaced):
             *([norm.weight] for norm in self.head_norms),
         )
 
-    def options(self, qkv, o, first, down) -> LayerOptions:
+    def options(self, qkv, o, _, down) -> LayerOptions:
+        """The options of the layer with these `products`."""
         input_norm, attention, mlp_norm, mlp = self.parts
         saving, feed_forward, d = attention.__dict__[STATE], replaced(mlp), attention.head_dim
         return LayerOptions(
