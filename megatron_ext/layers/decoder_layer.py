@@ -23,6 +23,7 @@ from megatron_ext.layers.attention import CoatCoreAttention, NoCrossAttention
 from megatron_ext.layers.linear import CoatColumnParallelLinear, CoatRowParallelLinear
 from megatron_ext.layers.mlp import CoatMLP
 from megatron_ext.layers.norm import CoatHeadNorm, CoatNorm, coat_bias_dropout_add
+from megatron_ext.layers.packed import Tables
 from megatron_ext.layers.self_attention import CoatSelfAttention
 
 _KINDS = {
@@ -40,6 +41,7 @@ _HOOKS = ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
 _WAITS = f"{DistributedDataParallel._make_forward_pre_hook.__qualname__}.<locals>."
 # arguments of the layer that may be given; callers give at most the first two by position
 _ARGUMENTS = ("hidden_states", "attention_mask", "rotary_pos_emb", "packed_seq_params")
+_NO_ARGUMENTS = dict.fromkeys(_ARGUMENTS)
 
 
 class Parts(NamedTuple):
@@ -180,39 +182,34 @@ def fused_forward(layer: torch.nn.Module, args: tuple, kwargs: dict) -> torch.Te
     compute it."""
     if len(args) > 2:
         return None
-    arguments, parts = {**kwargs, **dict(zip(_ARGUMENTS, args, strict=False))}, dense_parts(layer)
-    why, tables, params = why_not_fused(layer, parts, arguments), None, arguments.get("packed_seq_params")
+    arguments = {**_NO_ARGUMENTS, **kwargs, **dict(zip(_ARGUMENTS, args, strict=False))}
+    parts = dense_parts(layer)
+    why, tables = why_not_fused(layer, parts, arguments), None
     if why is None:
-        angles, x = arguments.get("rotary_pos_emb"), arguments["hidden_states"]
-        tables = parts.attention.tables_of(angles, packed_seq_params=params, x=x)
+        angles, params = arguments["rotary_pos_emb"], arguments["packed_seq_params"]
+        tables = parts.attention.tables_of(angles, packed_seq_params=params, x=arguments["hidden_states"])
     if tables is None:
         if layer.training and torch.is_grad_enabled():
             fused_layer.log_why_not_fused(why or "their attention or its rotary positions are not plain")
         return None
+    return _run_fused(layer, parts, tables, arguments)
+
+
+def _run_fused(layer: torch.nn.Module, parts: Parts, tables: Tables, arguments: dict) -> torch.Tensor:
+    """Runs the fused layer, eagerly or as CUDA graphs. `tables`: from `CoatSelfAttention.tables_of`."""
     for module in (*parts[:-1], *parts.head_norms):
         if module._forward_pre_hooks:
             wait_for_parameters(module)
-    x, core, config = arguments["hidden_states"], parts.attention.core_attention, layer.config
+    x, core = arguments["hidden_states"], parts.attention.core_attention
     weights, options = _gathered(parts)
-    mask = arguments.get("attention_mask")
-    if options.recomputed is None:
-        own = {"attn_mask_type": parts.attention.attn_mask_type}
-        own |= {"attention_bias": None, "packed_seq_params": params}
-        attend, constants = functools.partial(core, **own), (mask,)
-    else:
-        wait_for_parameters(core)
-        tokens = x.shape[0] * ranks_of(parts)[1]
-        starts, *packed = core.documents(tokens, x.shape[1], mask, params) or (None,)
-        attend = functools.partial(_attend, core, packed)
-        constants = tuple(t for t in (starts, core.softmax_offset) if t is not None)
-    compute, tensors = (
-        functools.partial(fused_layer.fused_layer, options, attend, constants),
-        (*tables, *weights),
-    )
+    attend, constants = _attention(parts, options, arguments)
+    compute = functools.partial(fused_layer.fused_layer, options, attend, constants)
+    tensors = (*tables, *weights)
     wanted = parts.attention.activations.cuda_graphs
     if wanted is False:
         return compute(x, *tensors)
-    own_weights, why_not = [linear.weight for linear in parts.linears], _no_graph(parts, params is not None)
+    why_not = _no_graph(parts, arguments["packed_seq_params"] is not None)
+    own_weights = [linear.weight for linear in parts.linears]
     if not fused_layer.uses_graphs(wanted, x, own_weights, *ranks_of(parts), why_not):
         return compute(x, *tensors)
     return layer.graphs.call(
@@ -220,11 +217,28 @@ def fused_forward(layer: torch.nn.Module, args: tuple, kwargs: dict) -> torch.Te
         x,
         tensors,
         functools.partial(options.uses, [(weight,) for weight in own_weights], core.saved_format),
-        config.pipeline_model_parallel_size,
+        layer.config.pipeline_model_parallel_size,
         evaluates=not layer.training,
         written=options.written,
         agree=_agree(parts.qkv.tp_group),
     )
+
+
+def _attention(parts: Parts, options: LayerOptions, arguments: dict) -> tuple[Callable, tuple]:
+    """Attention as a function of q, k, v and other tensors, and these other tensors."""
+    core, mask = parts.attention.core_attention, arguments["attention_mask"]
+    params = arguments["packed_seq_params"]
+    if options.recomputed is None:
+        # a call of the module: a user's hooks on it have to run
+        own = {"attn_mask_type": parts.attention.attn_mask_type}
+        own |= {"attention_bias": None, "packed_seq_params": params}
+        return functools.partial(core, **own), (mask,)
+    wait_for_parameters(core)
+    x = arguments["hidden_states"]
+    tokens = x.shape[0] * ranks_of(parts)[1]
+    starts, *packed = core.documents(tokens, x.shape[1], mask, params) or (None,)
+    constants = tuple(t for t in (starts, core.softmax_offset) if t is not None)
+    return functools.partial(_attend, core, packed), constants
 
 
 def _attend(core: CoatCoreAttention, packed: list, q, k, v, *tensors: torch.Tensor) -> torch.Tensor:
