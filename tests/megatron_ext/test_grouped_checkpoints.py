@@ -156,22 +156,22 @@ def _two_ranks(folder):
                 "saved": _weights(stock),
             }
             for alone in ALONE[layout]:
-                ways = [folder / f"{layout} {name} {alone}" for name in ("stock", "grouped")]
-                save(stock, ways[0], alone)
+                folders = [folder / f"{layout} {name} {alone}" for name in ("stock", "grouped")]
+                save(stock, folders[0], alone)
                 loaded = _grouped(config, seed=3)
-                result[layout]["loaded", alone] = _load(loaded, ways[0], alone)
-                save(loaded, ways[1], alone)
-                result[layout]["loaded again", alone] = _load(_stock(config, seed=4), ways[1], alone)
+                result[layout]["loaded", alone] = _load(loaded, folders[0], alone)
+                save(loaded, folders[1], alone)
+                result[layout]["loaded again", alone] = _load(_stock(config, seed=4), folders[1], alone)
             if layout == "tensor parallel":
                 # each rank has all experts and loads the checkpoints of two ranks with two experts each
                 for name in ("stock", "grouped"):
-                    way = folder / f"expert parallel {name} False"
-                    result["other sizes", name] = _load(_grouped(config, seed=5), way)
+                    source = folder / f"expert parallel {name} False"
+                    result["other sizes", name] = _load(_grouped(config, seed=5), source)
             parallel_state.destroy_model_parallel()
         initialize_model_parallel(expert_model_parallel_size=2)
         config = CONFIG | {"expert_model_parallel_size": 2}
-        way = folder / "tensor parallel grouped False"
-        result["other sizes", "back"] = _load(_grouped(config, seed=6), way)
+        source = folder / "tensor parallel grouped False"
+        result["other sizes", "back"] = _load(_grouped(config, seed=6), source)
         parallel_state.destroy_model_parallel()
         initialize_model_parallel()
         result["optimizers"] = _optimizers(folder)

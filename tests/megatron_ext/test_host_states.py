@@ -26,19 +26,22 @@ def _run(mode, folder):
         resident = Trainer(mode)
         losses = resident.steps(0, 1, 2)
     with installed(optimizer={"offload": "cpu"}):
-        host = Trainer(mode)
-        found = {"losses": host.steps(0, 1, 2) == losses, "states": _same(resident.tensors(), host.tensors())}
+        offloaded = Trainer(mode)
+        found = {
+            "losses": offloaded.steps(0, 1, 2) == losses,
+            "states": _same(resident.tensors(), offloaded.tensors()),
+        }
         for sharding in SHARDINGS[mode]:
-            host.save(f"{folder}/{sharding}", sharding)
-        after = host.steps(3)
+            offloaded.save(f"{folder}/{sharding}", sharding)
+        after = offloaded.steps(3)
     for sharding in SHARDINGS[mode]:
         # resident states read what any of the optimizers has saved alike
         for offload in ("none", "cpu") if mode == "distributed" else ("cpu",):
             with installed(optimizer={"offload": offload}):
                 again = Trainer(mode).load(f"{folder}/{sharding}", sharding)
-                same = again.steps(3) == after and _same(again.tensors(), host.tensors())
+                same = again.steps(3) == after and _same(again.tensors(), offloaded.tensors())
             found[f"{sharding} into {offload}"] = same
-    found["one allocation"] = _allocations(host) == _allocations(again) == [1]
+    found["one allocation"] = _allocations(offloaded) == _allocations(again) == [1]
     return found
 
 

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from megatron.core import dist_checkpointing, parallel_state
-from megatron.core import optimizer as host
+from megatron.core import optimizer as megatron_optimizer
 from megatron.core.optimizer import distrib_optimizer
 
 from coat_ds.config import CoatConfigError
@@ -63,7 +63,7 @@ def _train_as_if_fused(folder):
     FusedAdam."""
     sharding, results = "dp_reshardable", []
     with (
-        mock.patch.multiple(host, USING_PYTORCH_OPTIMIZER=False),
+        mock.patch.multiple(megatron_optimizer, USING_PYTORCH_OPTIMIZER=False),
         mock.patch.multiple(distrib_optimizer, HAVE_APEX_OR_TE=True, USING_TE_OPTIMIZER=True),
         installed(),
     ):
@@ -296,8 +296,8 @@ def test_states_of_parameters_that_are_frozen_now_are_refused(megatron, tmp_path
 def test_states_of_fewer_or_more_parameters_are_refused(megatron):
     """Megatron pads its buffers, so their sizes may be equal."""
     with installed():
-        (host,) = Trainer("distributed").optimizer.chained_optimizers
-        *others, last = own = parameter_order._shapes(host)
+        (optimizer,) = Trainer("distributed").optimizer.chained_optimizers
+        *others, last = own = parameter_order._shapes(optimizer)
         for saved, number, here, there in (
             (others, len(others), last, "none"),
             ([*own, [3]], len(own), "none", [3]),
@@ -308,4 +308,4 @@ def test_states_of_fewer_or_more_parameters_are_refused(megatron):
             }
             said = re.escape(f"expected parameter {number} of a rank to be {here}, found {there},")
             with pytest.raises(CoatConfigError, match=said):
-                host.load_state_dict(state)
+                optimizer.load_state_dict(state)

@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
-from megatron.core import optimizer as host
+from megatron.core import optimizer as megatron_optimizer
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -28,7 +28,12 @@ def test_seam_comes_and_goes(megatron):
     patches.uninstall()
 
     def places():
-        owners = [host, host.OptimizerConfig, DistributedOptimizer, host.ChainedOptimizer]
+        owners = [
+            megatron_optimizer,
+            megatron_optimizer.OptimizerConfig,
+            DistributedOptimizer,
+            megatron_optimizer.ChainedOptimizer,
+        ]
         return {(i, k): v for i, owner in enumerate(owners) for k, v in vars(owner).items()}
 
     def changed():

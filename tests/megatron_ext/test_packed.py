@@ -102,8 +102,8 @@ def test_sinks_are_megatrons(kind, window, device, monkeypatch):
 
 def resetting(monkeypatch):
     """Megatron-LM's arguments with --reset-attention-mask."""
-    host = SimpleNamespace(get_args=lambda: SimpleNamespace(reset_attention_mask=True))
-    monkeypatch.setattr(options, "megatron_lm", lambda: host)
+    script = SimpleNamespace(get_args=lambda: SimpleNamespace(reset_attention_mask=True))
+    monkeypatch.setattr(options, "megatron_lm", lambda: script)
 
 
 @pytest.mark.parametrize("options", [{}, {"softmax_type": "off-by-one"}], ids=str)

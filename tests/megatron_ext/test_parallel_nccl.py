@@ -111,7 +111,7 @@ def test_two_stages_equal_one(one_stage, exact_stage, virtual):
 
 
 @pytest.fixture(scope="module")
-def hosts():
+def data_parallel_ranks():
     with tempfile.TemporaryDirectory() as folder:
         return run_distributed(data_parallel.work, RANKS, folder, gpus=True)
 
@@ -125,23 +125,25 @@ ZERO = [name for name in data_parallel.SPLIT if not name.startswith("exact")]
 
 
 @pytest.mark.parametrize("name", ZERO)
-def test_zero_over_two_tensor_parallel_ranks(hosts, name):
-    for rank in hosts:
+def test_zero_over_two_tensor_parallel_ranks(data_parallel_ranks, name):
+    for rank in data_parallel_ranks:
         runs = rank["zero"]
         data_parallel.check_losses(runs, name)
         # attention's backward sums its gradients in any order
         resumed = [loss for loss, _ in runs[name]["resumed"]]
         assert resumed == pytest.approx(runs[name]["losses"][data_parallel.SAVED_AT :], rel=2**-9)
-    ((first, second),) = data_parallel.pairs(hosts, name)
+    ((first, second),) = data_parallel.pairs(data_parallel_ranks, name)
     assert data_parallel.same(first, second)
 
 
-def test_without_the_sum_ranks_would_drift_apart(hosts):
-    data_parallel.test_without_the_sum_they_would_drift_apart(hosts)
+def test_without_the_sum_ranks_would_drift_apart(data_parallel_ranks):
+    data_parallel.test_without_the_sum_they_would_drift_apart(data_parallel_ranks)
 
 
 @pytest.mark.parametrize("case", [case for case in data_parallel.MEGATRON if not case[-1]], ids=str)
-def test_megatrons_data_parallelism_over_two_tensor_parallel_ranks(hosts, exact_gradients, case):
-    for rank in hosts:
+def test_megatrons_data_parallelism_over_two_tensor_parallel_ranks(
+    data_parallel_ranks, exact_gradients, case
+):
+    for rank in data_parallel_ranks:
         data_parallel.check_wrapper(rank["megatron"], case)
         check_gradients(rank["megatron"][case]["grads"], rank["megatron"]["one", False], exact_gradients)

@@ -132,7 +132,7 @@ class Case(NamedTuple):
     loss: Callable = _once
     units: int = LAYERS
     zero: dict = {}
-    host: dict = {}
+    config: dict = {}
     coat: dict = {}
     after: Callable = lambda engine, step: None
     """Called behind each step."""
@@ -154,7 +154,7 @@ CASES = {
         _gpt, zero={"reduce_bucket_size": 1000, "stage3_prefetch_bucket_size": 30000, "sub_group_size": 9000}
     ),
     "accumulation": Case(
-        _gpt, base=3, steps=4, host={"gradient_accumulation_steps": 2, "gradient_clipping": 1.0}
+        _gpt, base=3, steps=4, config={"gradient_accumulation_steps": 2, "gradient_clipping": 1.0}
     ),
     "full recompute": Case(lambda: _gpt(**FULL), coat=COMPRESS),
     "reentrant": Case(lambda: _checkpointed(_by_torch), coat=COMPRESS),
@@ -200,7 +200,7 @@ def _engine(case: Case, stage: int, wanted: str | bool):
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "zero_optimization": {"stage": stage, **(GATHERED | case.zero if stage == 3 else {})},
         "coat": {"enabled": True, "zero3_layer_units": wanted} | case.coat,
-        **case.host,
+        **case.config,
     }
     trained = [p for p in model.parameters() if p.requires_grad]
     return deepspeed.initialize(model=model, model_parameters=trained, mpu=mpu, config=config)[0]
