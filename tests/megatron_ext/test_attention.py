@@ -54,7 +54,7 @@ def qkv(device, groups=HEADS, dtype=torch.float32):
     "scaling", [{}, {"softmax_scale": 0.7}, {"apply_query_key_layer_scaling": True}], ids=str
 )
 @pytest.mark.parametrize("groups", [HEADS, 2, 1])
-def test_equals_megatrons_own(device, groups, scaling):
+def test_sdpa_attention_equals_megatrons(device, groups, scaling):
     results = []
     # Megatron's own attention makes its mask on the GPU if none is given
     mask = torch.ones(S, S, dtype=torch.bool, device=device).triu(1)[None, None]
@@ -72,7 +72,7 @@ def test_equals_megatrons_own(device, groups, scaling):
 
 @pytest.mark.parametrize("window", [0, 1, 8, S - 2])
 @pytest.mark.parametrize("groups", [HEADS, 2])
-def test_windows_are_megatrons(device, groups, window):
+def test_sdpa_attention_windows_equal_megatrons(device, groups, window):
     if device.type == "cuda":
         pytest.skip("FlashAttention takes no FP32")
     options = {"num_query_groups": groups, "window_size": (window, 0)}
@@ -90,7 +90,7 @@ def test_windows_are_megatrons(device, groups, window):
         assert rel_rms(ours, theirs) < 4 * 3 * (S + D) ** 0.5 * 2**-24
 
 
-def test_layers_and_sequences_without_a_window(device):
+def test_sdpa_attention_without_a_window_in_some_layers(device):
     _, q, k, v = qkv(device, dtype=torch.bfloat16)
     everything = attention()(q, k, v)
     # the module belongs to layer 2
@@ -101,7 +101,7 @@ def test_layers_and_sequences_without_a_window(device):
     assert attention(window_size=(S - 1, 0))(q, k, v).equal(everything)
 
 
-def test_keeps_no_fused_buffer_and_no_second_output(device):
+def test_sdpa_attention_saves_neither_the_fused_buffer_nor_a_second_output(device):
     _, q, k, v = qkv(device, groups=2, dtype=torch.bfloat16)
     assert v.untyped_storage().nbytes() > v.nbytes
     kept = {}
@@ -124,7 +124,7 @@ def test_keeps_no_fused_buffer_and_no_second_output(device):
     assert large == 2 * S * B * D * (2 * HEADS + 2 * 2)
 
 
-def test_dropout_only_in_training(device):
+def test_sdpa_attention_drops_out_only_in_training(device):
     _, q, k, v = qkv(device)
     exact = attention()(q, k, v)
     module = attention(attention_dropout=0.5)
@@ -135,7 +135,7 @@ def test_dropout_only_in_training(device):
     assert rel_rms(attention(given={"attention_dropout": 0.5})(q, k, v), exact) > 0.1
 
 
-def test_dropout_draws_from_the_ranks_own_random_state(device):
+def test_sdpa_attention_dropout_uses_the_random_state_of_the_rank(device):
     # tensor-parallel ranks share the other state: with it they would drop the same scores of different heads
     mask = torch.ones(S, S, dtype=torch.bool, device=device).triu(1)[None, None]
     random = torch.cuda.get_rng_state if device.type == "cuda" else torch.get_rng_state
@@ -148,7 +148,7 @@ def test_dropout_draws_from_the_ranks_own_random_state(device):
         assert random().equal(before) == (not options), cls
 
 
-def test_says_what_it_does_not_support(device):
+def test_sdpa_attention_refuses_unsupported_forwards(device):
     _, q, k, v = qkv(device)
     module = attention()
     for kwargs, text in (

@@ -37,7 +37,7 @@ def in_evaluation(model, device):
 
 @pytest.mark.parametrize("cache", ["none", "fp8"])
 @pytest.mark.parametrize("variant", [{}, GPT], ids=["llama", "gpt"])
-def test_inference_and_training_leave_each_other_alone(device, variant, cache):
+def test_layers_alternate_between_inference_and_training(device, variant, cache):
     """In either order: tables and notes made by one of them also work for the other."""
 
     def make():
@@ -53,7 +53,7 @@ def test_inference_and_training_leave_each_other_alone(device, variant, cache):
         assert in_inference_mode(model, device).equal(logits)
 
 
-def test_residual_takes_its_way_through_the_norm(device):
+def test_norm_adds_the_gradient_of_the_residual(device):
     """The norm's backward computes the sum of both gradients, equal to autograd's sum."""
     layer = build(coat_layer_spec).decoder.layers[0]
     x = torch.randn(S, B, H, dtype=torch.bfloat16, device=device, requires_grad=True)
@@ -72,7 +72,7 @@ def test_residual_takes_its_way_through_the_norm(device):
 
 
 @pytest.mark.parametrize("behind_a_node", [False, True])
-def test_nothing_outlives_a_recomputed_region(device, behind_a_node):
+def test_norm_frees_the_input_of_a_recomputed_region(device, behind_a_node):
     """In the recompute, the region's input is a leaf, and the residual is a plain addition."""
     norm, inputs = CoatNorm(config(), H).to(device), []
 
@@ -104,7 +104,7 @@ WRITTEN = {
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-def test_what_hooks_write_unseen_is_multiplied(device, name):
+def test_layers_multiply_values_that_hooks_write_in_place(device, name):
     """The GEMM multiplies the written values, as it does with values that a hook returns. Codes with the old
     magnitude would saturate."""
     where, reader = WRITTEN[name]
@@ -131,7 +131,7 @@ def test_what_hooks_write_unseen_is_multiplied(device, name):
         assert found.equal(expected)
 
 
-def test_weights_are_cached_where_main_grad_takes_the_gradient(device):
+def test_weight_cache_with_main_grad(device):
     """Megatron's parameters are passed to the GEMM as views."""
     model = build(coat_layer_spec, activations=ActivationsConfig(weight_cache="fp8"))
     for module in model.modules():
@@ -143,7 +143,7 @@ def test_weights_are_cached_where_main_grad_takes_the_gradient(device):
     assert cached_weight_bytes(model) == sum(2 * w.numel() + 8 for w in weights)
 
 
-def test_hosts_hooks_leave_the_notes(device):
+def test_norm_keeps_notes_under_hooks_of_frameworks(device):
     norm = CoatNorm(config(), H).to(device)
     x = torch.randn(S, B, H, dtype=torch.bfloat16, device=device)
     with torch.no_grad():

@@ -94,7 +94,7 @@ def node(layer, device, **arguments) -> str:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_blocks_give_the_bits_of_the_modules(variant, device):
+def test_fused_layer_gives_the_bits_of_the_modules(variant, device):
     model = build(*VARIANTS[variant])
     assert "MlpBlock" in node(model.decoder.layers[0], device)
     found = [loss_and_grads(model, device) for _ in range(2)]
@@ -112,7 +112,7 @@ def test_blocks_give_the_bits_of_the_modules(variant, device):
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt", "cached", "8-bit attention", "head norms", "recomputes"])
-def test_blocks_evaluate_with_the_bits_of_the_modules(name, device):
+def test_fused_layer_evaluates_with_the_bits_of_the_modules(name, device):
     config, activations = (VARIANTS | {"recomputes": ({}, {"attention_format": "recompute"})})[name]
     found = []
     for evaluation in ("fp8", "stock"):
@@ -136,7 +136,7 @@ def test_blocks_evaluate_with_the_bits_of_the_modules(name, device):
     assert not torch.equal(*found)
 
 
-def test_the_weights_say_the_dtype(device):
+def test_fused_layer_follows_the_dtype_of_the_weights(device):
     """In a user's own script `params_dtype` of Megatron's config may still be FP32."""
     model = build({"params_dtype": torch.float32})
     with mock.patch.object(fused_layer, "fused_layer", wraps=fused_layer.fused_layer) as compute:
@@ -145,7 +145,7 @@ def test_the_weights_say_the_dtype(device):
 
 
 @pytest.mark.parametrize("variant", ["llama", "gpt", "head norms"])
-def test_recomputed_attention(variant, device, caplog):
+def test_fused_layer_recomputes_attention(variant, device, caplog):
     """The output is that of attention in BF16, to the bit. Gradients are no further from FP32's than with
     8-bit attention. Only attention's output is saved."""
     # logged once
@@ -181,7 +181,7 @@ EXPERTS = {"num_moe_experts": 2, "moe_grouped_gemm": True, "moe_token_dispatcher
 
 
 @pytest.mark.parametrize("config", [{"qk_layernorm": True}, EXPERTS], ids=["head norms", "grouped experts"])
-def test_gathered_parameters_are_waited_for(config, device):
+def test_fused_layer_waits_for_gathered_parameters(config, device):
     model = build(config)
     overlaps = {"overlap_grad_reduce": True, "overlap_param_gather": True}
     # one bucket for each parameter
@@ -219,7 +219,7 @@ def _ranks():
     return cases
 
 
-def test_blocks_give_the_bits_of_the_modules_on_tensor_parallel_ranks():
+def test_fused_layer_gives_the_bits_of_the_modules_on_tensor_parallel_ranks():
     for cases in run_distributed(_ranks, 2):
         assert len(cases) == 6 and not any(cases.values()), cases
 
@@ -230,7 +230,7 @@ CALLS = {"forward": (607, 15), "backward": (667, 26)}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="counts with launches that do nothing, on CPU tensors")
-def test_calls_and_launches_stay_within_their_bounds(monkeypatch):
+def test_fused_layer_stays_within_its_calls_and_launches(monkeypatch):
     launched = collections.Counter()
     layer = build(layers=1).decoder.layers[0]
     x, grad = torch.randn(2, S, B, H).bfloat16()
@@ -298,7 +298,7 @@ def formats_kept(device, modules=False, **activations) -> collections.Counter:
     return collections.Counter(kept)
 
 
-def test_attention_is_saved_in_its_own_format(device):
+def test_fused_layer_saves_attention_in_attention_format(device):
     """The other tensors of the layer are saved in `saved_format`."""
     # queries, keys, values and the output, which the projection also saves as its origin
     assert formats_kept(device, attention_format="sqrt8", saved_format="e4m3")["sqrt8"] == 5

@@ -161,7 +161,7 @@ def runs(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_parameters_are_marked_as_megatrons(runs, name):
+def test_parameters_have_the_attributes_of_megatrons(runs, name):
     for rank in runs[0]:
         coat, stock = rank[name]["marks"]
         assert coat == stock
@@ -173,14 +173,14 @@ def test_parameters_are_marked_as_megatrons(runs, name):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_checkpoints_have_the_same_parts(runs, name):
+def test_sharded_state_dict_equals_megatrons(runs, name):
     for rank in runs[0]:
         coat, stock = rank[name]["places"]
         assert coat == stock and len(stock) > 10
 
 
 @pytest.mark.parametrize("name", ["llama", "experts"])
-def test_stock_checkpoints_load_and_go_back(runs, name):
+def test_checkpoints_of_megatrons_layers_load_and_go_back(runs, name):
     for rank in runs[0]:
         found = rank[name]
         for when in ("loaded", "loaded again"):
@@ -190,7 +190,7 @@ def test_stock_checkpoints_load_and_go_back(runs, name):
 
 
 @pytest.mark.parametrize("source", ["stock", "coat"])
-def test_two_ranks_checkpoints_load_in_one(runs, source):
+def test_checkpoints_of_two_ranks_load_in_one(runs, source):
     ranks, one = runs
     for name, weight in ranks[0]["llama"]["saved"].items():
         # fc1's ranks hold parts of the gate and of up

@@ -99,7 +99,7 @@ def _run(exact):
     return results
 
 
-def test_two_ranks_give_the_gradients_of_one():
+def test_context_parallel_ranks_give_the_gradients_of_one():
     for rank in run_distributed(_run, 2, True):
         one, two = rank[1], rank[2]
         assert abs(two["loss"] - one["loss"]) < 1e-5 * one["loss"]
@@ -109,7 +109,7 @@ def test_two_ranks_give_the_gradients_of_one():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
-def test_two_ranks_give_the_gradients_of_one_with_transformer_engine():
+def test_context_parallel_ranks_give_the_gradients_of_one_with_transformer_engine():
     pytest.importorskip("transformer_engine.pytorch")
     for rank in run_distributed(_run, 2, False, gpus=True):
         one, two = rank[1], rank[2]

@@ -80,12 +80,12 @@ def _find(name: str):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_name(name):
+def test_megatron_has_the_parameters(name):
     assert not set(NAMES[name].split()) - inspect.signature(_find(name)).parameters.keys()
 
 
 @pytest.mark.parametrize("name", FIELDS)
-def test_fields(name):
+def test_megatron_has_the_fields(name):
     assert not set(FIELDS[name].split()) - {field.name for field in dataclasses.fields(_find(name))}
 
 
@@ -93,7 +93,7 @@ def test_fields(name):
 LATENT = "cache_mla_latents q_lora_rank qk_pos_emb_head_dim"
 
 
-def test_config():
+def test_megatron_config_has_the_fields():
     assert not set(CONFIG.split()) - {field.name for field in dataclasses.fields(TransformerConfig)}
     assert not set(LATENT.split()) - {field.name for field in dataclasses.fields(MLATransformerConfig)}
 
@@ -127,12 +127,12 @@ def layer(megatron):
 
 
 @pytest.mark.parametrize("name", BUILT)
-def test_built_modules(layer, name):
+def test_megatron_modules_have_the_attributes(layer, name):
     module = layer.get_submodule(name)
     assert not [attribute for attribute in BUILT[name].split() if not hasattr(module, attribute)]
 
 
-def test_linear_layers_call_forward_impl_by_name(layer, monkeypatch):
+def test_megatron_linear_calls_forward_impl_by_name(layer, monkeypatch):
     found = {}
     for name in ("linear_qkv", "linear_proj"):
         linear = getattr(layer.self_attention, name)
@@ -149,6 +149,6 @@ def test_linear_layers_call_forward_impl_by_name(layer, monkeypatch):
         assert not {"input", "weight", "bias", "allreduce_dgrad", "sequence_parallel"} - kwargs.keys()
 
 
-def test_residual_addition_is_called_by_position(layer):
+def test_megatron_bias_dropout_add_takes_three_positional_arguments(layer):
     parameters = list(inspect.signature(layer.mlp_bda(True, False)).parameters)
     assert len(parameters) == 3 and parameters[1] == "residual"

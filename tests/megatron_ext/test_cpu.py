@@ -27,7 +27,7 @@ def disabled():
 
 
 @without_gpu
-def test_enable_and_disable_restore_everything(disabled, caplog, monkeypatch):
+def test_cpu_enable_and_disable_restore_everything(disabled, caplog, monkeypatch):
     monkeypatch.setattr(cpu, "_announced", False)
     cuda, before = dict(vars(torch.cuda)), values()
     for _ in range(2):
@@ -43,13 +43,13 @@ def test_enable_and_disable_restore_everything(disabled, caplog, monkeypatch):
     assert all(patch.symbol in record.getMessage() for patch in cpu.ON_CPU)
 
 
-def test_no_cuda_is_for_what_is_enabled(disabled):
+def test_cpu_no_cuda_does_nothing_while_disabled(disabled):
     with cpu.no_cuda():
         assert torch.empty(1).type() == "torch.FloatTensor"
 
 
 @without_gpu
-def test_forked_random_states_are_independent(disabled):
+def test_cpu_random_states_of_the_tracker_are_independent(disabled):
     cpu.enable()
     tracker = random.CudaRNGStatesTracker()
     tracker.add("test", 7)
@@ -64,7 +64,7 @@ def test_forked_random_states_are_independent(disabled):
 
 
 @pytest.mark.gpu
-def test_nothing_happens_with_a_gpu(disabled):
+def test_cpu_enable_does_nothing_with_a_gpu(disabled):
     before = values()
     assert not cpu.enable()
     assert all(now is then for now, then in zip(values(), before, strict=True))
@@ -96,7 +96,7 @@ assert torch.rand(4).equal(first)
 
 
 @without_gpu
-def test_scripts_run_as_if_there_were_a_gpu(tmp_path):
+def test_cpu_runs_scripts_as_if_there_were_a_gpu(tmp_path):
     (tmp_path / "beside.py").write_text("NAME = 'beside'")
     (tmp_path / "script.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "megatron_ext.cpu", str(tmp_path / "script.py"), "--flag", "value"]
@@ -104,7 +104,7 @@ def test_scripts_run_as_if_there_were_a_gpu(tmp_path):
 
 
 @without_gpu
-def test_what_scripts_see_is_taken_back(disabled, monkeypatch):
+def test_cpu_disable_removes_the_patches_for_scripts(disabled, monkeypatch):
     # two of four processes are on this machine
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setenv("WORLD_SIZE", "4")

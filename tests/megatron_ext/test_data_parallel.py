@@ -290,7 +290,7 @@ def pairs(ranks, name):
 
 
 @split_cases
-def test_zero_trains_as_on_one_tensor_parallel_rank(ranks, name):
+def test_zero_over_tensor_parallel_ranks_trains_as_on_one(ranks, name):
     for rank in ranks:
         check_losses(rank["zero"], name)
 
@@ -313,7 +313,7 @@ def check_losses(runs, name):
 
 
 @split_cases
-def test_what_ranks_share_stays_the_same_bits(ranks, name):
+def test_zero_keeps_shared_parameters_equal_on_tensor_parallel_ranks(ranks, name):
     for first, second in pairs(ranks, name):
         assert same(first, second)
         # each partition has some of it, including moments in FP8
@@ -325,7 +325,7 @@ def test_what_ranks_share_stays_the_same_bits(ranks, name):
     assert same(*all_weights)
 
 
-def test_without_the_sum_they_would_drift_apart(ranks):
+def test_shared_parameters_drift_apart_without_sum_shared_gradients(ranks):
     for first, second in pairs(ranks, "not-summed"):
         assert not same(first, second)
         for name in ("final_layernorm", "layers.0.input_layernorm", "layers.0.self_attention.q_layernorm"):
@@ -334,7 +334,7 @@ def test_without_the_sum_they_would_drift_apart(ranks):
 
 
 @split_cases
-def test_zero_goes_on_from_a_checkpoint_to_the_bit(ranks, name):
+def test_zero_over_tensor_parallel_ranks_resumes_to_the_bit(ranks, name):
     for rank in ranks:
         run = rank["zero"][name]
         assert [loss for loss, _ in run["resumed"]] == run["losses"][SAVED_AT:]
@@ -343,7 +343,7 @@ def test_zero_goes_on_from_a_checkpoint_to_the_bit(ranks, name):
 
 
 @pytest.mark.parametrize("case", MEGATRON, ids=str)
-def test_megatrons_data_parallelism_gives_the_gradients_of_one_rank(ranks, case):
+def test_megatron_ddp_gives_the_gradients_of_one_rank(ranks, case):
     # as derived in test_parallel.py
     bound = 1e-5 if case[-1] else 2e-2
     for rank in ranks:

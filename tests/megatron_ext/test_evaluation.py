@@ -49,7 +49,7 @@ def built(evaluation, **options):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_layers_evaluate_in_bf16(device, megatron, kind):
+def test_stock_evaluation_is_in_bf16(device, megatron, kind):
     if kind == "latent" and device.type == "cuda":
         pytest.skip("the evaluation of latent attention was compared on CPUs only")
     fp8, stock = (built(evaluation, **KINDS[kind]) for evaluation in ("fp8", "stock"))
@@ -68,7 +68,7 @@ def test_layers_evaluate_in_bf16(device, megatron, kind):
 
 
 @pytest.mark.parametrize("spec", [coat_layer_spec, sdpa_layer_spec], ids=["coat", "sdpa"])
-def test_decoding_is_refused(device, megatron, spec):
+def test_decoding_with_a_cache_is_refused(device, megatron, spec):
     model = build(spec).eval()
     tokens, positions, _ = batch(device)
     context = StaticInferenceContext(max_batch_size=B, max_sequence_length=S)
@@ -92,7 +92,7 @@ def in_parts():
     return found
 
 
-def test_tensor_parallel_layers_do_too():
+def test_stock_evaluation_of_tensor_parallel_layers_is_in_bf16():
     for found in run_distributed(in_parts, 2):
         for logits, expected, (before, after) in found:
             assert logits.equal(expected) and before == after

@@ -83,7 +83,7 @@ def step(model, optimizer, device, number: int) -> list[torch.Tensor]:
         "head norms, recomputed attention",
     ],
 )
-def test_replays_train_as_launches_do(config, activations, device):
+def test_graphs_train_as_eager_layers(config, activations, device):
     models = [build(graphs, config, activations) for graphs in (True, False)]
     optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in models]
     for number in range(STEPS):
@@ -101,7 +101,7 @@ def test_replays_train_as_launches_do(config, activations, device):
     [({}, {}), (GPT, {}), ({}, {"weight_cache": "fp8"}), ({"qk_layernorm": True}, {})],
     ids=["llama", "gpt", "cached", "head norms"],
 )
-def test_replays_evaluate_as_launches_do(config, activations, device):
+def test_graphs_evaluate_as_eager_layers(config, activations, device):
     models = [build(graphs, config, activations) for graphs in (True, False)]
     optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in models]
     positions = torch.arange(S, device=device).expand(B, S)
@@ -123,7 +123,7 @@ def test_replays_evaluate_as_launches_do(config, activations, device):
     assert evaluated == [[1, 1], [0, 0]] and counts(models[0]) == [1, 1]
 
 
-def test_replays_add_to_megatrons_gradients(device):
+def test_graphs_add_to_main_grad(device):
     found = []
     for graphs in (True, False):
         model = build(graphs)
@@ -167,7 +167,7 @@ def recorded(device, **how):
     return layers
 
 
-def test_nothing_that_waits_for_its_backward_is_overwritten(device):
+def test_graphs_of_two_forwards_in_progress(device):
     """Layers in a row with two forwards in progress, as in a pipeline. Other orders:
     tests/coat_ds/layers/test_graphs.py."""
     found = []
@@ -192,7 +192,7 @@ def test_nothing_that_waits_for_its_backward_is_overwritten(device):
     assert all(map(torch.equal, *found))
 
 
-def test_a_second_backward(device):
+def test_graphs_with_a_second_backward(device):
     layer, plain = recorded(device)
     a, b, *_ = inputs(device)
     x, y = run(layer, a)
@@ -205,7 +205,7 @@ def test_a_second_backward(device):
         y.backward(b)
 
 
-def test_results_are_the_callers(device):
+def test_graphs_do_not_overwrite_returned_tensors(device):
     """The next replay does not overwrite outputs and gradients that the caller keeps."""
     layer, _ = recorded(device)
     kept, copies = [], []
@@ -215,7 +215,7 @@ def test_results_are_the_callers(device):
     assert all(map(torch.equal, kept, copies))
 
 
-def test_weights_that_move_are_recorded_again(device):
+def test_graphs_are_recorded_again_if_weights_move(device):
     layer, plain = recorded(device)
     for move in range(MOST_MOVES + 1):
         for p in layer.parameters():
@@ -226,7 +226,7 @@ def test_weights_that_move_are_recorded_again(device):
         assert layer.graphs.count == (move < MOST_MOVES)
 
 
-def test_layers_are_recorded_anew_behind_the_end_of_all_graphs(device):
+def test_graphs_are_recorded_again_after_end_graphs(device):
     layer, plain = recorded(device)
     evaluated = build(True, layers=1).decoder.layers[0].eval()
     xs = inputs(device, WARM_UP + 1)
@@ -251,7 +251,7 @@ def test_layers_are_recorded_anew_behind_the_end_of_all_graphs(device):
     assert layer.graphs.count == 1
 
 
-def test_weights_written_behind_a_cache(device):
+def test_graphs_read_weights_after_invalidate_weight_caches(device):
     """A replay reads new codes, whatever they were computed from."""
     layer, plain = recorded(device, activations={"weight_cache": "fp8"})
     x, *_ = inputs(device)
@@ -270,7 +270,7 @@ def uses_graphs(parts, x):
     return fused_layer.uses_graphs(wanted, x, weights, *ranks_of(parts), why_not)
 
 
-def test_where_graphs_are_taken_by_themselves(device):
+def test_graphs_are_used_by_default_for_small_layers(device):
     layer = build(None, layers=1).decoder.layers[0]
     parts = dense_parts(layer)
     numel = sum(linear.weight.numel() for linear in parts.linears)
@@ -290,7 +290,7 @@ def test_where_graphs_are_taken_by_themselves(device):
     assert not uses_graphs(parts, x[:, None, None])
 
 
-def test_other_options_are_recorded_anew(device):
+def test_graphs_are_recorded_again_with_other_options(device):
     """The options change after layers have run, as an engine's block changes them."""
     layer, plain = recorded(device)
     for one in (layer, plain):

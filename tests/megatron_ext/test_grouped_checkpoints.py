@@ -191,21 +191,21 @@ def _equal(found, expected):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_checkpoints_have_the_parts_of_megatrons(ranks, layout):
+def test_grouped_experts_sharded_state_dict_equals_megatrons(ranks, layout):
     for rank in ranks:
         for grouped, stock in rank[layout]["places"]:
             assert grouped == stock and sum(".experts." in place[0] for place in stock) >= 8
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_megatrons_load_and_go_back(ranks, layout):
+def test_grouped_experts_load_megatrons_checkpoints_and_go_back(ranks, layout):
     for rank in ranks:
         for alone in ALONE[layout]:
             for when in ("loaded", "loaded again"):
                 _equal(rank[layout][when, alone], rank[layout]["saved"])
 
 
-def test_other_parallel_sizes(ranks):
+def test_grouped_experts_load_checkpoints_of_other_parallel_sizes(ranks):
     every = ranks[0]["expert parallel"]["saved"] | ranks[1]["expert parallel"]["saved"]
     for rank in ranks:
         for name in ("stock", "grouped"):
@@ -215,7 +215,7 @@ def test_other_parallel_sizes(ranks):
         _equal(back, {name: saved[name] for name in back})
 
 
-def test_optimizer_states_go_with_them(ranks):
+def test_grouped_experts_exchange_optimizer_states_with_sequential_ones(ranks):
     for losses, after, (one_by_one, grouped, again) in ranks[0]["optimizers"]:
         for moment in MOMENTS:
             assert any(moment in name and "experts.linear_fc1.weight" in name for name in one_by_one)
@@ -224,7 +224,7 @@ def test_optimizer_states_go_with_them(ranks):
         assert after[0] < losses[0]
 
 
-def test_states_known_by_places_go_to_their_parameters_alone(ranks):
+def test_dp_reshardable_states_of_other_experts_are_refused(ranks):
     for rank in ranks:
         found = rank["by places"]
         for kind, other in (("one by one", "grouped"), ("grouped", "one by one")):
@@ -241,7 +241,7 @@ def test_states_known_by_places_go_to_their_parameters_alone(ranks):
 
 
 @pytest.mark.parametrize("names", ["SequentialMLP", "TEGroupedMLP", "own"])
-def test_state_dicts_of_others_load(megatron, names):
+def test_grouped_experts_load_state_dicts_of_other_experts(megatron, names):
     config = CONFIG | GPT
     grouped, stock = _grouped(config, seed=1), _stock(config, seed=2)
     saved = stock.state_dict()
@@ -263,7 +263,7 @@ def test_state_dicts_of_others_load(megatron, names):
     _equal(_weights(again), _weights(stock))
 
 
-def test_what_is_missing_is_named(megatron):
+def test_grouped_experts_name_missing_keys(megatron):
     grouped = _grouped(CONFIG, seed=1)
     saved = grouped.state_dict()
     del saved["decoder.layers.1.mlp.experts.local_experts.2.linear_fc2.weight"]
@@ -271,7 +271,7 @@ def test_what_is_missing_is_named(megatron):
         grouped.load_state_dict(saved)
 
 
-def test_parameters_that_zero3_has_emptied_keep_their_names(megatron):
+def test_grouped_experts_state_dict_under_zero3(megatron):
     experts = _grouped(CONFIG, seed=1).decoder.layers[1].mlp.experts
     for p in experts.parameters():
         p.data = torch.empty(0)
@@ -279,7 +279,7 @@ def test_parameters_that_zero3_has_emptied_keep_their_names(megatron):
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_single_experts_are_not_loaded(megatron, strict):
+def test_grouped_experts_refuse_a_state_dict_of_some_experts(megatron, strict):
     """The error names the tensor, and the tensor is unchanged."""
     experts = _grouped(CONFIG, seed=1).decoder.layers[1].mlp.experts
     before = experts.linear_fc1.weight.clone()

@@ -110,7 +110,7 @@ def case(request, megatron):
     return config, grouped
 
 
-def test_equals_megatrons_experts(case, device):
+def test_grouped_experts_equal_megatrons(case, device):
     config, grouped = case
     exact, inputs, near = _stock(grouped, **config), _inputs(device), []
     if config.get("activation_func_clamp_value"):
@@ -144,7 +144,7 @@ def test_equals_megatrons_experts(case, device):
 
 @pytest.mark.parametrize("of_each", [OF_EACH, (0, 0, 0, 0), (50, 0, 0, 0), (50,)], ids=str)
 @pytest.mark.parametrize("biases", [False, True])
-def test_keeps_eight_bits(megatron, of_each, biases, device):
+def test_grouped_experts_save_8_bits(megatron, of_each, biases, device):
     config = {"num_moe_experts": len(of_each), "moe_router_topk": 1, "moe_router_pre_softmax": True}
     _, experts = _grouped(**(GPT | config | {"add_bias_linear": biases, "gated_linear_unit": True}))
     x, probs, _ = (t[: sum(of_each)].requires_grad_() for t in _inputs(device))
@@ -191,14 +191,14 @@ def _sequential_bytes(of_each):
     return H * filled + 2 * FFN * rows * 17 // 16 + 2 * H * rows + 16 * len(of_each)
 
 
-def test_a_layer_keeps_nothing_else(megatron, device):
+def test_layer_with_grouped_experts_saves_nothing_else(megatron, device):
     (stock, of_each), (grouped, _) = _kept(sdpa_layer_spec, device), _kept(coat_layer_spec, device, **GROUPED)
     assert sum(of_each) == S * B * EXPERTS["moe_router_topk"] and len(of_each) == EXPERTS["num_moe_experts"]
     assert stock - grouped == _stock_bytes(of_each) - _grouped_bytes(of_each)
 
 
 @pytest.mark.parametrize("config", [{}, GPT], ids=["swiglu", "biases"])
-def test_begin_as_megatrons(megatron, config):
+def test_grouped_experts_have_the_initial_values_of_megatrons(megatron, config):
     _, experts = _grouped(**config)
     stock = _build(sdpa_layer_spec, **config).decoder.layers[1].mlp.experts
     for name, weight in stock.state_dict().items():
@@ -210,14 +210,14 @@ def test_begin_as_megatrons(megatron, config):
         assert vars(p) == marks, name
 
 
-def test_gradient_accumulation_fusion_needs_no_apex(megatron):
+def test_grouped_experts_need_no_apex_for_gradient_accumulation_fusion(megatron):
     config = copy.copy(_grouped()[0].config)
     config.gradient_accumulation_fusion = True
     layer = coat_layer_spec.module(config, layer_number=2)
     assert layer.mlp.experts.linear_fc1.weight.shape == (EXPERTS["num_moe_experts"], 2 * FFN, H)
 
 
-def test_say_what_they_do(megatron):
+def test_grouped_experts_in_the_log(megatron):
     model, _ = _grouped()
     layers = layers_of(model.decoder, "")
     assert not layers.left and layers.made["linear"]["e4m3, 4 experts in one grouped GEMM"] == 2
@@ -225,12 +225,12 @@ def test_say_what_they_do(megatron):
     assert layers.made["feed_forward"] == {"in 8 bits (sqrt8)": 3}
 
 
-def test_what_is_recomputed_counts_where_parts_are_chosen_alone(megatron):
+def test_grouped_experts_ignore_recompute_modules_without_selective(megatron):
     """Megatron reads `recompute_modules` only with the selective granularity."""
     _grouped(recompute_granularity=None, recompute_modules=["moe_act"])
 
 
-def test_loading_leaves_what_other_modules_keep_beside_weights(megatron):
+def test_grouped_experts_load_only_their_own_keys(megatron):
     """Loaders for ZeRO-3 pass the whole state dict to each module."""
     experts = _grouped()[0].decoder.layers[1].mlp.experts
     stored = {f"experts.{name}": value for name, value in experts.state_dict().items()}
@@ -322,7 +322,7 @@ RUNS = [
 
 
 @pytest.mark.parametrize("layout, batch", RUNS)
-def test_on_two_ranks_equals_megatrons_experts(ranks, layout, batch):
+def test_grouped_experts_on_two_ranks_equal_megatrons(ranks, layout, batch):
     for rank in ranks:
         grouped, stock = rank[layout, batch, "grouped"], rank[layout, batch, "stock"]
         # a relative error of the experts' part of the input of the head
@@ -338,7 +338,7 @@ def test_on_two_ranks_equals_megatrons_experts(ranks, layout, batch):
 
 
 @pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if "tensor" in layout])
-def test_one_after_another_over_tensor_parallelism_equal_megatrons(ranks, layout):
+def test_sequential_experts_over_tensor_parallelism_equal_megatrons(ranks, layout):
     # nothing is rounded: sums of the same number of FP32 terms as in test_moe.py, in another order
     for rank in ranks:
         ours, stock = rank[layout, "text", "one after another"], rank[layout, "text", "stock"]
@@ -349,7 +349,7 @@ def test_one_after_another_over_tensor_parallelism_equal_megatrons(ranks, layout
 
 
 @pytest.mark.parametrize("name", DISPATCHERS)
-def test_on_two_ranks_they_keep_nothing_else(ranks, name):
+def test_grouped_experts_on_two_ranks_save_nothing_else(ranks, name):
     for rank in ranks:
         (stock, of_each), (grouped, of_grouped), (sequential, of_sequential) = rank["kept", name]
         assert of_each == of_grouped == of_sequential and len(of_each) == 2
@@ -361,25 +361,25 @@ def test_on_two_ranks_they_keep_nothing_else(ranks, name):
 
 
 @pytest.mark.parametrize("layout", ["expert parallel", "all to all"])
-def test_a_rank_without_rows_has_gradients_of_zeros(ranks, layout):
+def test_grouped_experts_without_rows_have_zero_gradients(ranks, layout):
     name = "decoder.layers.1.mlp.experts.linear_fc1.weight"
     busy = [bool(rank[layout, "one expert", "grouped"]["grads"][name].any()) for rank in ranks]
     assert sorted(busy) == [False, True]
 
 
-def test_only_experts_are_a_ranks_own(ranks):
+def test_grouped_experts_alone_are_not_all_reduced(ranks):
     for layout, kinds in (("expert parallel", ["weight"]), ("biases", ["weight", "bias"])):
         names = {f"decoder.layers.1.mlp.experts.linear_fc{i}.{kind}" for i in (1, 2) for kind in kinds}
         assert all(rank[layout, "text", "grouped"]["own"] == names for rank in ranks)
 
 
-def test_trains_under_megatrons_data_parallelism(ranks):
+def test_grouped_experts_train_under_megatron_ddp(ranks):
     for rank in ranks:
         losses = rank["losses", "all to all"]
         assert losses[-1] < losses[0] - 0.1 and losses == rank["losses", "expert parallel"]
 
 
-def test_keep_the_format_that_is_asked_for(megatron, device):
+def test_grouped_experts_save_in_saved_format(megatron, device):
     """Formats of 8 bits take equal bytes but give other values."""
     gradients = []
     for saved in ("sqrt8", "e4m3"):

@@ -57,6 +57,6 @@ def found(tmp_path_factory):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_optimizers_step_as_with_resident_states(found, mode):
+def test_offloaded_states_step_as_resident_states(found, mode):
     for rank in found:
         assert rank[mode] == dict.fromkeys(rank[mode], True)

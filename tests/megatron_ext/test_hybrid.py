@@ -78,7 +78,7 @@ def runs():
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_two_ranks_train_as_one(runs, pattern):
+def test_hybrid_stack_on_two_ranks_trains_as_on_one(runs, pattern):
     one, two = runs
     losses, grads = one[pattern]
     assert losses[-1] < losses[0] - 0.1
@@ -98,7 +98,7 @@ def test_two_ranks_train_as_one(runs, pattern):
     [(coat_layer_spec, coat_hybrid_stack_spec), (sdpa_layer_spec, sdpa_hybrid_stack_spec)],
     ids=["coat", "sdpa"],
 )
-def test_equals_gpt_model(megatron, layers, stack, pattern, config):
+def test_hybrid_stack_equals_gpt_model(megatron, layers, stack, pattern, config):
     gpt = _gpt(layers, **config)
     hybrid = _hybrid(pattern, gpt, stack)
     for model in (gpt, hybrid):
@@ -133,7 +133,7 @@ def test_equals_gpt_model(megatron, layers, stack, pattern, config):
 
 
 @without_te
-def test_other_layers_are_megatrons_and_need_transformer_engine(megatron):
+def test_hybrid_stack_refuses_other_layers_without_transformer_engine(megatron):
     gpt = _gpt()
     with pytest.raises(ValueError, match="need Transformer Engine. Use only"):
         _hybrid("M*", gpt)

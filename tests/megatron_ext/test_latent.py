@@ -95,7 +95,7 @@ class StockAttention(DotProductAttention):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_gradients_against_the_bf16_layer(device, variant):
+def test_latent_attention_gradients_against_bf16(device, variant):
     models = [build(spec, HEADS, **VARIANTS[variant]) for spec in (coat_layer_spec, sdpa_layer_spec)]
     shaken(*models)
     coat, bf16 = compared(models, *small_input(device))
@@ -133,7 +133,7 @@ def both_without_rounding(variant):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_equals_megatrons_own_layer_without_rounding(variant):
+def test_latent_attention_without_rounding_equals_megatrons(variant):
     """Against Megatron's modules only, including its attention, which saves the scores.
 
     In a process that sees no GPU: FP8 GEMMs of a GPU accept no FP32 numbers as codes.
@@ -147,7 +147,7 @@ def test_equals_megatrons_own_layer_without_rounding(variant):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="other attention kernels keep more beside q, k, v")
-def test_saved_bytes_equal_the_arithmetic(device):
+def test_latent_attention_saved_bytes(device):
     tokens, layers = S * B, 2
     model = build(coat_layer_spec, HEADS, layers, **EQUAL)
     kept = saved_bytes(model, lambda: model(*batch(device))).per_token_and_layer
@@ -180,7 +180,7 @@ def test_saved_bytes_equal_the_arithmetic(device):
     assert kept - recomputed == gone - 2 * (Q + KV + KV + POSITIONS) - 4 * POSITIONS / B
 
 
-def test_parts_and_checkpoints_are_megatrons(device):
+def test_latent_attention_parts_and_checkpoints_are_megatrons(device):
     coat, stock = (build(spec, HEADS, 2, **LATENT, **EXPERTS) for spec in (coat_layer_spec, sdpa_layer_spec))
     attention = coat.decoder.layers[0].self_attention
     assert type(attention) is CoatMLASelfAttention
@@ -206,12 +206,12 @@ def test_parts_and_checkpoints_are_megatrons(device):
 @pytest.mark.skipif(
     not NORMS_ALL_QUERIES, reason="before megatron-core 0.19 keys and values are normed alone"
 )
-def test_norms_that_megatron_leaves_to_transformer_engine():
+def test_latent_attention_refuses_norms_of_transformer_engine():
     with pytest.raises(ValueError, match="--qk-layernorm without --q-lora-rank.*take megatron-core 0.18"):
         build(coat_layer_spec, HEADS, **LATENT | {"q_lora_rank": None})
 
 
-def test_what_cancels_is_added_up_exactly():
+def test_latent_attention_accumulates_what_cancels_exactly():
     """As with queries, keys and values of plain attention: only the gradients of their weights."""
     activations = ActivationsConfig(fast_accumulation="all")
     attention = (
@@ -231,7 +231,7 @@ def test_what_cancels_is_added_up_exactly():
 
 
 @pytest.mark.parametrize("config", [LATENT, {}], ids=["latent", "plain"])
-def test_formats_that_transformer_engines_attention_does_not_have(config):
+def test_attention_format_under_context_parallelism_is_refused(config):
     attention = build(coat_layer_spec, HEADS, **config).decoder.layers[0].self_attention
     attention.config.context_parallel_size = 2
     attention.take_activations(ActivationsConfig())
@@ -239,7 +239,7 @@ def test_formats_that_transformer_engines_attention_does_not_have(config):
         attention.take_activations(ActivationsConfig(attention_format="sqrt8"))
 
 
-def test_attention_that_it_does_not_have():
+def test_latent_attention_refuses_unsupported_options():
     with pytest.raises(ValueError, match='attention_format is "recompute".*mla_up_proj'):
         build(coat_layer_spec, HEADS, activations=ActivationsConfig(attention_format="recompute"), **LATENT)
     with pytest.raises(ValueError, match='mla_up_proj.*attention_format is "sqrt8"'):

@@ -84,7 +84,7 @@ def runs():
 
 
 @pytest.mark.parametrize("case", TWO, ids=str)
-def test_equals_one_rank(runs, case):
+def test_latent_attention_over_ranks_equals_one_rank(runs, case):
     one, ranks = runs
     expected = one[1, False, case[2]]
     for rank in ranks:
@@ -96,14 +96,14 @@ def test_equals_one_rank(runs, case):
         assert_close(found["grads"], expected["grads"], bound)
 
 
-def test_ranks_agree_bitwise_on_what_they_share(runs):
+def test_latent_attention_gradients_are_the_same_bits_on_all_ranks(runs):
     _, (first, second) = runs
     for case, run in first.items():
         for name, grad in run["grads"].items():
             assert grad.equal(second[case]["grads"][name]), (case, name)
 
 
-def test_which_gradients_are_summed_under_deepspeed(runs):
+def test_latent_attention_sum_shared_gradients(runs):
     """Without sequence parallelism every norm sees all tokens, and the norm of queries is before the split
     into heads."""
     _, (first, _) = runs
@@ -125,7 +125,7 @@ def _train(*args):
         return test_pipeline.train(*args)
 
 
-def test_stages_equal_one_rank():
+def test_latent_attention_in_pipeline_stages_equals_one_rank():
     one = run_distributed(_train, 1, 1, None, None)[0]
     ranks = run_distributed(_train, 2, 2, None, one["weights"])
     grads = {name: grad for rank in ranks for name, grad in rank["grads"].items()}

@@ -74,7 +74,7 @@ ROUNDINGS = {
 
 @pytest.mark.parametrize("groups", [HEADS, 2])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_gradients_against_the_bf16_layer(device, seed, groups):
+def test_layer_gradients_against_bf16(device, seed, groups):
     models = [build(spec, groups, seed=seed) for spec in (coat_layer_spec, sdpa_layer_spec)]
     torch.manual_seed(seed)
     # far from 1, so that a result without the norms' weights differs visibly
@@ -98,7 +98,7 @@ def test_gradients_against_the_bf16_layer(device, seed, groups):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="other attention kernels keep more beside q, k, v")
 @pytest.mark.parametrize("groups", [HEADS, 2])
-def test_saved_bytes_equal_the_arithmetic(device, groups):
+def test_layer_saved_bytes(device, groups):
     layers = 2
     models = [build(spec, groups, layers) for spec in (coat_layer_spec, sdpa_layer_spec)]
     coat, bf16 = (saved_bytes(model, lambda model=model: model(*batch(device))) for model in models)
@@ -126,7 +126,7 @@ def test_saved_bytes_equal_the_arithmetic(device, groups):
     assert bf16.per_token_and_layer >= 2 * (4 * H + 3 * FFN + 2 * H + 2 * kv)
 
 
-def test_frozen_weights_get_no_gradient_and_keep_no_input(device):
+def test_layer_with_frozen_weights_saves_no_input_for_them(device):
     model = build(coat_layer_spec)
     _, grads = loss_and_grads(model, device)
     _, everything = model, saved_bytes(model, lambda: model(*batch(device)))
@@ -147,7 +147,7 @@ def test_frozen_weights_get_no_gradient_and_keep_no_input(device):
     assert kept.total < H
 
 
-def test_layers_hold_on_to_nothing_after_forward(device):
+def test_layer_frees_its_tensors_without_backward(device):
     layer = build(coat_layer_spec).decoder.layers[0]
     x = torch.randn(S, B, H, dtype=torch.bfloat16, device=device, requires_grad=True)
     kept = []
@@ -169,7 +169,7 @@ def test_layers_hold_on_to_nothing_after_forward(device):
         assert origin_of(norm(x)) is None and take_stand_in(x) is x
 
 
-def test_block_reaches_the_layers(device):
+def test_layer_follows_the_activations_of_the_block(device):
     """8-bit attention saves less; gradients are quantized in the block's format."""
     kept, formats = [], []
     for activations in (None, ActivationsConfig(attention_format="sqrt8", backward_format="e4m3")):
@@ -180,7 +180,7 @@ def test_block_reaches_the_layers(device):
     assert formats == [{E5M2}, {E4M3}] and kept[0] - kept[1] == 3 * H * (2 - 17 / 16)
 
 
-def test_norm_is_megatrons_rms_norm(device):
+def test_norm_equals_rms_norm(device):
     torch.manual_seed(0)
     x = torch.randn(5, 2, 48, device=device, dtype=torch.bfloat16, requires_grad=True)
     gamma = torch.randn(48, device=device)
@@ -215,7 +215,7 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_other_layers_against_bf16(device, variant):
+def test_layer_variants_against_bf16(device, variant):
     models = [build(spec, **VARIANTS[variant]) for spec in (coat_layer_spec, sdpa_layer_spec)]
     shaken(*models)
     coat, bf16 = compared(models, *small_input(device), rotary_pos_emb=lambda m: m.rotary_pos_emb(S))
@@ -242,7 +242,7 @@ POSITIONS = {
 
 
 @pytest.mark.parametrize("kind", POSITIONS)
-def test_queries_and_keys_are_turned_as_megatrons(device, kind):
+def test_layer_rotates_queries_and_keys_as_megatrons(device, kind):
     options, angles_of = POSITIONS[kind]
     norms = {name: options.get(name, False) for name in ("qk_layernorm", "qk_l2_norm")}
     stock = get_gpt_layer_local_spec(normalization="RMSNorm", **norms)
@@ -270,7 +270,7 @@ def test_queries_and_keys_are_turned_as_megatrons(device, kind):
             assert rel_rms(found, expected) < bound
 
 
-def test_weight_cache_changes_nothing_else(device):
+def test_layer_with_weight_cache_gives_the_same_bits(device):
     plain = build(coat_layer_spec)
     loss, grads = loss_and_grads(plain, device)
     model = build(coat_layer_spec, activations=ActivationsConfig(weight_cache="fp8"))
@@ -284,7 +284,7 @@ def test_weight_cache_changes_nothing_else(device):
     assert cached_weight_bytes(plain) == 0
 
 
-def test_a_feed_forward_layer_takes_megatrons_arguments():
+def test_mlp_takes_megatrons_arguments():
     one, other = (dist.new_group([0]) for _ in range(2))
     collection = ProcessGroupCollection(tp=one)
     mlp = CoatMLP(config(), ffn_hidden_size=64, pg_collection=collection)
@@ -309,7 +309,7 @@ def both_gelus(fused):
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_gelu_is_megatrons(fused):
+def test_mlp_gelu_equals_megatrons(fused):
     """Megatron's fused GELU is the approximation by tanh, its other GELU is exact; they differ by 3e-5 here.
 
     In a process that sees no GPU: FP8 GEMMs of a GPU accept no FP32 numbers as codes.
@@ -319,7 +319,7 @@ def test_gelu_is_megatrons(fused):
     assert rel_rms(*ys) < 1e-6
 
 
-def test_attention_with_dropout_in_fp8_keeps_fewer_bytes(device):
+def test_layer_with_dropout_saves_attention_in_8_bits(device):
     kept = {}
     for form in ("bf16", "sqrt8"):
         activations = ActivationsConfig(attention_format=form)

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("megatron")
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_gradients_go_into_megatrons_main_grad(device, overlap):
+def test_linear_adds_gradients_to_main_grad(device, overlap):
     model = build(coat_layer_spec)
     _, expected = loss_and_grads(model, device)
     model.zero_grad()
@@ -47,7 +47,7 @@ def test_gradients_go_into_megatrons_main_grad(device, overlap):
 
 
 @pytest.mark.parametrize("which", ["forward", "all", "none"])
-def test_which_products_are_summed_with_fewer_bits(device, monkeypatch, which):
+def test_linear_fast_accumulation_by_gemm(device, monkeypatch, which):
     multiply, fast = linear_kernels.scaled_matmul, []
 
     def noting(*operands):
@@ -62,7 +62,7 @@ def test_which_products_are_summed_with_fewer_bits(device, monkeypatch, which):
 
 @pytest.mark.parametrize("modules", [False, True], ids=["blocks", "modules"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_fast_sums_go_into_main_grad_unrounded(device, dtype, modules):
+def test_linear_adds_fast_sums_to_main_grad_unrounded(device, dtype, modules):
     model = build(coat_layer_spec)
     weight = model.decoder.layers[0].mlp.linear_fc1.weight
     model.decoder.layers[0].mlp.linear_fc1._formats = LinearFormats(fast_weight_grad=True)
@@ -85,7 +85,7 @@ def test_fast_sums_go_into_main_grad_unrounded(device, dtype, modules):
     assert weight.grad.shape == weight.shape and weight.grad.dtype == weight.dtype
 
 
-def test_a_gradient_that_is_added_again_is_zero(device, monkeypatch):
+def test_linear_returns_zeros_with_zero_out_wgrad(device, monkeypatch):
     """With `zero_out_wgrad` Megatron also adds the gradient that autograd returns."""
     empty_like = torch.empty_like
     monkeypatch.setattr(torch, "empty_like", lambda *args, **rest: empty_like(*args, **rest).fill_(1))
@@ -99,7 +99,7 @@ def test_a_gradient_that_is_added_again_is_zero(device, monkeypatch):
 
 
 @pytest.mark.parametrize("marks", [{}, {"grad_added_to_main_grad": False, "__fsdp_param__": True}], ids=list)
-def test_gradients_that_others_collect_stay_autograds(device, marks):
+def test_linear_leaves_main_grad_of_other_frameworks(device, marks):
     """Megatron's FSDP also has `main_grad`, and other frameworks have it without the other attributes."""
     model = build(coat_layer_spec)
     _, expected = loss_and_grads(model, device)
@@ -112,7 +112,7 @@ def test_gradients_that_others_collect_stay_autograds(device, marks):
     assert all(grads[name].equal(grad) for name, grad in expected.items())
 
 
-def test_gradient_accumulation_fusion_needs_no_apex(device):
+def test_linear_needs_no_apex_for_gradient_accumulation_fusion(device):
     results = []
     for fused in (False, True):
         settings = config(gradient_accumulation_fusion=fused, hidden_dropout=0.0, attention_dropout=0.0)
@@ -164,7 +164,7 @@ def test_linear_bias(device, cls, skip_bias_add):
     assert rel_rms(y, expected) < bound * (1 + 3 / y.numel() ** 0.5)
 
 
-def test_products_of_another_type_are_refused(device):
+def test_linear_refuses_another_output_dtype(device):
     """Newer versions of Megatron can request another dtype; FP8 GEMMs return the dtype of the input."""
     module = linear(CoatColumnParallelLinear, name="fc1").to(device)
     x = torch.randn(4, 2, H, dtype=torch.bfloat16, device=device)
@@ -174,7 +174,7 @@ def test_products_of_another_type_are_refused(device):
         module._forward_impl(**given, output_dtype=torch.float32)
 
 
-def test_such_a_layer_stays_as_megatron_has_it(device, caplog):
+def test_linear_with_sizes_not_multiples_of_16_stays_megatrons(device, caplog):
     with mock.patch("torch.cuda.is_available", lambda: True):
         module = linear(CoatRowParallelLinear, inputs=40, name="fc2").to(device)
     assert "fc2: FP8 GEMMs need sizes that are multiples of 16, found 40 -> 128" in caplog.text

@@ -29,7 +29,7 @@ def parameters_of_a_layer(shape: ModelShape) -> int:
     return 2 * h + h * (h + 2 * kv) + h * h + 3 * h * shape.ffn_hidden_size
 
 
-def test_shipped_shapes():
+def test_load_shape_of_the_configs():
     assert SHAPE == ModelShape(4, 128, 352, 4, 2)
     shape = load_shape(CONFIGS / "model_125m.json")
     assert shape == ModelShape(12, 768, 2048, 12, 4)
@@ -62,7 +62,7 @@ def test_shipped_shapes():
     ],
     ids=str,
 )
-def test_shape_errors_name_file_and_key(tmp_path, change, text):
+def test_load_shape_errors_name_file_and_key(tmp_path, change, text):
     path = tmp_path / "shape.json"
     if isinstance(change, dict):
         values = dataclasses.asdict(ModelShape(4, 128, 352, 8, 2)) | change
@@ -104,14 +104,14 @@ def test_build_gpt_makes_the_model_of_the_shape(device):
 @pytest.mark.parametrize(
     "kind", ["tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor"]
 )
-def test_groups_of_another_size_are_named(kind):
+def test_initialize_model_parallel_refuses_another_size(kind):
     name = f"{kind}_parallel_size"
     with pytest.raises(ValueError, match=f"{name}: expected 2, .* initialised with 1"):
         initialize_model_parallel(**{name: 2})
 
 
 @pytest.mark.parametrize("name", ["coat_layer_spec", "sdpa_layer_spec"])
-def test_megatron_finds_the_specs_by_name(name):
+def test_specs_are_found_by_name(name):
     # the code of `--spec`
     spec = import_module(["megatron_ext.layer_specs", name])
     layers = build(spec).decoder.layers
@@ -119,7 +119,7 @@ def test_megatron_finds_the_specs_by_name(name):
     assert [layer.layer_number for layer in layers] == [1, 2, 3, 4]
 
 
-def test_without_megatron_the_error_is_clear_and_not_an_import_error(monkeypatch):
+def test_layer_specs_without_megatron_raise_no_import_error(monkeypatch):
     # Megatron 0.16's import_module swallows an ImportError and returns None
     monkeypatch.delitem(sys.modules, "megatron_ext.layer_specs")
     monkeypatch.setitem(sys.modules, "megatron.core.models.gpt.gpt_layer_specs", None)
@@ -128,7 +128,7 @@ def test_without_megatron_the_error_is_clear_and_not_an_import_error(monkeypatch
 
 
 @pytest.mark.parametrize("version", ["0.15.3", "0.21.0"])
-def test_other_megatrons_are_refused(monkeypatch, version):
+def test_layer_specs_refuse_other_versions_of_megatron(monkeypatch, version):
     import megatron.core
 
     monkeypatch.delitem(sys.modules, "megatron_ext.layer_specs")

@@ -129,7 +129,7 @@ BATCHES = [
 
 
 @pytest.mark.parametrize("batch", BATCHES)
-def test_equals_megatrons_experts(runs, batch):
+def test_sequential_experts_equal_megatrons(runs, batch):
     exact, ranks = runs
     e4m3, e5m2 = (rounding_error(t, "cpu") for t in (torch.float8_e4m3fn, torch.float8_e5m2))
     # without rounding to FP8: sums of at most S * B * RANKS FP32 terms in another order. With rounding: no
@@ -149,13 +149,13 @@ def test_equals_megatrons_experts(runs, batch):
             assert exact or not product or not grad.any() or error > e4m3 / 2, name
 
 
-def test_experts_drop_tokens(runs):
+def test_sequential_experts_drop_tokens(runs):
     for rank in runs[1]:
         assert rank["dropping", "coat"]["loss"] != rank["all to all", "coat"]["loss"]
 
 
 @pytest.mark.parametrize("batch", ["one expert", "all to all, one expert"])
-def test_experts_without_tokens_get_zeros(runs, batch):
+def test_sequential_experts_without_tokens_have_zero_gradients(runs, batch):
     _, ranks = runs
     name = f"{ROUTED}.0.linear_fc1.weight"
     busy = [bool(rank[batch, "coat"]["grads"][name].any()) for rank in ranks]
@@ -164,7 +164,7 @@ def test_experts_without_tokens_get_zeros(runs, batch):
     assert {n for n, grad in idle.items() if not grad.any()} == {n for n in idle if n.startswith(ROUTED)}
 
 
-def test_trains_under_megatrons_data_parallelism(runs):
+def test_sequential_experts_train_under_megatron_ddp(runs):
     exact, (first, second) = runs
     for rank in (first, second):
         losses = rank["losses"]["alltoall"]
@@ -175,7 +175,7 @@ def test_trains_under_megatrons_data_parallelism(runs):
         assert weight.isfinite().all()
 
 
-def test_layers_with_experts(megatron):
+def test_has_experts_follows_moe_layer_freq(megatron):
     config = _build(coat_layer_spec).config
     for every, expected in ((1, [1, 1, 1, 1]), (2, [1, 0, 1, 0]), ([0, 1, 1, 0], [0, 1, 1, 0])):
         config.moe_layer_freq = every
@@ -189,7 +189,7 @@ def test_layers_with_experts(megatron):
 
 
 @pytest.mark.parametrize("every, last", [([0, 1], True), ([1, 0], False), (2, False)])
-def test_layers_of_multi_token_prediction_are_as_the_last(megatron, every, last):
+def test_has_experts_of_multi_token_prediction(megatron, every, last):
     """As in Megatron's own specs."""
     spec = dataclasses.replace(coat_layer_spec, submodules=get_gpt_layer_local_spec().submodules)
     layer = build_module(

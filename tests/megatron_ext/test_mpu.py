@@ -94,7 +94,7 @@ def _worker():
     return result
 
 
-def test_deepspeed_trains_over_megatrons_groups():
+def test_mpu_gives_deepspeed_the_groups_of_megatron():
     ranks = run_distributed(_worker, 2)
     for rank, result in enumerate(ranks):
         one, two = result[1], result[2]
@@ -131,12 +131,12 @@ def test_deepspeed_trains_over_megatrons_groups():
         )
 
 
-def test_names_that_would_mislead_deepspeed_are_absent():
+def test_mpu_has_no_names_that_mislead_deepspeed():
     assert not hasattr(mpu, "initialize_sequence_parallel")
     assert not hasattr(mpu, "get_sequence_parallel_world_size")
 
 
-def test_experts_that_deepspeed_would_average_are_named():
+def test_sum_shared_gradients_refuses_expert_parallelism():
     model = torch.nn.ParameterDict({"expert": torch.ones(3)})
     # Megatron marks parameters that ranks do not share in this way
     model["expert"].allreduce = False

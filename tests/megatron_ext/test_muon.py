@@ -37,7 +37,7 @@ def work(tp, folder):
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_layers_and_adam_beside_muon(tp, tmp_path):
+def test_muon_with_coat_layers_and_adam(tp, tmp_path):
     found = run_distributed(work, 2, tp, str(tmp_path))[0]
     _, expected, *_ = found["sdpa", False]
     learnt = expected[0] - expected[2]

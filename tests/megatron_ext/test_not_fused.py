@@ -65,7 +65,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_layer_that_somebody_changed_takes_its_modules(change, device):
+def test_layer_with_a_changed_part_is_not_fused(change, device):
     layer = build({"qk_layernorm": True}, layers=1).decoder.layers[0]
     assert "MlpBlock" in node(layer, device)
     CHANGES[change](layer)
@@ -73,7 +73,7 @@ def test_a_layer_that_somebody_changed_takes_its_modules(change, device):
 
 
 @pytest.mark.parametrize("variant", ["gpt", "head norms"])
-def test_a_layer_with_a_frozen_parameter_takes_its_modules(variant, device):
+def test_layer_with_a_frozen_parameter_is_not_fused(variant, device):
     layer = build(*VARIANTS[variant], layers=1).decoder.layers[0]
     for name, parameter in layer.named_parameters():
         parameter.requires_grad_(False)
@@ -82,7 +82,7 @@ def test_a_layer_with_a_frozen_parameter_takes_its_modules(variant, device):
     assert "MlpBlock" in node(layer, device)
 
 
-def test_forwards_that_take_the_modules(device):
+def test_forwards_that_are_not_fused(device):
     layer = build(layers=1).decoder.layers[0]
     with torch.autocast(device.type, torch.bfloat16):
         assert "MlpBlock" not in node(layer, device)
@@ -135,7 +135,7 @@ def test_forwards_that_take_the_modules(device):
 
 
 @pytest.mark.parametrize("by_hook", [True, False], ids=["hook", "class"])
-def test_attention_that_somebody_looks_at_is_not_recomputed(by_hook, device):
+def test_attention_with_a_hook_is_not_recomputed(by_hook, device):
     layer, seen = build({}, {"attention_format": "recompute"}, layers=1).decoder.layers[0], []
     core = layer.self_attention.core_attention
     if by_hook:

@@ -166,7 +166,7 @@ def ranks(tmp_path_factory):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_states_are_codes(ranks, mode):
+def test_optimizer_states_have_8_bits(ranks, mode):
     # two codes, and twice five bytes per group of 128; the last group of a rank's part may be smaller. Norms,
     # 5 of 64 elements among 61,760, keep 8 bytes. The other 16 bits of a master are not counted
     sizes = {rank[mode]["bytes"] / rank[mode]["numel"] for rank in ranks}
@@ -175,7 +175,7 @@ def test_states_are_codes(ranks, mode):
 
 
 @pytest.mark.parametrize("mode, sharding", [(m, s) for m in MODES for s in SHARDINGS[m]])
-def test_goes_on_to_the_bit(ranks, mode, sharding):
+def test_optimizer_resumes_to_the_bit(ranks, mode, sharding):
     for rank in ranks:
         arrivals, losses, tensors = rank[mode]["again", sharding]
         assert losses == rank[mode]["losses"][2:]
@@ -185,7 +185,7 @@ def test_goes_on_to_the_bit(ranks, mode, sharding):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_other_formats_are_loaded(ranks, mode):
+def test_optimizer_loads_states_of_other_formats(ranks, mode):
     for rank in ranks:
         for losses in rank["formats"][mode]:
             expected = rank[mode]["losses"][2:]
@@ -193,7 +193,7 @@ def test_other_formats_are_loaded(ranks, mode):
             assert losses[0] == expected[0] and losses[1] == pytest.approx(expected[1], rel=1e-2)
 
 
-def test_groups_begin_where_the_whole_tensors_do(ranks):
+def test_optimizer_groups_follow_the_whole_tensor(ranks):
     """Also in a tensor that two ranks share: only the group that their border cuts is re-encoded."""
     saved, found = ranks[0]["cut"]
     assert saved.keys() == found.keys()
@@ -202,21 +202,21 @@ def test_groups_begin_where_the_whole_tensors_do(ranks):
     assert cut and max(changed.values()) <= 128 and all("exp_avg" in key for key in cut), changed
 
 
-def test_min_numel_is_of_the_whole_tensor(ranks):
+def test_optimizer_min_numel_counts_the_whole_tensor(ranks):
     """Otherwise the two parts of a shared tensor would have different formats."""
     found = [entry for rank in ranks for entry in rank["kept by size"]]
     assert all(formats == ({"fp32"} if whole < H * H else {"ratio8"}) for _, whole, formats in found)
     assert any(part < whole == H * H for part, whole, _ in found)
 
 
-def test_masters_are_exact_without_fp32_masters(ranks):
+def test_precision_aware_optimizer_saves_exact_masters(ranks):
     # the same 32 bits of each parameter, in different tensors
     wanted, found = (ranks[0][mode]["saved"] for mode in ("distributed", "precision_aware"))
     assert wanted.keys() == found.keys()
     assert all(torch.equal(found[key], wanted[key]) for key in wanted)
 
 
-def test_goes_on_where_fused_adam_is_expected(ranks):
+def test_optimizer_resumes_where_megatron_expects_fused_adam(ranks):
     for rank in ranks:
         for counts, losses, losses_again, tensors, tensors_again in rank["fused"]:
             assert counts == {2} and losses == losses_again
@@ -229,7 +229,7 @@ ENCODED_ONCE = 2**-4
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("mode", MODES)
-def test_other_sizes_hold_the_same_states(ranks, mode, size):
+def test_optimizer_states_at_other_parallel_sizes(ranks, mode, size):
     saved, found = ranks[0][mode]["saved"], ranks[0][mode][size]
     assert saved.keys() == found.keys()
     for key, wanted in saved.items():
@@ -241,7 +241,7 @@ def test_other_sizes_hold_the_same_states(ranks, mode, size):
 
 
 @pytest.mark.parametrize("mode", STOCK)
-def test_stock_adamw_reads_it_and_is_read(ranks, mode):
+def test_optimizer_exchanges_checkpoints_with_stock_adamw(ranks, mode):
     result = ranks[0][mode]
     cls, count, losses = result["stock"]
     assert cls is torch.optim.AdamW
@@ -261,7 +261,7 @@ def test_stock_adamw_reads_it_and_is_read(ranks, mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_goes_on_from_before_the_first_step(megatron, tmp_path, mode):
+def test_optimizer_resumes_before_the_first_step(megatron, tmp_path, mode):
     """This happens if FP16's loss scale is still too large: Megatron leaves a count of 0 out of its
     checkpoints."""
     with installed():
@@ -272,7 +272,7 @@ def test_goes_on_from_before_the_first_step(megatron, tmp_path, mode):
         assert first.steps(0, 1) == again.steps(0, 1)
 
 
-def test_precision_aware_takes_fp32_parameters(megatron):
+def test_precision_aware_optimizer_takes_fp32_parameters(megatron):
     with installed():
         trainers = [Trainer(mode, bf16=False) for mode in ("distributed", "precision_aware")]
         wanted, found = ((t.steps(0, 1), t.tensors()) for t in trainers)
@@ -280,7 +280,7 @@ def test_precision_aware_takes_fp32_parameters(megatron):
     assert all(torch.equal(a, b) for a, b in zip(found[1], wanted[1], strict=True))
 
 
-def test_states_of_parameters_that_are_frozen_now_are_refused(megatron, tmp_path):
+def test_parameter_order_with_other_frozen_parameters_is_refused(megatron, tmp_path):
     """Two layers have equal shapes, by which `dp_reshardable` identifies parameters."""
     with installed():
         first = Trainer("distributed", frozen="layers.0")
@@ -293,7 +293,7 @@ def test_states_of_parameters_that_are_frozen_now_are_refused(megatron, tmp_path
             other.load(str(tmp_path / "saved"), "dp_reshardable")
 
 
-def test_states_of_fewer_or_more_parameters_are_refused(megatron):
+def test_parameter_order_of_another_length_is_refused(megatron):
     """Megatron pads its buffers, so their sizes may be equal."""
     with installed():
         (optimizer,) = Trainer("distributed").optimizer.chained_optimizers

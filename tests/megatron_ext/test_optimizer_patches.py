@@ -24,7 +24,7 @@ from tests.megatron_ext.trainer import FFN, MODES, H, S, Trainer, installed
 from tests.util import Made, default_dtype, rel_rms
 
 
-def test_seam_comes_and_goes(megatron):
+def test_optimizer_patches_are_applied_and_removed(megatron):
     patches.uninstall()
 
     def places():
@@ -61,7 +61,7 @@ def test_seam_comes_and_goes(megatron):
     assert places() == before and not patches.installed()
 
 
-def test_unknown_megatron_is_refused_before_anything_changes(megatron, monkeypatch):
+def test_optimizer_patches_refuse_an_unknown_megatron_first(megatron, monkeypatch):
     name = "_set_main_param_and_optimizer_states"
     monkeypatch.setattr(DistributedOptimizer, name, lambda self, param, tensors: None)
     with pytest.raises(RuntimeError, match=rf"DistributedOptimizer\.{name}: expected .*model_param.*found"):
@@ -84,7 +84,7 @@ def test_unknown_megatron_is_refused_before_anything_changes(megatron, monkeypat
     [*((mode, True) for mode in MODES), ("plain", False), ("fp32", False)],
     ids=lambda value: value if isinstance(value, str) else "bf16" if value else "fp32 parameters",
 )
-def test_patterns_are_of_names_in_the_model(megatron, caplog, mode, bf16):
+def test_keep_fp32_patterns_match_names_of_the_model(megatron, caplog, mode, bf16):
     """Patterns match names of the model, not names inside of Megatron's wrappers; readings of the watch use
     the same names."""
     block = {"keep_fp32": ["decoder.layers.1.mlp.*"], "min_numel": 1}
@@ -110,7 +110,7 @@ def test_patterns_are_of_names_in_the_model(megatron, caplog, mode, bf16):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_contradictions_are_errors(megatron, options, named):
+def test_unsupported_arguments_of_the_optimizer_are_refused(megatron, options, named):
     options = dict(options)
     model = build_gpt(ModelShape(1, 32, 48, 2, 2), sdpa_layer_spec, seq_length=S, vocab_size=16)
     settings = DistributedDataParallelConfig(use_distributed_optimizer=True)
@@ -126,7 +126,7 @@ def test_contradictions_are_errors(megatron, options, named):
 @pytest.mark.parametrize(
     "copied", [copy.deepcopy, lambda t: pickle.loads(pickle.dumps(t))], ids=["deepcopy", "pickle"]
 )
-def test_copies_go_on_as_the_optimizer_does(copied):
+def test_megatron_adamw_copies_step_alike(copied):
     p = torch.nn.Parameter(torch.randn(20, 130).bfloat16())
     optimizer = MegatronAdamW([p], use_decoupled_grad=True, counts_in_groups=True, min_numel=0)
     optimizer.link([(0, p, Fragment(0, p.numel(), 0, False))], distributed=True)
@@ -148,7 +148,7 @@ def test_copies_go_on_as_the_optimizer_does(copied):
         assert torch.equal(theirs["state"][0][name].decode(), ours["state"][0][name].decode())
 
 
-def test_decoupled_gradients_are_watched():
+def test_megatron_adamw_decoupled_gradients_are_watched():
     """Megatron's precision-aware optimizer uses decoupled gradients only."""
     p = torch.nn.Parameter(torch.ones(16, 128, dtype=torch.bfloat16))
     optimizer = MegatronAdamW([p], use_decoupled_grad=True, min_numel=0)
@@ -161,7 +161,7 @@ def test_decoupled_gradients_are_watched():
     assert 0 < figures(sums)["update_error"] < 0.1
 
 
-def test_masters_are_read_and_written_part_by_part(monkeypatch):
+def test_megatron_adamw_reads_and_writes_masters_in_parts(monkeypatch):
     """Joined on its device, the masters of an embedding take several times its FP32 size."""
     generator = torch.Generator().manual_seed(0)
     p, again = (torch.nn.Parameter(torch.randn(20, 130, generator=generator).bfloat16()) for _ in range(2))
@@ -205,7 +205,7 @@ def two_parameters(**options):
     return optimizer, *params
 
 
-def test_states_are_written_in_fp32_whatever_the_weights_are():
+def test_megatron_adamw_tensors_are_fp32():
     optimizer, p, _ = two_parameters(bf16_params="stochastic")
     tensors = optimizer.tensors_of(p)
     assert "remainder" not in optimizer.state[p]
@@ -217,7 +217,7 @@ def test_states_are_written_in_fp32_whatever_the_weights_are():
     assert q.equal(p)
 
 
-def test_the_count_is_that_of_fused_adam():
+def test_megatron_adamw_counts_steps_as_fused_adam():
     """The step count of a group whose parameters have made different numbers of steps."""
     p, q = (torch.nn.Parameter(torch.ones(16, 128)) for _ in range(2))
     optimizer = MegatronAdamW([p, q], counts_in_groups=True, min_numel=0)

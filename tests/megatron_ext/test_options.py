@@ -33,11 +33,11 @@ def file(tmp_path, monkeypatch):
     options._read.cache_clear()
 
 
-def test_defaults_without_a_file(file):
+def test_coat_config_defaults_without_a_file(file):
     assert options.coat_config() == CoatConfig(enabled=True)
 
 
-def test_a_file_is_the_block_of_deepspeed(file):
+def test_coat_config_reads_the_block_of_deepspeed(file):
     block = {"enabled": True, "activations": {"saved_format": "e4m3"}, "optimizer": {"min_numel": 64}}
     file({"coat": block})
     assert options.coat_config() == CoatConfig.from_dict(block)
@@ -58,7 +58,7 @@ def test_a_file_is_the_block_of_deepspeed(file):
     ],
     ids=lambda value: value[:24] if isinstance(value, str) else "",
 )
-def test_errors_name_file_and_key(file, content, said):
+def test_coat_config_errors_name_file_and_key(file, content, said):
     """More common mistakes: tests/test_mistakes.py."""
     path = file(content)
     with pytest.raises(CoatConfigError) as error:
@@ -122,7 +122,7 @@ def imported(tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", FEATURES)
-def test_the_block_decides_what_the_spec_installs(imported, case):
+def test_spec_installs_what_the_block_enables(imported, case):
     block, wanted = FEATURES[case]
     installed, (line,), given = imported[case]
     assert installed == wanted
@@ -145,7 +145,7 @@ def _precision(content, **matchers):
     return RecipeConfig.from_config_dict({"configs": content, "matchers": entries})
 
 
-def test_single_layers_follow_the_precision_file(megatron):
+def test_precision_file_sets_options_of_single_layers(megatron):
     from megatron_ext.layer_specs import coat_layer_spec
     from megatron_ext.model import ModelShape, build_gpt
 
@@ -170,7 +170,7 @@ def test_single_layers_follow_the_precision_file(megatron):
     assert all(p.grad.isfinite().all() for p in model.parameters())
 
 
-def test_single_layers_keep_the_rest_of_the_block():
+def test_precision_file_leaves_other_options():
     base = ActivationsConfig(saved_format="e4m3", evaluation="stock")
     wanted = {"enabled": False, "backward_format": "e4m3", "weight_cache": "fp8", "fast_accumulation": "none"}
     place = SimpleNamespace(module_path="decoder.layers.0.mlp.linear_fc1")
@@ -187,7 +187,7 @@ def test_single_layers_keep_the_rest_of_the_block():
     ],
     ids=["key", "no-object", "value"],
 )
-def test_errors_of_the_precision_file_name_layer_and_key(block, said):
+def test_precision_file_errors_name_layer_and_key(block, said):
     place = SimpleNamespace(module_path="decoder.layers.0.mlp.linear_fc1")
     found = SimpleNamespace(config={"coat": block}, config_key="mine", match_input=place)
     with pytest.raises(CoatConfigError) as error:
@@ -195,7 +195,7 @@ def test_errors_of_the_precision_file_name_layer_and_key(block, said):
     assert f"configs.mine.coat, for {place.module_path}" in str(error.value) and said in str(error.value)
 
 
-def test_other_blocks_of_the_precision_file_are_not_ours():
+def test_precision_file_with_other_blocks_changes_nothing():
     found = SimpleNamespace(config={"kitchen_config_type": "QLinearParams"}, config_key="x", match_input=None)
     base = ActivationsConfig()
     assert options.layer_activations(found, base) is base and options.layer_activations(None, base) is base

@@ -56,7 +56,7 @@ def no_masks(monkeypatch):
 
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("groups", [4, 2])
-def test_packed_sequences_are_attended_one_by_one(groups, window, device, monkeypatch):
+def test_packed_attention_equals_megatrons_of_each_document(groups, window, device, monkeypatch):
     no_masks(monkeypatch)
     config = {"num_query_groups": groups, "window_size": None if window is None else (window, 0)}
     lengths, results = [7, 1, LENGTH - 8], []
@@ -81,7 +81,7 @@ def test_packed_sequences_are_attended_one_by_one(groups, window, device, monkey
 
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("kind", ["off-by-one", "learnable"])
-def test_sinks_are_megatrons(kind, window, device, monkeypatch):
+def test_softmax_type_equals_megatrons(kind, window, device, monkeypatch):
     config = {"softmax_type": kind, "window_size": None if window is None else (window, 0)}
     mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool, device=device).triu(1)[None, None]
     results = []
@@ -107,7 +107,7 @@ def resetting(monkeypatch):
 
 
 @pytest.mark.parametrize("options", [{}, {"softmax_type": "off-by-one"}], ids=str)
-def test_documents_of_a_mask_are_megatrons(options, device, monkeypatch):
+def test_reset_attention_mask_equals_megatrons(options, device, monkeypatch):
     """The mask of Megatron's data set, for two sequences with other documents."""
     resetting(monkeypatch)
     tokens = torch.ones(2, LENGTH, dtype=torch.int64, device=device)
@@ -154,7 +154,7 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_a_model_of_stock_layers_is_exact(config, device):
+def test_packed_sequences_in_sdpa_layers_are_exact(config, device):
     if torch.cuda.is_available():
         pytest.skip("FlashAttention takes no FP32")
     model, tokens = build(sdpa_layer_spec, layers=2, bf16=False, **config), batch(device)
@@ -166,7 +166,7 @@ def test_a_model_of_stock_layers_is_exact(config, device):
 
 @FORMATS
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_coat_layers_against_bf16_documents(config, attention_format, device, monkeypatch):
+def test_packed_sequences_in_coat_layers_against_bf16(config, attention_format, device, monkeypatch):
     no_masks(monkeypatch)
     activations = ActivationsConfig(attention_format=attention_format, cuda_graphs=False)
     ours = build(coat_layer_spec, activations=activations, **config)
@@ -182,7 +182,7 @@ def test_coat_layers_against_bf16_documents(config, attention_format, device, mo
 
 @FORMATS
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_blocks_and_modules_agree_and_save_no_mask(config, attention_format, device, monkeypatch):
+def test_packed_sequences_fused_and_not_fused_save_no_mask(config, attention_format, device, monkeypatch):
     no_masks(monkeypatch)
     activations = ActivationsConfig(attention_format=attention_format, cuda_graphs=False)
     model, tokens = build(coat_layer_spec, layers=2, activations=activations, **config), batch(device)
@@ -215,14 +215,14 @@ RECOMPUTED = {
 
 
 @pytest.mark.parametrize("config", RECOMPUTED.values(), ids=RECOMPUTED)
-def test_recompute_changes_nothing(config, device):
+def test_packed_sequences_with_recompute(config, device):
     tokens, params = batch(device), thd(LENGTHS, device)
     expected = loss_and_grads(build(coat_layer_spec, softmax_type="learnable"), tokens, params)
     found = loss_and_grads(build(coat_layer_spec, softmax_type="learnable", **config), tokens, params)
     assert all(found[name].equal(value) for name, value in expected.items())
 
 
-def test_padding_at_the_end_of_a_document_changes_no_other_token(device):
+def test_packed_sequences_with_padding(device):
     """cu_seqlens_q_padded: sequences that are padded to a multiple."""
     model, tokens = build(coat_layer_spec), batch(device, [10, 20, 34])
     params = thd([10, 18, 30], device, max_seqlen_q=34, max_seqlen_kv=34)
@@ -238,7 +238,7 @@ def test_padding_at_the_end_of_a_document_changes_no_other_token(device):
     assert not again[:, 60:].equal(logits[:, 60:])
 
 
-def test_what_is_refused(device):
+def test_packed_sequences_that_are_refused(device):
     model, tokens = build(coat_layer_spec), batch(device)
     other = thd([5, 20, 2, 37], device).cu_seqlens_q
     wrong = {
@@ -290,11 +290,11 @@ def run_ranks(config):
             assert rel_rms(two[name], value) < 1000**0.5 * 30 * 2**-24, name
 
 
-def test_ranks_share_documents_and_sinks():
+def test_packed_sequences_and_sinks_on_tensor_parallel_ranks():
     run_distributed(run_ranks, 2, CONFIGS["sinks"])
 
 
-def test_checkpoints_hold_the_sinks_of_all_ranks():
+def test_sinks_in_sharded_state_dict():
     core = build(coat_layer_spec, softmax_type="learnable").decoder.layers[0].self_attention.core_attention
     held = core.sharded_state_dict("core_attention.", metadata={"dp_cp_group": None})
     (sharded,) = held.values()

@@ -185,7 +185,7 @@ def runs(request):
 
 
 @pytest.mark.parametrize("case", TWO + FOUR, ids=str)
-def test_equals_one_rank(runs, case):
+def test_tensor_parallel_layers_equal_one_rank(runs, case):
     exact, one, *more = runs
     ranks = more[0] if case[0] == 2 else more[1]
     expected = one[1, False, case[2]]
@@ -199,7 +199,7 @@ def test_equals_one_rank(runs, case):
         assert_close(found["grads"], expected["grads"], bound)
 
 
-def test_more_is_recorded_over_ranks(runs):
+def test_tensor_parallel_layers_are_small_up_to_larger_sizes(runs):
     """Over ranks the CPU launches messages as well."""
     _, one, *more = runs
     assert graphed_work(2) > graphed_work(1)
@@ -207,7 +207,7 @@ def test_more_is_recorded_over_ranks(runs):
         assert all(run["small"] == [True, False, True, False] for run in found.values())
 
 
-def test_ranks_agree_bitwise_on_what_they_share(runs):
+def test_tensor_parallel_gradients_are_the_same_bits_on_all_ranks(runs):
     _, _, *more = runs
     for ranks in more:
         for case, first in ranks[0].items():
@@ -232,7 +232,7 @@ def test_sequence_parallelism_moves_one_byte_an_element(runs):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_ranks_agree_on_the_scales_of_what_they_gather(runs, variant):
+def test_sequence_parallel_ranks_agree_on_scales(runs, variant):
     """Under sequence parallelism, ranks agree on the scales of two inputs and two gradients per layer, and of
     nothing else."""
     _, _, two, _ = runs
@@ -254,7 +254,7 @@ def _hidden(order, kind):
     return count
 
 
-def test_messages_travel_while_products_are_computed(runs):
+def test_tensor_parallel_messages_overlap_with_gemms(runs):
     """In the backward of each of the two layers split by output, the gather of the saved input overlaps with
     the GEMM of the input's gradient, and the sum of the input's gradient with the GEMM of the weight's
     gradient. As in Megatron's own layers."""
@@ -265,7 +265,7 @@ def test_messages_travel_while_products_are_computed(runs):
         assert _hidden(sequence, "gather") == _hidden(sequence, "scatter") == 2 * LAYERS
 
 
-def test_main_grad_holds_the_sum_of_two_passes(runs):
+def test_tensor_parallel_main_grad_is_the_sum_of_two_passes(runs):
     _, _, two, _ = runs
     for rank in two:
         for split in (False, True):
@@ -276,7 +276,7 @@ def test_main_grad_holds_the_sum_of_two_passes(runs):
                 assert grad.equal(2 * run["grads"][name]), name
 
 
-def test_which_gradients_are_summed(runs):
+def test_sum_shared_gradients_names_parameters(runs):
     _, one, two, _ = runs
     assert one[1, False, "llama"]["summed"] == []
     heads = [f"decoder.layers.{i}.self_attention.{n}_layernorm.weight" for i in range(LAYERS) for n in "qk"]

@@ -62,10 +62,10 @@ def test_tensor_parallel_layers_equal_one_rank(layers, exact_layers, case):
             assert grad.equal(layers[0][case]["grads"][name]), name
 
 
-def test_messages_are_fp8_and_hidden(layers):
+def test_tensor_parallel_messages_are_fp8_and_overlap(layers):
     runs = False, None, layers, None
     tensor_parallel.test_sequence_parallelism_moves_one_byte_an_element(runs)
-    tensor_parallel.test_messages_travel_while_products_are_computed(runs)
+    tensor_parallel.test_tensor_parallel_messages_overlap_with_gemms(runs)
 
 
 def _end_beside_a_model(sequence_parallel, ends):
@@ -86,7 +86,7 @@ def _end_beside_a_model(sequence_parallel, ends):
 
 @pytest.mark.parametrize("ends", [1, 2], ids=["one group", "all of them"])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_process_groups_end_beside_a_model_with_graphs(sequence_parallel, ends):
+def test_process_groups_end_while_graphs_hold_collectives(sequence_parallel, ends):
     for counts in run_distributed(_end_beside_a_model, RANKS, sequence_parallel, ends, gpus=True):
         assert counts == [1, 1]
 
@@ -102,7 +102,7 @@ def exact_stage(one_stage):
 
 
 @pytest.mark.parametrize("virtual", [None, 2], ids=["1F1B", "interleaved"])
-def test_two_stages_equal_one(one_stage, exact_stage, virtual):
+def test_pipeline_stages_equal_one_rank(one_stage, exact_stage, virtual):
     one = one_stage
     ranks = run_distributed(pipeline.train, RANKS, RANKS, virtual, one["weights"], gpus=True)
     grads = {name: grad for rank in ranks for name, grad in rank["grads"].items()}
@@ -136,14 +136,12 @@ def test_zero_over_two_tensor_parallel_ranks(data_parallel_ranks, name):
     assert data_parallel.same(first, second)
 
 
-def test_without_the_sum_ranks_would_drift_apart(data_parallel_ranks):
-    data_parallel.test_without_the_sum_they_would_drift_apart(data_parallel_ranks)
+def test_shared_parameters_drift_apart_without_sum_shared_gradients(data_parallel_ranks):
+    data_parallel.test_shared_parameters_drift_apart_without_sum_shared_gradients(data_parallel_ranks)
 
 
 @pytest.mark.parametrize("case", [case for case in data_parallel.MEGATRON if not case[-1]], ids=str)
-def test_megatrons_data_parallelism_over_two_tensor_parallel_ranks(
-    data_parallel_ranks, exact_gradients, case
-):
+def test_megatron_ddp_over_two_tensor_parallel_ranks(data_parallel_ranks, exact_gradients, case):
     for rank in data_parallel_ranks:
         data_parallel.check_wrapper(rank["megatron"], case)
         check_gradients(rank["megatron"][case]["grads"], rank["megatron"]["one", False], exact_gradients)

@@ -100,7 +100,7 @@ def one():
 
 # gloo matches messages by order, so with two interleaved ranks it would confuse them
 @pytest.mark.parametrize(("pipeline", "virtual"), [(2, None), (4, 2)], ids=["1F1B", "interleaved"])
-def test_equals_one_rank(one, pipeline, virtual):
+def test_pipeline_stages_equal_one_rank(one, pipeline, virtual):
     ranks = run_distributed(train, pipeline, pipeline, virtual, one["weights"])
     grads = {name: grad for rank in ranks for name, grad in rank["grads"].items()}
     # the same GEMMs of the same numbers, summed over the micro-batches in the same order

@@ -24,7 +24,7 @@ H, FFN, HEADS, GROUPS, VOCAB, S, B = 256, 512, 4, 2, 512, 128, 2
     [{}, {"attention_format": "sqrt8"}, {"attention_format": "recompute"}],
     ids=["COAT", "8-bit attention", "recomputed attention"],
 )
-def test_layers_save_what_is_predicted(megatron, activations, head_norms):
+def test_plan_predicts_saved_bytes_of_megatrons_layers(megatron, activations, head_norms):
     saved = []
     for layers in (2, 4):
         model = _build(layers, activations, qk_layernorm=head_norms)

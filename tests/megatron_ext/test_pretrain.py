@@ -134,14 +134,14 @@ def interrupted(request, tmp_path_factory):
     return request.param, logged, folder
 
 
-def test_trains(interrupted):
+def test_pretrain_script_trains(interrupted):
     _, logged, _ = interrupted
     assert list(logged) == [1, 2, 3, 4, 5]
     # from about ln 128; the mock tokens are learned quickly
     assert 4.5 < logged[1][0] < 5.2 and logged[END][0] < logged[1][0] - 0.5
 
 
-def test_layers_compute_in_fp8(interrupted, tmp_path):
+def test_pretrain_script_computes_in_fp8(interrupted, tmp_path):
     model, logged, _ = interrupted
     if model == "latent":
         pytest.skip("sdpa_layer_spec takes no grouped experts")
@@ -152,14 +152,14 @@ def test_layers_compute_in_fp8(interrupted, tmp_path):
         f"FP8 layers off, 8-bit optimizer states on, FP8 inputs of recompute off (COAT_CONFIG={path})"
         in output
     )
-    # equal layers would give equal bits, as `test_goes_on_to_the_bit` shows
+    # equal layers would give equal bits, as `test_pretrain_script_resumes_to_the_bit` shows
     assert all(plain[iteration] != logged[iteration] for iteration in plain)
     # normed output and weights of 0.02 make logits of 0.02 * sqrt(64) = 0.16. FP8 changes these by less than
     # 2^-4, its largest change of a value; a token's loss is the difference of two such terms
     assert plain[1][0] == pytest.approx(logged[1][0], abs=2 * 0.16 * 2**-4)
 
 
-def test_goes_on_to_the_bit(interrupted):
+def test_pretrain_script_resumes_to_the_bit(interrupted):
     model, logged, folder = interrupted
     for successor in {model, "hybrid"} if GPT_INTO_HYBRID and model == "gpt" else {model}:
         again, _ = pretrain(successor, processes=2, load=folder, **DISTRIBUTED)
@@ -169,7 +169,7 @@ def test_goes_on_to_the_bit(interrupted):
 
 
 @pytest.mark.parametrize("size", ["tensor", "pipeline"])
-def test_goes_on_at_other_sizes(interrupted, size):
+def test_pretrain_script_resumes_at_other_sizes(interrupted, size):
     model, logged, folder = interrupted
     sizes = {f"{size}_model_parallel_size": 2}
     if (model, size) == ("latent", "tensor"):
@@ -189,7 +189,7 @@ matchers: {first: {type: glob, pattern: "*layers.0.mlp.linear_fc2", config: plai
 """
 
 
-def test_options_reach_the_run(tmp_path):
+def test_pretrain_script_follows_coat_config(tmp_path):
     (tmp_path / "layers.yaml").write_text(PRECISION)
     block = {"enabled": True, "optimizer": {"exp_avg_format": "bf16"}, "fp8_activation_checkpointing": True}
     (tmp_path / "coat.json").write_text(json.dumps({"coat": block}))
@@ -206,7 +206,7 @@ def test_options_reach_the_run(tmp_path):
     assert re.search(r"COAT: AdamW states 5\.\d\d\d bytes per parameter", output)
 
 
-def test_readings_reach_the_writers(tmp_path):
+def test_pretrain_script_writes_readings(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -230,7 +230,7 @@ def test_readings_reach_the_writers(tmp_path):
         assert board.Scalars(name)[-1].value == pytest.approx(value)
 
 
-def test_errors_name_the_file_and_the_key(tmp_path):
+def test_pretrain_script_errors_name_file_and_key(tmp_path):
     path = tmp_path / "coat.json"
     path.write_text('{"coat": {"enabled": true, "optimizer": {"group_sise": 64}}}')
     _, output = pretrain("gpt", coat_config=path, check=False)
@@ -240,7 +240,7 @@ def test_errors_name_the_file_and_the_key(tmp_path):
 RESETS = dict.fromkeys(("reset_attention_mask", "reset_position_ids"), "")
 
 
-def test_documents_of_masks_are_read():
+def test_pretrain_script_reads_documents_of_masks():
     logged, _ = pretrain("gpt", train_iters=SAVED, **RESETS)
     assert all(loss < 5.2 for loss, _ in logged.values()) and len(logged) == SAVED
     _, output = pretrain("gpt", check=False, no_create_attention_mask_in_dataloader="", **RESETS)

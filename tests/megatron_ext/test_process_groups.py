@@ -23,7 +23,7 @@ def _applied_by_a_model(tensor_parallel):
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_layers_over_tensor_parallel_ranks_ask_for_it(size):
+def test_end_graphs_first_is_applied_by_tensor_parallel_layers(size):
     for found in run_distributed(_applied_by_a_model, 2, size):
         assert found == [False, False, size == 2, size == 2]
 
@@ -52,7 +52,7 @@ def _what_ends_graphs(backend):
 
 
 @pytest.mark.parametrize("backend", ["fake", "gloo"])
-def test_groups_that_graphs_end_before(backend):
+def test_end_graphs_first_ends_graphs_before_groups_of_gpus(backend):
     """torch's fake backend replaces NCCL, which CPUs do not have."""
     (found,) = run_distributed(_what_ends_graphs, 1, backend)
     another = int(backend == "fake")

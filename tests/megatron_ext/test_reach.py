@@ -148,12 +148,12 @@ def found(tmp_path_factory):
 
 @pytest.mark.parametrize("model", ["dense", "experts"])
 @pytest.mark.parametrize("wanted", [0, 1])
-def test_layers_do_what_they_would_if_they_had_been_built_so(found, model, wanted):
+def test_prepare_layers_equals_layers_of_the_spec(found, model, wanted):
     as_built, as_default = found[model, wanted]
     assert as_built and not as_default
 
 
-def test_engine_says_what_layers_are(found):
+def test_engine_logs_megatrons_layers(found):
     layers, said = found["engine"]
     assert layers.count("linear") == (8, 9) and layers.made == {
         "linear": {"e4m3, gradients in e4m3": 8},
@@ -169,7 +169,7 @@ def test_engine_says_what_layers_are(found):
     assert level == "INFO" and line.endswith(said)
 
 
-def test_a_block_that_says_nothing_leaves_layers_as_they_were_told(found):
+def test_engine_without_activations_keeps_the_settings_of_layers(found):
     assert found["silent block"] == found["told the same"] == found["engine"][0]
     linears = found["file, silent block"].made["linear"]
     assert linears == {"e4m3, gradients in e4m3": 8}
@@ -199,11 +199,11 @@ def test_a_block_that_says_nothing_leaves_layers_as_they_were_told(found):
         ("required", ["coat.activations.enabled: found True", "0 of 9 linear layers in FP8", '"require"']),
     ],
 )
-def test_conflicts_name_both_values(found, case, words):
+def test_engine_refuses_other_settings_than_those_of_layers(found, case, words):
     assert all(word in found[case] for word in words), found[case]
 
 
-def test_no_layer_in_fp8_is_a_warning(found):
+def test_engine_warns_without_a_layer_in_fp8(found):
     assert found["nothing"].count("linear") == (0, 9) and not found["nothing"].made
     (line,) = found["warned"]
     assert "0 of 9 linear layers in FP8" in line and '"activations" to false' in line

@@ -100,7 +100,7 @@ def _pass(model):
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("spec", ["sdpa_layer_spec", "coat_layer_spec"])
-def test_forward_stays_and_inputs_take_half(compressing, spec, case):
+def test_fp8_recompute_halves_inputs(compressing, spec, case):
     # dropout shows whether random states are replayed
     model = _model(spec, hidden_dropout=0.1, **CASES[case])
     torch.manual_seed(7)
@@ -119,7 +119,7 @@ def test_forward_stays_and_inputs_take_half(compressing, spec, case):
     assert any(not torch.equal(gradients[n], g) for n, g in stock_gradients.items())
 
 
-def test_random_states_are_replayed_exactly(megatron, device):
+def test_fp8_recompute_replays_random_states(megatron, device):
     torch.manual_seed(0)
     # E4M3 holds these exactly
     x = torch.randint(-8, 9, (S, B, H)).to(device, torch.bfloat16)
@@ -159,7 +159,7 @@ def _distributed():
     return results
 
 
-def test_distributed_inputs_are_codes_of_a_share():
+def test_fp8_recompute_with_distributed_inputs():
     for (loss, gradients, kept), (loss_of_shares, gradients_of_shares, shares) in run_distributed(
         _distributed, 2
     ):

@@ -102,7 +102,7 @@ def cases(spec, refused):
 @pytest.mark.parametrize(
     ("spec", "fields", "text"), cases(coat_layer_spec, BOTH + COAT) + cases(sdpa_layer_spec, BOTH + SDPA)
 )
-def test_refused(spec, fields, text):
+def test_unsupported_arguments_are_refused(spec, fields, text):
     settings = config(kind=MLATransformerConfig) if "multi_latent_attention" in fields else config()
     for name, value in fields.items():
         # not through the constructor, which may need Transformer Engine; some releases lack the field
@@ -112,7 +112,7 @@ def test_refused(spec, fields, text):
 
 
 @pytest.mark.parametrize("spec", [coat_layer_spec, sdpa_layer_spec], ids=["coat", "sdpa"])
-def test_arguments_of_megatron_lm_that_are_in_no_config(spec, monkeypatch):
+def test_unsupported_arguments_of_megatron_lm_are_refused(spec, monkeypatch):
     args = SimpleNamespace(sft=True, reset_attention_mask=False)
     monkeypatch.setattr(options, "megatron_lm", lambda: SimpleNamespace(get_args=lambda: args))
     monkeypatch.setattr(core, "__version__", "0.16.1")
@@ -127,7 +127,7 @@ def test_arguments_of_megatron_lm_that_are_in_no_config(spec, monkeypatch):
         spec.module(settings, layer_number=1)
 
 
-def test_a_variant_of_attention_is_another_letter():
+def test_hybrid_attention_ignores_experimental_attention_variant():
     """The hybrid stack builds variants for 'G'; '*' stays plain attention."""
     settings = config()
     settings.experimental_attention_variant = "gdn2"
@@ -173,7 +173,7 @@ _FIELDS = {field.name for field in dataclasses.fields(TransformerConfig)}
     ],
     ids=str,
 )
-def test_unsupported_options_of_grouped_experts_are_named(megatron, overrides, text):
+def test_unsupported_arguments_with_grouped_experts_are_refused(megatron, overrides, text):
     if overrides.keys() - _FIELDS - {"activations"}:
         pytest.skip("megatron-core of this release has no such field")
     only_experts = {"moe_layer_freq": [1, 1], "moe_shared_expert_intermediate_size": None}
@@ -181,7 +181,7 @@ def test_unsupported_options_of_grouped_experts_are_named(megatron, overrides, t
         _grouped(**only_experts, **overrides)
 
 
-def test_options_of_fp8_layers_are_refused(megatron):
+def test_grouped_experts_refuse_options_of_the_precision_file(megatron):
     _, experts = _grouped()
     for block in (None, {}):
         config = {} if block is None else {"coat": block}

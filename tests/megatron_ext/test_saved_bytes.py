@@ -32,7 +32,7 @@ def count(*layers: Layer):
     return saved_bytes(layers, run)
 
 
-def test_counts_storages_once_and_whole():
+def test_saved_bytes_counts_storages_once_and_whole():
     # a layer saves its input and the factor; the product with the weight is not saved
     own = S * B * H * 4
     found = count(*(Layer(lambda x: torch.ones(S, B, H)) for _ in range(3)))
@@ -49,7 +49,7 @@ def test_counts_storages_once_and_whole():
     assert found.total == own + 10 * own
 
 
-def test_does_not_count_parameters_buffers_or_what_others_keep():
+def test_saved_bytes_leaves_out_parameters_and_buffers():
     buffered = Layer(lambda x: buffered.table)
     buffered.register_buffer("table", torch.ones(S, 1, H))
     assert count(buffered).total == S * B * H * 4
@@ -73,7 +73,7 @@ class Keeps(torch.autograd.Function):
         return x.clone()
 
 
-def test_an_address_that_was_emptied_and_used_again_counts():
+def test_saved_storages_counts_a_reused_address():
     saved, factor = SavedStorages(lambda address: False), torch.ones((), requires_grad=True)
     first = torch.empty(64)
     second = torch.frombuffer((ctypes.c_float * 32).from_address(first.data_ptr()), dtype=torch.float32)

@@ -11,7 +11,7 @@ from megatron_ext.layers.torch_norm import OF_BLOCKS, OF_STACKS, LocalNorm, loca
 
 
 @pytest.mark.skipif(HAVE_TE, reason="Transformer Engine is here")
-def test_final_norms_come_and_go():
+def test_final_norm_is_replaced_and_restored():
     for patch in (OF_BLOCKS, OF_STACKS):
         for _ in range(2):
             replace_final_norm(patch)
@@ -31,7 +31,7 @@ def test_final_norms_come_and_go():
     ],
     ids=str,
 )
-def test_what_torchs_norms_lack_is_named(change, text):
+def test_local_norm_refuses_unsupported_arguments(change, text):
     config = TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=2)
     for name, value in change.items():
         setattr(config, name, value)

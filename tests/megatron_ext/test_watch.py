@@ -218,7 +218,7 @@ def under_deepspeed():
     return losses, [set(reading.groups) for reading in readings]
 
 
-def test_megatrons_layers_are_watched_under_deepspeed():
+def test_watch_of_megatrons_layers_under_deepspeed():
     ((losses, groups),) = run_distributed(under_deepspeed, 1)
     assert len(groups) == 6 and all("decoder.layers.*.mlp.linear_fc1" in names for names in groups)
     assert losses[-1] < losses[0] - 0.5
@@ -234,7 +234,7 @@ def ranks(folder):
     return run_distributed(everything, 2, folder)
 
 
-def test_readings_are_the_same_on_all_ranks_and_change_nothing(ranks, folder):
+def test_watch_readings_are_the_same_on_all_ranks_and_change_nothing(ranks, folder):
     first, second = (rank["watched"] for rank in ranks)
     assert first["plain"] == first["watched"] and second["plain"] == second["watched"]
     assert first["last"].groups == second["last"].groups and first["last"].step == 7
@@ -248,13 +248,13 @@ def test_readings_are_the_same_on_all_ranks_and_change_nothing(ranks, folder):
     assert read(f"{folder}/watched") == [second["last"]]
 
 
-def test_an_outlier_is_seen(ranks):
+def test_watch_finds_an_outlier(ranks):
     for rank in ranks:
         group = rank["outlier"].groups["decoder.layers.*.mlp.linear_fc2"]
         assert group["input_flushed"] > 0.9
 
 
-def test_stages_of_a_pipeline_agree(ranks):
+def test_watch_of_pipeline_stages(ranks):
     (first, layers), second = (rank["pipeline"] for rank in ranks)
     assert second == (first, layers)
     assert {f"decoder.layers.{i}.mlp.linear_fc2" for i in range(2)} <= set(layers)
@@ -264,7 +264,7 @@ def test_stages_of_a_pipeline_agree(ranks):
 @pytest.mark.parametrize(
     "grouped, fc2", [(False, "local_experts.*.linear_fc2"), (True, "down")], ids=["sequential", "grouped"]
 )
-def test_experts_have_the_same_figures_on_all_ranks(ranks, grouped, fc2):
+def test_watch_of_experts_has_the_same_figures_on_all_ranks(ranks, grouped, fc2):
     first, second = (rank["experts", grouped] for rank in ranks)
     # one rank's expert has no tokens
     assert sorted((first["busy"], second["busy"])) == [False, True]

@@ -334,19 +334,19 @@ def four():
 
 
 @pytest.mark.parametrize("name", TWO_RANKS)
-def test_units_compute_what_stage_1_computes(two, name):
+def test_layer_units_compute_what_stage_1_computes(two, name):
     """Equal to the bit: BF16 sums of two ranks have one order, and the mean of two is exact."""
     for rank in two:
         check(name, *rank[name])
 
 
 @pytest.mark.parametrize("name", FOUR_RANKS)
-def test_on_four_ranks(four, name):
+def test_layer_units_on_four_ranks(four, name):
     for rank in four:
         check(name, *rank[name])
 
 
-def test_the_log_says_which_layers_are_units(two):
+def test_layer_units_in_the_log(two):
     said = {name: two[0][name][0]["said"] for name in TWO_RANKS}
     assert "ZeRO-3 gathers 2 of 2 layers whole" in said["sqrt8"]
     assert "module by module" not in said["sqrt8"]
@@ -360,14 +360,14 @@ def test_the_log_says_which_layers_are_units(two):
 
 
 @pytest.mark.parametrize("when", ["forward", "backward"])
-def test_a_layer_is_gathered_whole_and_others_are_released(two, when):
+def test_layer_units_are_gathered_whole_and_released(two, when):
     """Embeddings too, which their own backward needs last."""
     parts = ("self_attention.linear_proj", "self_attention.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2")
     for rank in two:
         assert set(rank["gathered"][when]) == {f"decoder.layers.4.{part}.weight" for part in parts}
 
 
-def test_checkpoints_go_between_units_and_modules(two):
+def test_layer_units_exchange_checkpoints_with_modules(two):
     for rank in two:
         assert all(losses == rank["resumed"][0] for losses in rank["resumed"][1:])
 
@@ -379,7 +379,7 @@ class _Layer(nn.Linear):
         super().__init__(4, 4)
 
 
-def test_whole_units_are_gathered_ahead_unless_the_config_says_how_much():
+def test_layer_units_set_the_prefetch_bucket_size():
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
     class Layer(nn.Linear):
@@ -399,7 +399,7 @@ def test_whole_units_are_gathered_ahead_unless_the_config_says_how_much():
         assert zero.prefetch_bucket_size == default
 
 
-def test_layers_of_megatron_are_units_if_the_block_says_so(megatron):
+def test_layer_units_of_megatrons_own_layers(megatron):
     model, zero = _gpt(False), SimpleNamespace(stage=3)
     layers = {f"decoder.layers.{i}" for i in range(LAYERS)}
     assert set(LayerUnits(model, True, zero).chosen) == layers
@@ -407,7 +407,7 @@ def test_layers_of_megatron_are_units_if_the_block_says_so(megatron):
     assert not units.chosen and units.summary() is None
 
 
-def test_what_cannot_be_a_unit():
+def test_layer_units_leave_out_shared_and_nested_modules():
     shared, plain, outer, empty = _Layer(), _Layer(), nn.Sequential(_Layer()), nn.Identity()
     # nothing to gather
     empty.zero3_unit = False

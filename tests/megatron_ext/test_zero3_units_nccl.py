@@ -45,7 +45,7 @@ def ranks():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_units_compute_what_stage_1_computes(ranks, name):
+def test_layer_units_compute_what_stage_1_computes(ranks, name):
     for rank in ranks:
         units, base = rank[name]
         assert units["losses"][0] == base["losses"][0]
@@ -57,7 +57,7 @@ def test_units_compute_what_stage_1_computes(ranks, name):
 
 
 @pytest.mark.skipif(CUDA_HOME is None, reason="needs nvcc for DeepSpeed's quantizer")
-def test_weights_gathered_in_8_bits():
+def test_layer_units_with_weights_gathered_in_8_bits():
     for rank in run_distributed(work, RANKS, ["quantized"], gpus=True):
         units, base = rank["quantized"]
         assert units["losses"] == pytest.approx(base["losses"], rel=QUANTIZED_BOUND)
