@@ -131,9 +131,8 @@ def test_finetune(lora, tmp_path):
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.hidden_size == 64
 
 
-@pytest.mark.parametrize(
-    "lora", [False, pytest.param(True, marks=pytest.mark.long("test_finetune has LoRA"))]
-)
+@pytest.mark.long("a kernel of Jupyter that imports the frameworks; test_finetune runs the same code")
+@pytest.mark.parametrize("lora", [False, True])
 def test_the_notebook_runs(lora, tmp_path, monkeypatch):
     """Its cells, in a kernel of Jupyter, with other settings."""
     import nbformat
