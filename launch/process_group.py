@@ -71,10 +71,20 @@ def is_main() -> bool:
     return dist.get_rank() == 0
 
 
-def from_main(make: Callable):
-    """The value that rank 0 computes, on every rank. Collective."""
-    box = [make() if is_main() else None]
-    dist.broadcast_object_list(box)
+def from_main(make: Callable, group: dist.ProcessGroup | None = None):
+    """The value that rank 0 computes, on every rank. Collective.
+
+    Raises rank 0's LaunchError on every rank.
+    """
+    box = [None]
+    if is_main():
+        try:
+            box = [make()]
+        except LaunchError as error:
+            box = [error]
+    dist.broadcast_object_list(box, group=group)
+    if isinstance(box[0], LaunchError):
+        raise box[0]
     return box[0]
 
 
@@ -85,13 +95,17 @@ def check_nodes(output: Path) -> None:
     """
     if dist.get_world_size() == 1:
         return
-    shared = from_main(lambda: output / f".shared-{uuid.uuid4().hex}")
-    if is_main():
-        with writing(shared):
-            shared.touch()
+
+    def shared_file() -> Path:
+        path = output / f".shared-{uuid.uuid4().hex}"
+        with writing(path):
+            output.mkdir(parents=True, exist_ok=True)
+            path.touch()
+        return path
+
     # gloo: NCCL may not work if its variables differ
     group, nodes = dist.new_group(backend="gloo"), [None] * dist.get_world_size()
-    dist.barrier(group)
+    shared = from_main(shared_file, group)
     mine = _node(shared) if int(os.environ["LOCAL_RANK"]) == 0 else None
     dist.all_gather_object(nodes, mine, group)
     if is_main():

@@ -89,9 +89,8 @@ class Trainer:
         """Starts the process groups, after the output is this run's."""
         args, timeout = self.args, datetime.timedelta(seconds=self.args.distributed_timeout)
         self.device = start_process_group(timeout)
-        if (why := from_main(self._take_output)) is not None:
-            raise LaunchError(why)
         check_nodes(Path(args.output))
+        from_main(self._take_output)
         from megatron_ext import mpu
         from megatron_ext.model import initialize_model_parallel
         from megatron_ext.options import VARIABLE
@@ -104,13 +103,9 @@ class Trainer:
         if os.environ.pop(VARIABLE, None) is not None and self.is_main:
             print(f"{VARIABLE} is of no effect: the block stands in --deepspeed-config", flush=True)
 
-    def _take_output(self) -> str | None:
-        """Locks the output for this process; the reason if that is not possible."""
-        try:
-            self._lock = lock_folder(self.args.output)
-        except LaunchError as error:
-            return str(error)
-        return None
+    def _take_output(self) -> None:
+        """Locks the output for this process."""
+        self._lock = lock_folder(self.args.output)
 
     def _measure_saved_bytes(self, model: torch.nn.Module) -> float:
         """Bytes that a layer saves for backward, per token, by a pass over the first batch."""
