@@ -206,7 +206,7 @@ def is_faithful_in_parts(stored, exact):
 
 
 def assert_groups_faithful(stored, exact, cuts):
-    """Each group was rounded once, except at most `cuts` groups, both parts of which were."""
+    """Each group was rounded once. Of at most `cuts` groups each part was."""
     pairs = list(zip(stored.reshape(-1).split(G), exact.reshape(-1).split(G), strict=True))
     cut = [(a, b) for a, b in pairs if not is_faithful(a, b)]
     assert len(cut) <= cuts and all(is_faithful_in_parts(a, b) for a, b in cut)

@@ -49,7 +49,7 @@ def small_chunks(monkeypatch):
 def made(device, dtype, offload, **options):
     generator = torch.Generator().manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(s, generator=generator).to(device, dtype)) for s in SHAPES]
-    # contiguous for nobody
+    # not contiguous
     params.append(torch.nn.Parameter(torch.randn(90, 70, generator=generator).to(device, dtype).t()))
     params.append(torch.nn.Parameter(torch.ones(5000, device=device, dtype=dtype), requires_grad=False))
     groups = [

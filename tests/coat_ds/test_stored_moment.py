@@ -133,7 +133,7 @@ BAD = {
     "codes of another type": (piece(2, CODES.float()), 128, (300,)),
     "codes of two dimensions": (piece(2, CODES.view(3, 100)), 128, (300,)),
     "codes of stride 0": (piece(2, CODES[:1].expand(2**40)), 128, (2**40,)),
-    "codes of stride 0, as many": (piece(2, CODES[:1].expand(300)), 128, (300,)),
+    "300 codes of stride 0": (piece(2, CODES[:1].expand(300)), 128, (300,)),
     "codes that are sparse": (piece(2, CODES.to_sparse()), 128, (300,)),
     "codes without values": (piece(2, CODES.to("meta")), 128, (300,)),
     "too few scales": (piece(3, SCALE[:2]), 128, (300,)),

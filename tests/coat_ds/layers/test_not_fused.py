@@ -110,7 +110,7 @@ def test_layer_that_was_changed_after_convert_runs_unfused(name, monkeypatch):
 
 
 def test_layers_with_masks_run_fused(monkeypatch):
-    """But for masks that attention cannot take without a gradient, and where there is a cache."""
+    """Except with masks that attention cannot take without a gradient, and with a cache."""
     model, batch = coat_ds.convert(FAMILIES["llama"].build()), FAMILIES["llama"].batch()
     taken = fused_calls(monkeypatch)
     scores = torch.zeros(2, 1, 64, 64).masked_fill_(torch.ones(64, 64).triu(1).bool(), -torch.inf)

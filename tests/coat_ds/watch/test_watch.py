@@ -35,7 +35,7 @@ def test_watch_in_a_plain_loop(tmp_path):
 
 
 class Counts(TorchDispatchMode):
-    """Counts the operations of torch, each of which is a launch on a GPU."""
+    """Counts the operations of torch. On a GPU each is a launch."""
 
     count = 0
 
