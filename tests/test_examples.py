@@ -36,8 +36,14 @@ def torchrun(*args):
 
 
 def python(*args):
-    """The output of a script that `make test` runs in a process which has imported the frameworks."""
-    return started(*args) if TEST_ALL else run_distributed(alone, 1, *args)[0]
+    """The output of a script, as `each` has it."""
+    return each(args)[0]
+
+
+def each(*commands):
+    """The outputs of scripts, which `make test` runs one after the other in a process that has imported the
+    frameworks."""
+    return [started(*words) for words in commands] if TEST_ALL else run_distributed(alone, 1, *commands)[0]
 
 
 def main(script, *args):
@@ -48,11 +54,11 @@ def main(script, *args):
     return said.getvalue()
 
 
-def alone(*args):
-    """`main` without the variables of a launcher."""
+def alone(*commands):
+    """`main` of each command without the variables of a launcher."""
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         del os.environ[name]
-    return main(*args)
+    return [main(*words) for words in commands]
 
 
 def forked(ranks, *args):
@@ -94,10 +100,6 @@ def test_trainer_under_deepspeed():
     assert "14 of 15 linear layers in FP8" in said and "'train_loss': " in said
 
 
-def test_trainer_without_deepspeed():
-    assert "'train_loss': " in python("examples/trainer.py", "--plain", "--steps=2")
-
-
 def small_model(folder):
     """A tiny Llama with a tokenizer of bytes, and conversations of sums, as users bring theirs."""
     import torch
@@ -118,20 +120,28 @@ def small_model(folder):
     return str(folder), str(folder / "data.jsonl"), "--lr=5e-3", "--length=64"
 
 
-@pytest.mark.parametrize("lora", [[], ["--lora"]], ids=["all weights", "LoRA"])
-def test_finetune(lora, tmp_path):
+def test_scripts_of_transformers(tmp_path):
+    """One process for all of them, since the imports take longest."""
     from transformers import AutoModelForCausalLM
 
-    words = [*small_model(tmp_path), *lora, f"--output={tmp_path}/out"]
-    said = python("examples/finetune.py", *words, "--epochs=2")
-    first, last = (float(loss) for loss in re.findall(r"'eval_loss': '?([\d.]+)", said)[:2])
-    stock = float(re.search(r"held-out loss in BF16: (\S+)", said)[1])
-    assert last < first < 5.7 and abs(stock - last) < 0.05
-    # what was saved loads without COAT
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.hidden_size == 64
+    tune = ("examples/finetune.py", *small_model(tmp_path), "--epochs=2")
+    trained, *tuned = each(
+        ("examples/trainer.py", "--plain", "--steps=2"),
+        (*tune, f"--output={tmp_path}/whole"),
+        (*tune, f"--output={tmp_path}/adapters", "--lora"),
+    )
+    assert "'train_loss': " in trained
+    for folder, said in zip(("whole", "adapters"), tuned, strict=True):
+        first, last = (float(loss) for loss in re.findall(r"'eval_loss': '?([\d.]+)", said)[:2])
+        stock = float(re.search(r"held-out loss in BF16: (\S+)", said)[1])
+        assert last < first < 5.7 and abs(stock - last) < 0.05
+        # what was saved loads without COAT
+        assert AutoModelForCausalLM.from_pretrained(tmp_path / folder).config.hidden_size == 64
 
 
-@pytest.mark.long("a kernel of Jupyter that imports the frameworks; test_finetune runs the same code")
+@pytest.mark.long(
+    "a kernel of Jupyter that imports the frameworks; test_scripts_of_transformers runs the same code"
+)
 @pytest.mark.parametrize("lora", [False, True])
 def test_the_notebook_runs(lora, tmp_path, monkeypatch):
     """Its cells, in a kernel of Jupyter, with other settings."""
