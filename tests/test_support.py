@@ -15,8 +15,10 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = runpy.run_path(str(ROOT / "docs/support.py"))
 ROWS = {row.feature: row for rows in PAGE["SECTIONS"].values() for row in rows}
 BASE = {"coat": {"enabled": True}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
-# a test with the mark, or with a fixture that uses the GPU if there is one
-RUNS_ON_GPUS = re.compile(r"mark\.gpu|def test_\w+\([^)]*\b(device|megatron)\b|usefixtures\(\"megatron")
+# a test with a mark, or with a fixture that uses the GPU if there is one
+RUNS_ON_GPUS = re.compile(
+    r"mark\.gpu|@on_gpus|def test_\w+\([^)]*\b(device|megatron)\b|usefixtures\(\"megatron"
+)
 
 
 def rows(claims):

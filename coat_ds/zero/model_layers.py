@@ -1,7 +1,7 @@
 """How the block's `activations` configure the layers of a model.
 
 Layers that are built for COAT (Megatron's) have their present options as `activations` and take others by
-`take_activations(activations)`. Their `told_by` names the source of the options, None if they are defaults.
+`apply_activations(activations)`. Their `activations_source` names the source of the options, None if they are defaults.
 Models without such layers are converted (`coat_ds.layers`).
 """
 
@@ -33,7 +33,7 @@ def prepare_layers(
     that the script built in FP8, and for a model that cannot be converted. Raises RuntimeError if the layers
     that an earlier engine converted were replaced since.
     """
-    built = [(name, m) for name, m in model.named_modules() if hasattr(m, "take_activations")]
+    built = [(name, m) for name, m in model.named_modules() if hasattr(m, "apply_activations")]
     if built:
         _set_activations(built, activations, given)
         return "the model's own"
@@ -116,12 +116,12 @@ def _set_activations(built: list[tuple[str, nn.Module]], activations: Activation
         )
     others = [(name, module) for name, module in built if given and module.activations != activations]
     for name, module in others:
-        if module.told_by is not None:
+        if module.activations_source is not None:
             key, found, wanted = difference(module.activations, activations)
             raise CoatConfigError(
                 f"coat.activations.{key}: found {wanted!r}, but {name} was built with {found!r}, as "
-                f"{module.told_by} says. Make them equal, or drop one of the two."
+                f"{module.activations_source} says. Make them equal, or drop one of the two."
             )
     # inner modules first: outer modules read their options
     for _, module in reversed(others):
-        module.take_activations(activations)
+        module.apply_activations(activations)

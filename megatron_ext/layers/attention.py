@@ -252,10 +252,10 @@ class CoatCoreAttention(Configurable, SDPACoreAttention):
 
     def __init__(self, config, *args, **kwargs):
         super().__init__(config, *args, **kwargs)
-        self.take_activations(ActivationsConfig())
+        self.apply_activations(ActivationsConfig())
 
-    def take_activations(self, activations: ActivationsConfig) -> None:
-        super().take_activations(activations)
+    def apply_activations(self, activations: ActivationsConfig) -> None:
+        super().apply_activations(activations)
         saved = activations.attention_format
         self.recomputes = saved == "recompute"
         self.saved_format = {"bf16": None, "recompute": activations.saved_format}.get(saved, saved)

@@ -88,10 +88,10 @@ class CoatGroupedMLP(Configurable, SequentialMLP):
         del self.local_experts
         self.register_state_dict_post_hook(_to_sequential)
         self.register_load_state_dict_pre_hook(_from_others)
-        self.take_activations(ActivationsConfig())
+        self.apply_activations(ActivationsConfig())
 
-    def take_activations(self, activations: ActivationsConfig) -> None:
-        super().take_activations(activations)
+    def apply_activations(self, activations: ActivationsConfig) -> None:
+        super().apply_activations(activations)
         caches = (WeightCache(activations.weight_cache) for _ in _PROJECTIONS)
         self._state = ExpertsState(*caches, fast=activations.fast_accumulation != "none")
         config, gated = self.config, self.config.gated_linear_unit

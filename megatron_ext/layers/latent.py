@@ -98,10 +98,10 @@ class CoatMLASelfAttention(Configurable, MLASelfAttention):
             # the ranks. The gradients are whole on each rank: their mean is each rank's gradient.
             for parameter in self.q_layernorm.parameters():
                 parameter.average_gradients_across_tp_domain = True
-        self.take_activations(ActivationsConfig())
+        self.apply_activations(ActivationsConfig())
 
-    def take_activations(self, activations: ActivationsConfig) -> None:
-        super().take_activations(activations)
+    def apply_activations(self, activations: ActivationsConfig) -> None:
+        super().apply_activations(activations)
         check_context_parallel(self.config, activations)
         saved = activations.attention_format
         if saved == "recompute":

@@ -119,7 +119,7 @@ class _CoatLinear(Configurable):
                 f"{sizes[1]}{each}. The layer stays Megatron's. Change "
                 f"{_SIZES.get(name, 'the sizes of the layer')}."
             )
-        self.take_activations(ActivationsConfig())
+        self.apply_activations(ActivationsConfig())
         # the input's notes, for `_forward_impl`
         self._attached: dict = {}
 
@@ -130,10 +130,10 @@ class _CoatLinear(Configurable):
         Raises CoatConfigError for a key or value that linear layers do not support.
         """
         self._quant_config = quant_config
-        self.take_activations(self.activations)
+        self.apply_activations(self.activations)
 
-    def take_activations(self, activations: ActivationsConfig) -> None:
-        super().take_activations(activations)
+    def apply_activations(self, activations: ActivationsConfig) -> None:
+        super().apply_activations(activations)
         activations = layer_activations(self._quant_config, activations)
         self._in_fp8 = self._fits and activations.enabled
         self._evaluates_stock = activations.evaluation == "stock"

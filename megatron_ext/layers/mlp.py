@@ -79,7 +79,7 @@ class CoatMLP(Configurable, MLP):
         # Megatron passes fc1's bias to the activation; here the GEMM adds it
         self.linear_fc1.skip_bias_add = False
         keep_bias(self.linear_fc2)
-        self.take_activations(ActivationsConfig())
+        self.apply_activations(ActivationsConfig())
 
     def coat_part(self) -> Part:
         return Part("feed_forward", grouped(self.activations))

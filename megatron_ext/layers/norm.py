@@ -30,7 +30,7 @@ class CoatNorm(Configurable, torch.nn.Module):
                 'Use one of them, or "activations": false for Megatron\'s own layers.'
             )
         self.eps = eps
-        self.take_activations(ActivationsConfig())
+        self.apply_activations(ActivationsConfig())
         self.zero_centered = config.layernorm_zero_centered_gamma
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         settings = {"dtype": config.params_dtype, "device": device}
@@ -44,8 +44,8 @@ class CoatNorm(Configurable, torch.nn.Module):
             # ranks
             parameter.sequence_parallel = config.sequence_parallel
 
-    def take_activations(self, activations: ActivationsConfig) -> None:
-        super().take_activations(activations)
+    def apply_activations(self, activations: ActivationsConfig) -> None:
+        super().apply_activations(activations)
         self.saved_format = activations.saved_format
 
     def coat_part(self) -> Part:

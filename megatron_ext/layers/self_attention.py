@@ -34,10 +34,10 @@ class CoatSelfAttention(Configurable, SelfAttention):
     def __init__(self, config, *args, **kwargs):
         super().__init__(config, *args, **kwargs)
         keep_bias(self.linear_proj)
-        self.take_activations(ActivationsConfig())
+        self.apply_activations(ActivationsConfig())
 
-    def take_activations(self, activations: ActivationsConfig) -> None:
-        super().take_activations(activations)
+    def apply_activations(self, activations: ActivationsConfig) -> None:
+        super().apply_activations(activations)
         check_context_parallel(self.config, activations)
 
     def forward(

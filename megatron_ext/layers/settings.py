@@ -22,19 +22,19 @@ def set_activations(
     """
     for module in model.modules():
         if isinstance(module, Configurable):
-            module.take_activations(activations)
-            module.told_by = source
+            module.apply_activations(activations)
+            module.activations_source = source
 
 
 class Configurable:
     """A module with settings of the block. Mixed in before Megatron's class; its constructor ends with
-    `take_activations(ActivationsConfig())`, the defaults."""
+    `apply_activations(ActivationsConfig())`, the defaults."""
 
     activations: ActivationsConfig
     # what messages name as the source of the settings; None for the defaults
-    told_by: str | None = None
+    activations_source: str | None = None
 
-    def take_activations(self, activations: ActivationsConfig) -> None:
+    def apply_activations(self, activations: ActivationsConfig) -> None:
         """Applies `activations` from now on. Drops predicted scales."""
         self.activations = activations
 

@@ -122,7 +122,7 @@ def others() -> None:
     rope.kernels.rotate_qkv_backward_triton(q, q, q, table, table)
     codecs, pair = states("ratio8", "log8", 1280, "cpu")
     for codec in (codecs["exp_avg_codec"], codecs["exp_avg_sq_codec"]):
-        decode_kernel_launch(codec, encode_kernel_launch(codec, torch.empty(1280), 128), 128)
+        decode_kernel_launch(codec, encode_kernel_launch(codec, torch.empty(1280)))
     moments, grad = storing.Moments(*pair), torch.empty(10, 128)
     storing.storing_sums_triton(moments, moments, grad, torch.ones(10), AdamWOptions(**codecs, **OPTIONS))
 

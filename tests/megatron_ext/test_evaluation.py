@@ -36,10 +36,10 @@ def in_bf16(model, device):
     linears = [module for module in model.modules() if isinstance(module, LINEARS)]
     own = [linear.activations for linear in linears]
     for linear in linears:
-        linear.take_activations(replace(linear.activations, enabled=False))
+        linear.apply_activations(replace(linear.activations, enabled=False))
     logits = evaluated(model, device)
     for linear, activations in zip(linears, own, strict=True):
-        linear.take_activations(activations)
+        linear.apply_activations(activations)
     return logits
 
 

@@ -295,8 +295,8 @@ def test_graphs_are_recorded_again_with_other_options(device):
     layer, plain = recorded(device)
     for one in (layer, plain):
         for module in reversed(list(one.modules())):
-            if hasattr(module, "take_activations"):
-                module.take_activations(replace(module.activations, saved_format="e4m3"))
+            if hasattr(module, "apply_activations"):
+                module.apply_activations(replace(module.activations, saved_format="e4m3"))
     for x in inputs(device, WARM_UP + 2):
         found = gradients(layer, *run(layer, x), x)
         assert all(map(torch.equal, found, gradients(plain, *run(plain, x), x)))

@@ -234,9 +234,9 @@ def test_latent_attention_accumulates_what_cancels_exactly():
 def test_attention_format_under_context_parallelism_is_refused(config):
     attention = build(coat_layer_spec, HEADS, **config).decoder.layers[0].self_attention
     attention.config.context_parallel_size = 2
-    attention.take_activations(ActivationsConfig())
+    attention.apply_activations(ActivationsConfig())
     with pytest.raises(ValueError, match='--context-parallel-size is 2.*attention_format is "sqrt8"'):
-        attention.take_activations(ActivationsConfig(attention_format="sqrt8"))
+        attention.apply_activations(ActivationsConfig(attention_format="sqrt8"))
 
 
 def test_latent_attention_refuses_unsupported_options():
