@@ -259,7 +259,7 @@ SECTIONS: dict[str, list[Row]] = {
             proof=("tests/coat_ds/layers/test_gpu.py",)),
         Row("Packed batches (`DataCollatorWithFlattening`, `padding_free`)", cpu=1, h200=1,
             condition="no mask with torch 2.11 and later; CUDA graphs up to 256 documents",
-            proof=("drift.csv", "packed_h200.csv")),
+            proof=("drift.csv", "packed_h200.csv", "trainer_packed_h200.csv")),
         Row("Sliding windows (Mistral, Gemma 3)", cpu=1, h200=1,
             condition="no mask with torch 2.11 and later",
             proof=("tests/coat_ds/layers/test_packed.py", "packed_h200.csv")),

@@ -9,6 +9,8 @@ model is called `MambaModel`.
 from collections.abc import Callable
 from dataclasses import fields, replace
 
+import torch
+
 from megatron_ext import unsupported
 from megatron_ext.layer_specs import coat_parts, configure_layer, sdpa_parts
 
@@ -35,7 +37,7 @@ _NO_ATTENTION = {
 _NO_MLP = {"pre_mlp_layernorm": IdentityOp, "mlp": IdentityOp, "mlp_bda": IdentityFuncOp}
 
 
-class _Layer:
+class _Layer(torch.nn.Module):
     """A part of a whole layer, mixed in before Megatron's class.
 
     parts: returns the parts of a whole layer for a config, with experts or without.

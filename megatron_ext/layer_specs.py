@@ -166,7 +166,7 @@ def configure_layer(
     module does not support.
     """
     # under DeepSpeed's ZeRO-3 (`coat_ds.zero.layer_units`)
-    layer.zero3_unit = False
+    layer.zero3_unit = False  # type: ignore[assignment]
     if activations is None:
         options.check_unread()
     else:

@@ -129,10 +129,10 @@ def one_gpu(results: Results) -> str:
         "resident, release": "on the GPU; backward applies gradients",
         "ZeRO-Offload": "DeepSpeed ZeRO-Offload, BF16",
     }
-    models = {"llama2-7b": "Llama-2-7B", "llama2-13b": "Llama-2-13B"}
+    models = {"llama2-7b": "Llama-2-7B", "llama2-13b": "Llama-2-13B", "qwen3-32b": "Qwen3-32B"}
     lines = []
     for row in results.rows("one_gpu_h200.csv"):
-        whole = row["layers"] in (32, 40)
+        whole = row["layers"] in (32, 40, 64)
         tokens = row["sequence"] * row["micro_batch"] * row["accumulation"]
         hidden = row.get("not_hidden_s")
         lines.append(

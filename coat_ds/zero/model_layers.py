@@ -1,7 +1,7 @@
 """How the block's `activations` configure the layers of a model.
 
 Layers that are built for COAT (Megatron's) have their present options as `activations` and take others by
-`apply_activations(activations)`. Their `activations_source` names the source of the options, None if they are defaults.
+`apply_activations(activations)`. Their `activations_source` names their source, None for defaults.
 Models without such layers are converted (`coat_ds.layers`).
 """
 
