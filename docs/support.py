@@ -140,8 +140,8 @@ SECTIONS: dict[str, list[Row]] = {
                       "rows are sent in BF16, no cached weights. Other versions and ways: experts in BF16"),
         Row("AutoEP (`expert_parallel`), also with ZeRO-3", cpu=2, h200=2,
             proof=("tests/coat_ds/test_autoep.py",),
-            condition="rows are sent in BF16; with transformers before 5.23, or a repaired DeepSpeed "
-                      "([why](known_bugs.md#deepspeed))"),
+            condition="rows are sent in BF16; no cached gate and up; with transformers before 5.23, or "
+                      "a repaired DeepSpeed ([why](known_bugs.md#deepspeed))"),
         Row("MoE of Megatron, sequential experts", cpu=2, h200=1,
             condition="expert outputs are saved in BF16; GPU: tests of single layers",
             proof=("tests/megatron_ext/test_moe.py",)),

@@ -1,8 +1,8 @@
 """FP8 quantization, layers and AdamW: every Triton kernel has a plain-PyTorch reference.
 
-The package imports torch and Triton, and none of the project's other packages. Start at norm/, the smallest
-op that shows the pattern: reference.py specifies the op, kernels.py computes it on a GPU, op.py is what
-layers call.
+The package imports torch, Triton and NumPy, and none of the project's other packages. Start at norm/, the
+smallest op that shows the pattern: reference.py specifies the op, kernels.py computes it on a GPU, op.py is
+what layers call.
 
     norm, head_norm, activation, rope, linear, attention, experts    the ops of a layer
     blocks/            a dense layer as two fused blocks around attention

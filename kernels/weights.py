@@ -145,9 +145,9 @@ class WeightCache:
         self._key = key
         return self._codes, self._largest
 
-    def stay(self, weights: Weights, fmt: Fp8Format) -> tuple:
-        """The cache's part of a CUDA graph's dependencies: the cache, and with gradients the addresses of the
-        copies of `weights`. The copies are updated, and from now on written in place."""
+    def refresh_for_graph(self, weights: Weights, fmt: Fp8Format) -> tuple:
+        """Updates the copies of `weights`, which are written in place from now on. Returns the cache's part
+        of a CUDA graph's key: the cache, and with gradients the addresses of the copies."""
         if self.keep == "none" or not torch.is_grad_enabled():
             return (self,)
         self._stays = True

@@ -3,7 +3,7 @@
 A run is named after what is trained and its seed: `bf16-seed2`, `coat-optimizer-seed1`; without a seed it is
 number 1. `bf16-to-coat` and `coat-to-bf16` change over half-way, through a checkpoint. Each run leaves two
 files in a folder next to the table: `NAME.jsonl` with a line for each step, and, when it is complete,
-`NAME.json`. Runs with the same data and recipe that are complete there, or in `benchmarks/results`, are not
+`NAME.json`. Runs with the same data and recipe that are complete there, or in `benchmarks/results`, are
 not repeated.
 """
 

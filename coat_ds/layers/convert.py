@@ -40,8 +40,9 @@ def convert(
 
     Rank 0 logs what was converted.
 
-    Linear layers, norms, feed-forward layers and attention each get another forward, set on the instance.
-    Classes, parameters, buffers and their names are unchanged, so checkpoints are those of the stock model.
+    Linear layers, norms, feed-forward layers, experts and decoder layers each get another forward, set on the
+    instance. The model's config selects attention, which it then names "coat". Classes, parameters, buffers
+    and their names are unchanged, so checkpoints are those of the stock model.
     `conversion_of(model)` lists what was not converted (heads, routers, sizes that FP8 GEMMs do not support).
     Evaluation runs in FP8 too, unless `activations.evaluation` is "stock". A model that was converted before,
     as a whole or in part, is converted again. `unconvert` restores the stock model.

@@ -19,7 +19,7 @@ from coat_ds.log import log_once
 from coat_kernels.attention import origin_in_groups
 from coat_kernels.autograd.origin import origin_of
 from coat_kernels.blocks import ActivationOptions, NormOptions, attention_block, mlp_block, qkv_block
-from coat_kernels.graphs import gradient_leaves, graphed_work
+from coat_kernels.graphs import gradient_moves_in_backward, graphed_work
 from coat_kernels.groups import GROUP_SIZE, quantize_groups
 from coat_kernels.head_norm import head_norm
 from coat_kernels.linear import LinearOptions
@@ -44,7 +44,7 @@ class LayerOptions(NamedTuple):
     d: int
     """Channels of a head."""
     recomputed: str | None
-    """Backward recomputes attention, whose output is saved in this group size and format; None saves what
+    """The format in which attention's output is saved while backward recomputes attention; None saves what
     attention saves."""
     batch_first: bool = False
     """The layer takes [b, s, h] and angles [b * s, d], instead of [s, b, h] and [s, d]."""
@@ -55,12 +55,12 @@ class LayerOptions(NamedTuple):
     def linears(self) -> tuple[LinearOptions, ...]:
         return self.qkv, self.proj, self.fc1, self.fc2
 
-    def uses(self, weights: Sequence[Weights], *attention: Hashable) -> tuple:
+    def graph_key(self, weights: Sequence[Weights], *attention: Hashable) -> tuple:
         """What a CUDA graph of the layer depends on, except its tensors. `weights`: those of each GEMM.
         `attention`: what attention depends on."""
         found = [self.input_norm, self.mlp_norm, *self.head_norms, self.activation, self.recomputed]
         for linear, weight in zip(self.linears, weights, strict=True):
-            found += linear.uses(weight)
+            found += linear.graph_key(weight)
         return *found, *attention
 
     def written(self) -> list[torch.Tensor]:
@@ -202,5 +202,5 @@ def is_small(x: torch.Tensor, weights: Sequence[torch.Tensor], ranks: int, share
     ranks: number of ranks that hold parts of the weights. shares: number of ranks that hold parts of the
     tokens, which the GEMMs gather.
     """
-    most = graphed_work(ranks, gradient_leaves(weights[0]))
+    most = graphed_work(ranks, gradient_moves_in_backward(weights[0]))
     return x.shape[0] * x.shape[1] * shares * sum(w.numel() for w in weights) <= most

@@ -25,22 +25,22 @@ GRAPH_BUFFERS = 3
 class Passes:
     """Forward and backward of a micro-batch.
 
-    in_flight: micro-batches whose activations are saved at once. gradients_leave: each gradient leaves its
+    in_flight: micro-batches whose activations are saved at once. gradients_move: each gradient leaves its
         parameter during backward, so that graphs of larger layers fit.
     """
 
-    def __init__(self, sizes: Sizes, layout: Layout, system: System, in_flight: int, gradients_leave: bool):
+    def __init__(self, sizes: Sizes, layout: Layout, system: System, in_flight: int, gradients_move: bool):
         self.sizes, self.layout, self.system = sizes, layout, system
         # bytes of hidden states between layers
         self.hidden = BF16 * layout.tokens * sizes.hidden
         self._layer_matrices = sizes.layer_matrices / layout.tensor
-        self.has_graphs = self._has_graphs(gradients_leave)
+        self.has_graphs = self._has_graphs(gradients_move)
         # bytes that all layers save, in graphs or outside of them
         saved = sizes.layers * layout.tokens * saved_per_token(sizes, system) + self._positions()
         self.saved = 0 if self.has_graphs else in_flight * saved
         self.graphs = saved + GRAPH_BUFFERS * self.hidden if self.has_graphs else 0
 
-    def _has_graphs(self, gradients_leave: bool) -> bool:
+    def _has_graphs(self, gradients_move: bool) -> bool:
         """Whether layers are recorded as CUDA graphs, as fused layers can; these have no experts."""
         system, layout = self.system, self.layout
         fused = system.layers == "coat" and system.recompute == "none" and self.sizes.experts is None
@@ -49,7 +49,7 @@ class Passes:
         if (wanted := system.coat.activations.cuda_graphs) is not None:
             return wanted
         work = layout.tensor * layout.tokens * self._layer_matrices
-        return work <= graphed_work(layout.tensor, gradients_leave)
+        return work <= graphed_work(layout.tensor, gradients_move)
 
     def _positions(self) -> float:
         """Bytes of cosine and sine, in FP32 once for all; in Megatron's own layers twice each."""

@@ -28,7 +28,7 @@ from coat_ds.zero.offloading import guard_offloading
 from coat_ds.zero.partitions import link_partitions
 from coat_ds.zero.status import Status, idle_layers
 from coat_ds.zero.watch import watch_engine
-from coat_kernels.graphs import LEAVES
+from coat_kernels.graphs import MOVES_IN_BACKWARD
 
 DESTROY = Patch(
     "end of an engine",
@@ -166,9 +166,9 @@ def _mark_gradients(model: torch.nn.Module, leave: bool) -> None:
     graphs."""
     for p in model.parameters():
         if leave:
-            setattr(p, LEAVES, True)
+            setattr(p, MOVES_IN_BACKWARD, True)
         else:
-            p.__dict__.pop(LEAVES, None)
+            p.__dict__.pop(MOVES_IN_BACKWARD, None)
 
 
 def restore_model(prepared: Prepared) -> None:

@@ -8,8 +8,8 @@ method looks for the block. Without a block it only calls the original.
 its own import. The entry point calls `register`, which puts a finder first in `sys.meta_path`. The finder
 removes itself when `deepspeed.runtime.engine` is imported. So a process that does not import torch runs none
 of this code. A process that does imports this file, `block` and `patches`, which need only the standard
-library and take 2 ms, compared to 1.2 s for torch. The rest of `coat_ds` is imported when an engine with a
-block is built.
+library and take a few milliseconds, compared to 1.2 s for torch. The rest of `coat_ds` is imported when an
+engine with a block is built.
 
 With `COAT_DISABLE=1` in the environment `register` does nothing. With `TORCH_DEVICE_BACKEND_AUTOLOAD=0`,
 torch's own switch, `register` is not called. `install` ignores both.

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 # The names of all notes, with their types, writers and readers. Besides these, only a parameter's
-# `coat_gradient_leaves` (`coat_kernels.graphs.LEAVES`) is an attribute on a framework's tensor.
+# `coat_gradient_moves` (`coat_kernels.graphs.MOVES_IN_BACKWARD`) is an attribute on a framework's tensor.
 # Origin. Written by norms, activations and attention, read by linear layers
 ORIGIN = "origin"
 # FP32 tensor. Written by the ops that write the noted tensor, read where a tensor is quantized

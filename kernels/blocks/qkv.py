@@ -177,7 +177,7 @@ def qkv_block(
     of its input.
 
     Args:
-        x: [s, b, h], BF16 or FP32, with a gradient.
+        x: [s, b, h], BF16 or FP32.
         norm_weight, norm_bias: [h]; the bias is None for RMSNorm and may be None for LayerNorm.
         weight, bias: of the fused projection, [groups * (m + 2) * d, h] and [groups * (m + 2) * d] or None.
             The weight may be several, as in `fp8_linear`.

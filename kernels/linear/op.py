@@ -57,11 +57,11 @@ class LinearOptions:
     x_scale: PredictedScale | None = None
     grad_scale: PredictedScale | None = None
 
-    def uses(self, weights: Weights) -> tuple:
+    def graph_key(self, weights: Weights) -> tuple:
         """The dependencies of GEMMs with `weights` other than their tensors, for CUDA graphs
         (`Graphs.call`)."""
         address = None if self.weight_grad_into is None else self.weight_grad_into().data_ptr()
-        cached = self.cache.stay(weights, self.formats.forward)
+        cached = self.cache.refresh_for_graph(weights, self.formats.forward)
         return self.formats, self.x_scale, self.grad_scale, address, *cached
 
     @property

@@ -2,7 +2,8 @@
 
 The amax of a tensor is its largest finite magnitude; its maxima are the amaxes of its parts. scale.py finds
 the maxima and the scale, quantize.py writes codes, transpose.py transposes them, predicted.py quantizes
-before the scale is known, and together.py quantizes several tensors in one launch.
+before the scale is known, together.py quantizes several tensors in one launch, and operands.py chooses among
+them for the operands of a GEMM.
 """
 
 from coat_kernels.tensorwise.predicted import PredictedScale

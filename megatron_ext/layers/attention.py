@@ -79,7 +79,7 @@ class SDPACoreAttention(torch.nn.Module):
     `megatron_ext.unsupported` checks Megatron's arguments about it before a layer is built.
     """
 
-    # q, k, v and the output are saved in groups of this size, or uncompressed if None
+    # the format in which q, k, v and the output are saved; None saves them unchanged
     saved_format: str | None = None
     # a score of each head on this rank that every softmax counts, and that has no value
     softmax_offset: torch.Tensor | None

@@ -216,7 +216,7 @@ def _run_fused(layer: torch.nn.Module, parts: Parts, tables: Tables, arguments: 
         compute,
         x,
         tensors,
-        functools.partial(options.uses, [(weight,) for weight in own_weights], core.saved_format),
+        functools.partial(options.graph_key, [(weight,) for weight in own_weights], core.saved_format),
         layer.config.pipeline_model_parallel_size,
         evaluates=not layer.training,
         written=options.written,

@@ -23,7 +23,7 @@ from coat_ds.layers.modules.replaced import is_evaluated
 from coat_kernels.experts import ExpertsState, KernelGate, OwnGate, permuted_experts
 from coat_kernels.weights import WeightCache
 from megatron_ext.layers.decoder_layer import wait_for_parameters
-from megatron_ext.layers.linear import unfused
+from megatron_ext.layers.linear import without_accumulation_fusion
 from megatron_ext.layers.mlp import kernel_kind
 from megatron_ext.layers.settings import Configurable
 
@@ -82,7 +82,7 @@ class CoatGroupedMLP(Configurable, SequentialMLP):
     def __init__(self, num_local_experts: int, config, submodules=None, *args, **kwargs):
         # stock linear layers, for their initial values
         stock = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-        super().__init__(num_local_experts, unfused(config), stock, *args, **kwargs)
+        super().__init__(num_local_experts, without_accumulation_fusion(config), stock, *args, **kwargs)
         for name in _PROJECTIONS:
             setattr(self, name, GroupedLinear([getattr(expert, name) for expert in self.local_experts]))
         del self.local_experts

@@ -46,7 +46,7 @@ _SIZES = {
 _CANCELS = frozenset(("qkv", "q_proj", "q_down_proj", "q_up_proj", "kv_down_proj", "kv_up_proj"))
 
 
-def unfused(config):
+def without_accumulation_fusion(config):
     """`config` without `--gradient-accumulation-fusion`: Megatron's fusion needs apex's kernel, COAT's
     none."""
     changed = copy.copy(config)
@@ -93,7 +93,7 @@ class _CoatLinear(Configurable):
     _by_output: bool
 
     def __init__(self, input_size: int, output_size: int, *, config, **kwargs):
-        super().__init__(input_size, output_size, config=unfused(config), **kwargs)
+        super().__init__(input_size, output_size, config=without_accumulation_fusion(config), **kwargs)
         self.config = config
         self._complete(kwargs.get("tp_comm_buffer_name") or "linear")
 

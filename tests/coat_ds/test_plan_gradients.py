@@ -9,7 +9,7 @@ import torch
 from packaging.version import Version
 
 from coat_ds.plan import PlanError, from_deepspeed, predict, rungs
-from coat_kernels.graphs import gradient_leaves, graphed_work
+from coat_kernels.graphs import gradient_moves_in_backward, graphed_work
 from tests.coat_ds.engines import STATES, config_of
 from tests.coat_ds.test_plan import MATRICES, SMALL, moments
 from tests.util import run_distributed
@@ -45,22 +45,22 @@ def json_of(stage, section, keys):
     return config_of(stage, STATES, section, **keys)
 
 
-def whose_gradients_leave():
+def whose_gradients_move():
 
     deepspeed.init_distributed("gloo")
     found, model = [], torch.nn.Linear(64, 64)
     for *way, _ in WAYS:
         engine = deepspeed.initialize(model=model, config=json_of(*way))[0]
-        found.append({gradient_leaves(p) for p in model.parameters()})
+        found.append({gradient_moves_in_backward(p) for p in model.parameters()})
         engine.destroy()
-        found.append({gradient_leaves(p) for p in model.parameters()})
+        found.append({gradient_moves_in_backward(p) for p in model.parameters()})
         model = torch.nn.Linear(64, 64)
     return found
 
 
 def test_plan_records_larger_layers_where_gradients_leave():
     """As an engine finds it, and a plan."""
-    found = run_distributed(whose_gradients_leave, 1)[0]
+    found = run_distributed(whose_gradients_move, 1)[0]
     # older ones gather them in a flat tensor after backward
     leaves = Version(version("deepspeed")) >= Version("0.19.8")
     assert found[::2] == [{leave and leaves} for *_, leave in WAYS]
@@ -75,11 +75,11 @@ def test_plan_records_larger_layers_where_gradients_leave():
 
 def test_plan_records_larger_layers_under_megatron():
     weight = torch.nn.Parameter(torch.zeros(1))
-    assert not gradient_leaves(weight)
+    assert not gradient_moves_in_backward(weight)
     weight.main_grad = None
-    assert not gradient_leaves(weight)
+    assert not gradient_moves_in_backward(weight)
     weight.main_grad = torch.zeros(1)
-    assert gradient_leaves(weight)
+    assert gradient_moves_in_backward(weight)
     most = int(graphed_work(1, True) / MATRICES)
     for tokens in (most, most + 2):
         found = moments("COAT", framework="megatron", sequence=tokens)["layers"]

@@ -100,12 +100,12 @@ def test_merged_copies_belong_to_these_weights(device):
 
 def test_merged_copies_of_a_graph_are_written_in_place(kernels, device, monkeypatch):
     cache, weights = WeightCache("fp8"), weights_of(device)
-    places = cache.of(weights).stay(weights, E4M3)
+    places = cache.of(weights).refresh_for_graph(weights, E4M3)
     with torch.no_grad():
         weights[1].mul_(300)
     with monkeypatch.context() as patched:
         patched.setattr(predicted, "empty_operands", None)
-        assert cache.of(weights).stay(weights, E4M3) == places
+        assert cache.of(weights).refresh_for_graph(weights, E4M3) == places
     found, largest = cache.of(weights).forward(weights, E4M3)
     assert (cache, *(t.data_ptr() for t in (largest, *found[:3]))) == places
     expected, most = WeightCache("fp8").of(weights).forward(weights, E4M3)
@@ -117,7 +117,7 @@ def test_merged_copies_of_a_graph_are_written_in_place(kernels, device, monkeypa
 def test_merged_copies_of_a_graph_take_no_other_weights(device):
     cache, weights = WeightCache("fp8"), weights_of(device)
     for given in (weights, weights[:2]):
-        cache.of(given).stay(given, E4M3)
+        cache.of(given).refresh_for_graph(given, E4M3)
         assert cache.nbytes == 2 * sum(w.numel() for w in given) + 8
 
 

@@ -204,12 +204,12 @@ def test_weight_cache_writes_copies_of_a_graph_in_place(kernels, device, monkeyp
     # columns are padded
     weight = torch.nn.Parameter(torch.randn(40, 64, device=device))
     cache = WeightCache("fp8")
-    places = cache.stay((weight,), E4M3)
+    places = cache.refresh_for_graph((weight,), E4M3)
     with torch.no_grad():
         weight.mul_(300)
     with monkeypatch.context() as patched:
         patched.setattr(tensorwise.predicted, "empty_operands", None)
-        assert cache.stay((weight,), E4M3) == places
+        assert cache.refresh_for_graph((weight,), E4M3) == places
     found, largest = cache.forward((weight,), E4M3)
     expected, _ = WeightCache("fp8").forward((weight,), E4M3)
     assert (cache, *(t.data_ptr() for t in (largest, *found[:3]))) == places
@@ -223,5 +223,5 @@ def test_weight_cache_writes_no_other_weight_into_copies_of_a_graph(device):
     cache = WeightCache("fp8")
     for rows in (32, 48):
         weight = torch.nn.Parameter(torch.randn(rows, 64, device=device))
-        cache.of((weight,)).stay((weight,), E4M3)
+        cache.of((weight,)).refresh_for_graph((weight,), E4M3)
         assert cache.nbytes == 2 * weight.numel() + 8

@@ -280,7 +280,7 @@ def test_graphs_are_used_by_default_for_small_layers(device):
     assert not uses_graphs(parts, x.expand(tokens + 1, 1, H))
     # as in Megatron's data parallelism
     parts.qkv.weight.main_grad = torch.zeros_like(parts.qkv.weight)
-    tokens = int(graphed_work(gradients_leave=True)) // numel
+    tokens = int(graphed_work(gradients_move=True)) // numel
     assert uses_graphs(parts, x.expand(tokens, 1, H))
     assert not uses_graphs(parts, x.expand(tokens + 1, 1, H))
     for unusual in ({"attention_dropout": 0.1}, {"activations": {"cuda_graphs": False}}):

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from coat_ds.layers.fused_layer import is_small
-from coat_kernels.graphs import LEAVES, graphed_work
+from coat_kernels.graphs import MOVES_IN_BACKWARD, graphed_work
 from coat_kernels.groups import GROUP_FORMATS
 from megatron_ext import mpu
 from megatron_ext.layer_specs import coat_layer_spec
@@ -146,7 +146,7 @@ def _are_small(layer, tp, shares):
     parts, x, found = dense_parts(layer), torch.empty(1, 1, 1), []
     weights = [linear.weight for linear in parts.linears]
     for leave in (False, True):
-        setattr(parts.qkv.weight, LEAVES, leave)
+        setattr(parts.qkv.weight, MOVES_IN_BACKWARD, leave)
         most = int(graphed_work(tp, leave)) // sum(w.numel() for w in weights) // shares
         inputs = [x.expand(tokens, 1, H) for tokens in (most, most + 1)]
         found += [is_small(x, weights, *ranks_of(parts)) for x in inputs]

@@ -26,7 +26,7 @@ from torch import nn
 from coat_ds.layers.detection.probe import ProbeDevice, close, first_found, linear_of, run, shadow
 from coat_ds.layers.modules.attention import STATE
 from coat_ds.layers.modules.feed_forward import Fp8GatedFeedForward
-from coat_ds.layers.modules.linear import is_fused
+from coat_ds.layers.modules.linear import can_fuse
 from coat_ds.layers.modules.norm import Fp8Norm
 from coat_ds.layers.modules.replaced import replaced
 from coat_kernels.attention import causal_attention
@@ -117,7 +117,7 @@ def why_never_fused(parts: DecoderParts) -> str | None:
         name: parts.mlp._modules[name] for name in (form.gate, form.up, form.down) if name is not None
     }
     for name, linear in linears.items():
-        if not is_fused(replaced(linear)):
+        if not can_fuse(replaced(linear)):
             # an adapter may be merged later; the base layer may still compute in FP8
             what = "has an adapter" if "base_layer" in linear._modules else "is not converted"
             return f"no fused block, since its {name} {what}"

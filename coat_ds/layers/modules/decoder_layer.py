@@ -29,7 +29,7 @@ from coat_ds.layers.fused_layer import LayerOptions, LayerWeights
 from coat_ds.layers.modules.attention import STATE, any_attention, is_flash, is_transformers_own
 from coat_ds.layers.modules.feed_forward import Fp8GatedFeedForward
 from coat_ds.layers.modules.hooks import is_hooked
-from coat_ds.layers.modules.linear import MergedLinear, is_fused, joined, parameters_of
+from coat_ds.layers.modules.linear import MergedLinear, can_fuse, joined, parameters_of
 from coat_ds.layers.modules.norm import Fp8Norm
 from coat_ds.layers.modules.packed import PackedMask, Slots, documents_of, packed_mask
 from coat_ds.layers.modules.replaced import (
@@ -171,7 +171,7 @@ class Fp8DecoderLayer(Replaced):
         if not graphed:
             return call(x, *constants, *parameters)
         gemms = tuple(weights.qkv), tuple(weights.proj), tuple(weights.fc1), tuple(weights.fc2)
-        uses = partial(options.uses, gemms, saving, attention.scaling, call.packed)
+        uses = partial(options.graph_key, gemms, saving, attention.scaling, call.packed)
         evaluates = not self.module.training
         return self.graphs.call(call, x, parameters, uses, constants=constants, evaluates=evaluates)
 
@@ -331,7 +331,7 @@ def why_not_fused(layer: Fp8DecoderLayer, x: torch.Tensor, args: tuple, kwargs: 
         if part not in children:
             return f"{type(part).__name__} was replaced"
     for linear in linears:
-        if not is_fused(linear.__dict__.get("forward")):
+        if not can_fuse(linear.__dict__.get("forward")):
             return "a linear layer has an adapter or was replaced"
     evaluated = is_evaluated(layer.module)
     for module in (*parts, *head_norms, *linears):

@@ -110,7 +110,7 @@ class Fp8Linear(Replaced):
         )
 
 
-def is_fused(forward: object) -> bool:
+def can_fuse(forward: object) -> bool:
     """Whether a fused block or a merged GEMM may replace `forward`."""
     return type(forward) is Fp8Linear and not forward.transposed
 
@@ -123,7 +123,7 @@ def may_merge(linears: tuple[nn.Module, ...]) -> bool:
         return False
     for linear in linears:
         forward = replaced(linear)
-        if not is_fused(forward) or is_hooked(linear):
+        if not can_fuse(forward) or is_hooked(linear):
             return False
         if (
             not is_plain(linear.weight)

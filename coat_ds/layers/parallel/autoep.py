@@ -12,6 +12,7 @@ import torch
 from coat_ds.config import ActivationsConfig
 from coat_ds.layers.detection.probe import shape_of
 from coat_ds.layers.modules.replaced import Replaced, can_be_read
+from coat_ds.log import log_once
 from coat_kernels.autograd.derivatives import once_differentiable
 from coat_kernels.experts import ExpertsState, KernelGate, OwnGate, permuted_experts
 from coat_kernels.fp8 import ALIGNMENT
@@ -79,6 +80,11 @@ class AutoEPExperts(Replaced):
     def __init__(self, module: torch.nn.Module, activations: ActivationsConfig):
         super().__init__(module, activations)
         fast = activations.fast_accumulation != "none"
+        if activations.weight_cache != "none":
+            log_once(
+                f"{activations.KEY}.weight_cache: gate and up are two weights of AutoEP's experts and "
+                "are quantized in each pass. Copies of other weights are kept."
+            )
         self.state = ExpertsState(_Halves(module), WeightCache(activations.weight_cache), fast=fast)
 
     def shown(self) -> str:

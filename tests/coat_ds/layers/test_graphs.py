@@ -12,7 +12,7 @@ from coat_ds.layers.fused_layer import uses_graphs
 from coat_ds.layers.modules.replaced import replaced
 from coat_ds.watch import codes
 from coat_ds.watch.watch import Watch
-from coat_kernels.graphs import LEAVES, graphed_work
+from coat_kernels.graphs import MOVES_IN_BACKWARD, graphed_work
 from coat_kernels.graphs.memory import Constant
 from coat_kernels.graphs.patience import PAID_OFF, WARM_UP
 from coat_kernels.graphs.recording import Recording
@@ -315,8 +315,8 @@ def test_layer_graphs_are_taken_by_themselves():
 
         for leave in (False, True):
             for p in layer.module.parameters():
-                setattr(p, LEAVES, leave)
-            small = int(graphed_work(gradients_leave=leave)) // numel
+                setattr(p, MOVES_IN_BACKWARD, leave)
+            small = int(graphed_work(gradients_move=leave)) // numel
             found = [taken(x.expand(1, tokens, 1)) for tokens in (small, small + 1)]
             assert found == [wanted is not False, wanted is True]
         assert not taken(torch.empty(1, 1, 1))
