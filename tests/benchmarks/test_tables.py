@@ -16,7 +16,6 @@ FIGURE = re.compile(
 BLOCK = re.compile(r"<!-- begin: .*?<!-- end -->|^```.*?^```", re.S | re.M)
 # from other sources: arithmetic that the page shows
 ELSEWHERE = {
-    "install.md": ["It adds less than 1 ms to `import torch`"],
     "design.md": ["which gives 0.4 % more error"],
 }
 
