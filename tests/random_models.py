@@ -23,7 +23,7 @@ import torch
 
 import coat_ds
 from coat_ds.layers.modules import decoder_layer
-from coat_ds.layers.modules.replaced import replaced
+from coat_ds.layers.modules.converted_forward import converted_forward
 from coat_kernels.graphs import memory, proof
 from coat_kernels.graphs.patience import WARM_UP
 from tests.coat_ds.layers.measures import fp8_bound, fp8_forward_bound, placed, relative, run
@@ -227,7 +227,9 @@ def replay(case: Case, eager, fused: bool) -> None:
                     other.sub_(RATE * other.grad)
                     p.copy_(other)
     assert not memory._distrusted, memory._distrusted
-    counts = [layer.graphs.count for m in graphed.modules() if hasattr(layer := replaced(m), "graphs")]
+    counts = [
+        layer.graphs.count for m in graphed.modules() if hasattr(layer := converted_forward(m), "graphs")
+    ]
     if fused and case.recompute == "no":
         assert counts and all(counts), f"expected a graph of each layer, found {counts}"
 

@@ -16,10 +16,15 @@ from coat_ds.layers.detection import decoder_parts, probe
 from coat_ds.layers.detection.excluded import DISPATCHED, excluded_modules
 from coat_ds.layers.inventory import layers_of
 from coat_ds.layers.modules import attention, decoder_layer, experts, packed
+from coat_ds.layers.modules.converted_forward import (
+    DTYPES,
+    ConvertedForward,
+    converted_forward,
+    wraps_compiled,
+)
 from coat_ds.layers.modules.feed_forward import Fp8Activation, Fp8GatedFeedForward
 from coat_ds.layers.modules.linear import Fp8Linear
 from coat_ds.layers.modules.norm import Fp8Norm
-from coat_ds.layers.modules.replaced import DTYPES, Replaced, replaced, wraps_compiled
 from coat_ds.layers.parallel import autoep, autotp, transformers_ep, transformers_tp
 from coat_ds.log import forget_logged, listed, log_once
 from coat_kernels import libraries
@@ -91,7 +96,7 @@ def convert_silently(
         forward.install()
     _convert_attention(model, conversion, may)
     for name, module in model.named_modules():
-        may_run_fused = replaced(module) is None and may(name, module)
+        may_run_fused = converted_forward(module) is None and may(name, module)
         if may_run_fused and (parts := decoder_parts.parts_of(module)) is not None:
             decoder_layer.Fp8DecoderLayer(module, activations, parts).install()
             if reason := decoder_parts.why_never_fused(parts):
@@ -131,7 +136,7 @@ def convert_again(model: nn.Module) -> None:
     _restore(model)
     convert_silently(model, conversion.activations)
     conversion = conversion_of(model)
-    linears = {name: replaced(model.get_submodule(name)) for name in conversion.converted["linear"]}
+    linears = {name: converted_forward(model.get_submodule(name)) for name in conversion.converted["linear"]}
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, list(linears))
     for name, forward in linears.items():
@@ -151,7 +156,7 @@ def _add_hooks(model: nn.Module) -> None:
         inside = list(module.modules())
         if not decoder_layer.makes_cache(module) or any(map(decoder_layer.makes_cache, inside[1:])):
             continue
-        fused = any(type(replaced(m)) is decoder_layer.Fp8DecoderLayer for m in inside)
+        fused = any(type(converted_forward(m)) is decoder_layer.Fp8DecoderLayer for m in inside)
         saving = [m.__dict__[attention.STATE] for m in inside if attention.STATE in m.__dict__]
         flash = any(attention.is_flash(how.loaded) for how in saving)
         for hook, wanted in zip(_HOOKS, (fused, flash), strict=True):
@@ -166,7 +171,7 @@ def _restore(model: nn.Module) -> None:
             del hooks[key]
             module._forward_pre_hooks_with_kwargs.pop(key, None)
         module.__dict__.pop(ATTRIBUTE, None)
-        if (forward := replaced(module)) is not None:
+        if (forward := converted_forward(module)) is not None:
             forward.remove()
         module.__dict__.pop(attention.LEFT, None)
         if (saving := module.__dict__.pop(attention.STATE, None)) is not None:
@@ -189,14 +194,14 @@ def _check_forwards(holder: nn.Module) -> None:
             while module is not None and (wrapped := module._modules.keys() & _WRAPPED):
                 module = module._modules[wrapped.pop()]
             found = None if module is None else module.__dict__.get("forward")
-            if kind != "attention" and found is not None and not isinstance(found, Replaced):
+            if kind != "attention" and found is not None and not isinstance(found, ConvertedForward):
                 raise RuntimeError(
                     f"coat_ds.unconvert: {name}: expected the forward that convert put there, found "
                     f"{found!r}. Undo what replaced it first."
                 )
 
 
-def _forwards(model: nn.Module, conversion: Conversion, may: Callable) -> Iterator[Replaced]:
+def _forwards(model: nn.Module, conversion: Conversion, may: Callable) -> Iterator[ConvertedForward]:
     """The forwards to install; records in `conversion` which modules are converted and which are not."""
     activations, excluded = conversion.activations, excluded_modules(model)
     projections = {
@@ -272,7 +277,7 @@ def _require_dtype(name: str, module: nn.Module) -> None:
 
 # A builder returns the forward of a module of its kind, or the reason why the module keeps its own. None: the
 # module only looked like one of this kind.
-_Built = Replaced | str | None
+_Built = ConvertedForward | str | None
 
 
 def _build_linear(module: nn.Module, activations: ActivationsConfig, cancels: bool) -> _Built:

@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from coat_ds.layers.conversion import Conversion, conversion_of, holder_of, how_of, report
 from coat_ds.layers.modules.attention import STATE
-from coat_ds.layers.modules.replaced import replaced
+from coat_ds.layers.modules.converted_forward import converted_forward
 
 # share of all parameters; classes with less, such as norms, are left out of the line
 LEAST_SHARE = 0.001
@@ -114,7 +114,7 @@ def _count_converted(layers: Layers, model: nn.Module, conversion: Conversion) -
     for kind, names in conversion.converted.items():
         for name in names:
             module = modules.get(name)
-            there = module is not None and (STATE in vars(module) or replaced(module) is not None)
+            there = module is not None and (STATE in vars(module) or converted_forward(module) is not None)
             how = how_of(kind, conversion.activations) if there else None
             layers._take(prefix + name, Part(kind, how, "exchanged since it was converted"))
     for kind, found in conversion.found.items():

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from torch import nn
 
 from coat_ds.layers.detection.probe import shape_of
+from coat_ds.layers.modules.converted_forward import converted_forward
 from coat_ds.layers.modules.experts import is_experts, why_not
-from coat_ds.layers.modules.replaced import replaced
 from coat_ds.plan.errors import PlanError
 from coat_ds.plan.experts import Experts
 from coat_ds.plan.sizes import Sizes
@@ -150,7 +150,7 @@ def _feed_forward(layer: nn.Module, hidden: int, config) -> Experts | tuple[int,
 def _experts(found: list[nn.Module], hidden: int, config, shared: int, shared_gate: bool) -> Experts:
     module = found[0]
     # a converted layer's forward is COAT's
-    why = "two in a layer" if len(found) > 1 else replaced(module) is None and why_not(module, 16)
+    why = "two in a layer" if len(found) > 1 else converted_forward(module) is None and why_not(module, 16)
     if why:
         raise _refused(module, f"COAT does not convert it: {why}")
     used = next((value for name in _USED if (value := getattr(config, name, None))), None)

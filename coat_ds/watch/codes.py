@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from coat_ds.layers.modules.replaced import attributes_of
+from coat_ds.layers.modules.converted_forward import attributes_of
 from coat_kernels.experts import ExpertsState
 from coat_kernels.graphs import Graphs
 from coat_kernels.groups import Grouped, GroupFormat

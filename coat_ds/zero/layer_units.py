@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from coat_ds.layers.modules.replaced import replaced
+from coat_ds.layers.modules.converted_forward import converted_forward
 from coat_ds.patches import Patch
 
 INPUT = "hidden_states"
@@ -183,7 +183,7 @@ def _is_layer(module: torch.nn.Module, wanted: bool | None) -> bool:
     names = (f"{cls.__module__}.{cls.__qualname__}" for cls in type(module).__mro__)
     if not any(name in OTHERS for name in names):
         return False
-    return wanted is True or any(replaced(part) is not None for part in module.modules())
+    return wanted is True or any(converted_forward(part) is not None for part in module.modules())
 
 
 def _users(model: torch.nn.Module) -> dict[torch.nn.Parameter, list[torch.nn.Module]]:

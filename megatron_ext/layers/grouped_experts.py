@@ -19,7 +19,7 @@ from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
 from coat_ds.config import ActivationsConfig, CoatConfigError
 from coat_ds.layers.conversion import grouped
 from coat_ds.layers.inventory import Part
-from coat_ds.layers.modules.replaced import is_evaluated
+from coat_ds.layers.modules.converted_forward import is_evaluated
 from coat_kernels.experts import ExpertsState, KernelGate, OwnGate, permuted_experts
 from coat_kernels.weights import WeightCache
 from megatron_ext.layers.decoder_layer import wait_for_parameters

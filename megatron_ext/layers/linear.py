@@ -14,9 +14,9 @@ from coat_ds.config import ActivationsConfig
 from coat_ds.layers.conversion import multiplied
 from coat_ds.layers.inventory import Part
 from coat_ds.layers.modules.attention import attended_origin
+from coat_ds.layers.modules.converted_forward import is_evaluated
 from coat_ds.layers.modules.formats import formats
 from coat_ds.layers.modules.hooks import after_pre_hooks
-from coat_ds.layers.modules.replaced import is_evaluated
 from coat_ds.log import log_once
 from coat_kernels.autograd.derivatives import once_differentiable
 from coat_kernels.autograd.origin import Origin, maxima_of, origin_of, with_maxima

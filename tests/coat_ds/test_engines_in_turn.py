@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import coat_ds
-from coat_ds.layers.modules.replaced import replaced
+from coat_ds.layers.modules.converted_forward import converted_forward
 from coat_ds.zero.recompute import compress_inputs, keep_inputs
 from tests.coat_ds.engines import engine_of
 from tests.util import run_distributed
@@ -22,8 +22,8 @@ def model():
 
 def made(net) -> tuple[int, bool]:
     """How many forwards are exchanged, and whether a forward keeps inputs of regions in FP8."""
-    compresses = "forward" in vars(net) and replaced(net) is None
-    return sum(replaced(m) is not None for m in net.modules()), compresses
+    compresses = "forward" in vars(net) and converted_forward(net) is None
+    return sum(converted_forward(m) is not None for m in net.modules()), compresses
 
 
 def step(engine) -> None:

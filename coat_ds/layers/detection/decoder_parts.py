@@ -25,10 +25,10 @@ from torch import nn
 
 from coat_ds.layers.detection.probe import ProbeDevice, close, first_found, linear_of, run, shadow
 from coat_ds.layers.modules.attention import STATE
+from coat_ds.layers.modules.converted_forward import converted_forward
 from coat_ds.layers.modules.feed_forward import Fp8GatedFeedForward
 from coat_ds.layers.modules.linear import can_fuse
 from coat_ds.layers.modules.norm import Fp8Norm
-from coat_ds.layers.modules.replaced import replaced
 from coat_kernels.attention import causal_attention
 from coat_kernels.rope import rotate
 
@@ -62,8 +62,8 @@ def parts_of(layer: nn.Module) -> DecoderParts | None:
     """The parts of a layer that computes x = x + attention(norm(x)); x + mlp(norm(x)), if its norms, its
     attention and its gated feed-forward layer were all converted; else None."""
     children = {name: child for name, child in layer._modules.items() if child is not None}
-    norms = [child for child in children.values() if type(replaced(child)) is Fp8Norm]
-    mlps = [child for child in children.values() if type(replaced(child)) is Fp8GatedFeedForward]
+    norms = [child for child in children.values() if type(converted_forward(child)) is Fp8Norm]
+    mlps = [child for child in children.values() if type(converted_forward(child)) is Fp8GatedFeedForward]
     attentions = [child for child in children.values() if STATE in child.__dict__]
     if layer._parameters or [len(children), len(norms), len(mlps), len(attentions)] != [4, 2, 1, 1]:
         return None
@@ -105,19 +105,19 @@ def dropout_names(module: nn.Module) -> list[str]:
 
 def _is_rms_norm(module: nn.Module | None) -> bool:
     # None: some models set their norms to None
-    norm = None if module is None else replaced(module)
+    norm = None if module is None else converted_forward(module)
     return type(norm) is Fp8Norm and not norm.form.layer_norm
 
 
 def why_never_fused(parts: DecoderParts) -> str | None:
     """Why no fused block can replace these parts, by the first linear layer that prevents it; else None."""
     linears = {name: parts.attention._modules[name] for name in PROJECTIONS}
-    form = replaced(parts.mlp).form
+    form = converted_forward(parts.mlp).form
     linears |= {
         name: parts.mlp._modules[name] for name in (form.gate, form.up, form.down) if name is not None
     }
     for name, linear in linears.items():
-        if not can_fuse(replaced(linear)):
+        if not can_fuse(converted_forward(linear)):
             # an adapter may be merged later; the base layer may still compute in FP8
             what = "has an adapter" if "base_layer" in linear._modules else "is not converted"
             return f"no fused block, since its {name} {what}"

@@ -9,7 +9,7 @@ from types import CodeType, FunctionType
 from torch import nn
 
 from coat_ds.layers.modules.attention import uses_interface
-from coat_ds.layers.modules.replaced import is_dispatched
+from coat_ds.layers.modules.converted_forward import is_dispatched
 
 # the reason for modules whose forward accelerate calls
 DISPATCHED = "a hook of accelerate's, as of device_map"

@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from coat_ds.config import ActivationsConfig
+from coat_ds.layers.modules.converted_forward import DTYPES, autocast_dtype, is_evaluated
 from coat_ds.layers.modules.packed import coat_mask, documents_of, packed_mask, traced_mask
-from coat_ds.layers.modules.replaced import DTYPES, autocast_dtype, is_evaluated
 from coat_ds.log import log_once
 from coat_kernels.attention import (
     Packed,

@@ -27,19 +27,19 @@ from coat_ds.layers import fused_layer
 from coat_ds.layers.detection.decoder_parts import PROJECTIONS, DecoderParts, dropout_names, head_norms_of
 from coat_ds.layers.fused_layer import LayerOptions, LayerWeights
 from coat_ds.layers.modules.attention import STATE, any_attention, is_flash, is_transformers_own
+from coat_ds.layers.modules.converted_forward import (
+    ConvertedForward,
+    autocast_dtype,
+    can_be_read,
+    converted_forward,
+    is_dispatched,
+    is_evaluated,
+)
 from coat_ds.layers.modules.feed_forward import Fp8GatedFeedForward
 from coat_ds.layers.modules.hooks import is_hooked
 from coat_ds.layers.modules.linear import MergedLinear, can_fuse, joined, parameters_of
 from coat_ds.layers.modules.norm import Fp8Norm
 from coat_ds.layers.modules.packed import PackedMask, Slots, documents_of, packed_mask
-from coat_ds.layers.modules.replaced import (
-    Replaced,
-    autocast_dtype,
-    can_be_read,
-    is_dispatched,
-    is_evaluated,
-    replaced,
-)
 from coat_ds.log import log_once
 from coat_kernels.attention import (
     Packed,
@@ -81,7 +81,7 @@ FLAGS = ("output_attentions", "output_hidden_states")
 CHECKPOINT = "_gradient_checkpointing_func"
 
 
-class Fp8DecoderLayer(Replaced):
+class Fp8DecoderLayer(ConvertedForward):
     """The forward of a decoder layer whose `parts` are already converted."""
 
     def __init__(self, module: nn.Module, activations: ActivationsConfig, parts: DecoderParts):
@@ -138,7 +138,7 @@ class Fp8DecoderLayer(Replaced):
     def products(self) -> tuple[tuple[nn.Module, ...], ...]:
         """The linear layers, grouped by GEMM: qkv, o, gate and up, down."""
         *qkv, o = self.projections
-        feed_forward = replaced(self.parts.mlp)
+        feed_forward = converted_forward(self.parts.mlp)
         return tuple(qkv), (o,), feed_forward.first, (feed_forward.down,)
 
     def by_blocks(
@@ -191,16 +191,16 @@ class Fp8DecoderLayer(Replaced):
     def options(self, qkv, o, _, down) -> LayerOptions:
         """The options of the layer with these `products`."""
         input_norm, attention, mlp_norm, mlp = self.parts
-        saving, feed_forward, d = attention.__dict__[STATE], replaced(mlp), attention.head_dim
+        saving, feed_forward, d = attention.__dict__[STATE], converted_forward(mlp), attention.head_dim
         return LayerOptions(
-            input_norm=replaced(input_norm).options,
+            input_norm=converted_forward(input_norm).options,
             qkv=self.qkv.options(qkv),
-            proj=replaced(o[0]).options(),
-            mlp_norm=replaced(mlp_norm).options,
+            proj=converted_forward(o[0]).options(),
+            mlp_norm=converted_forward(mlp_norm).options,
             fc1=feed_forward.first_options(),
             activation=feed_forward.options,
-            fc2=replaced(down[0]).options(),
-            head_norms=tuple([replaced(norm).options for norm in self.head_norms]),
+            fc2=converted_forward(down[0]).options(),
+            head_norms=tuple([converted_forward(norm).options for norm in self.head_norms]),
             groups=qkv[1].weight.shape[0] // d,
             d=d,
             recomputed=saving.saved_format if self.recomputes else None,
@@ -294,7 +294,7 @@ def why_not_fused(layer: Fp8DecoderLayer, x: torch.Tensor, args: tuple, kwargs: 
         return "under torch.compile"
     if is_dispatched(parts.mlp):
         return "accelerate has spread the model over devices, as dispatch_model does"
-    head_norms, feed_forward = layer.head_norms, replaced(parts.mlp)
+    head_norms, feed_forward = layer.head_norms, converted_forward(parts.mlp)
     if type(feed_forward) is not Fp8GatedFeedForward:
         return _taken_over(parts.mlp)
     for norm in (parts.input_norm, parts.mlp_norm, *head_norms):

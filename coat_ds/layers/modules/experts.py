@@ -6,8 +6,8 @@ import torch
 
 from coat_ds.config import ActivationsConfig
 from coat_ds.layers.detection.probe import activation_kind, close, run, shape_of
+from coat_ds.layers.modules.converted_forward import ConvertedForward, is_plain
 from coat_ds.layers.modules.hooks import has_user_hooks
-from coat_ds.layers.modules.replaced import Replaced, is_plain
 from coat_kernels.experts import ExpertsState, KernelGate, OwnGate, grouped_experts
 from coat_kernels.experts.reference import gate_reference
 from coat_kernels.fp8 import ALIGNMENT
@@ -91,7 +91,7 @@ def why_not(module: torch.nn.Module, dispatched: bool) -> str | None:
     return None
 
 
-class Fp8Experts(Replaced):
+class Fp8Experts(ConvertedForward):
     """All experts of a layer in grouped FP8 GEMMs: gate_up_proj [e, 2 f, h], down_proj [e, h, f] and a gate.
     Supports biases, transposed weights and gates of the model."""
 

@@ -6,16 +6,16 @@ import torch
 
 from coat_ds.config import ActivationsConfig
 from coat_ds.layers.detection.probe import GatedForm
+from coat_ds.layers.modules.converted_forward import ConvertedForward, converted_forward
 from coat_ds.layers.modules.hooks import after_pre_hooks, before_hooks, has_user_hooks
 from coat_ds.layers.modules.linear import MergedLinear, joined, may_merge, parameters_of
-from coat_ds.layers.modules.replaced import Replaced, replaced
 from coat_kernels.activation import activation
 from coat_kernels.autograd.origin import origin_of
 from coat_kernels.blocks import ActivationOptions, activation_options
 from coat_kernels.linear import LinearOptions, fp8_linear
 
 
-class Fp8Activation(Replaced):
+class Fp8Activation(ConvertedForward):
     """The forward of an elementwise `function`, one of `coat_kernels.activation.KINDS`."""
 
     def __init__(self, module: torch.nn.Module, activations: ActivationsConfig, function: str):
@@ -31,7 +31,7 @@ class Fp8Activation(Replaced):
         return y
 
 
-class Fp8GatedFeedForward(Replaced):
+class Fp8GatedFeedForward(ConvertedForward):
     """The forward of down(a(gate(x)) * up(x)). Gate and up are one GEMM if no adapter or hook would be
     skipped; otherwise their modules are called. If a has a hook or was replaced, the stock forward runs."""
 
@@ -75,7 +75,7 @@ class Fp8GatedFeedForward(Replaced):
         """The options of the GEMM that reads the input, for a fused block."""
         if self.both is not None:
             return self.both.options(self.first)
-        return replaced(self.first[0]).options()
+        return converted_forward(self.first[0]).options()
 
     @property
     def options(self) -> ActivationOptions:

@@ -9,9 +9,14 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from coat_ds.config import ActivationsConfig
 from coat_ds.layers.modules.attention import attended_origin
+from coat_ds.layers.modules.converted_forward import (
+    ConvertedForward,
+    can_be_read,
+    converted_forward,
+    is_plain,
+)
 from coat_ds.layers.modules.formats import formats
 from coat_ds.layers.modules.hooks import after_pre_hooks, is_hooked
-from coat_ds.layers.modules.replaced import Replaced, can_be_read, is_plain, replaced
 from coat_ds.layers.parallel import dtensor as tensor_parallel
 from coat_ds.log import log_once
 from coat_ds.optim.shards import is_distributed
@@ -21,7 +26,7 @@ from coat_kernels.tensorwise import PredictedScale
 from coat_kernels.weights import WeightCache
 
 
-class Fp8Linear(Replaced):
+class Fp8Linear(ConvertedForward):
     """The forward of torch's Linear or, with `transposed` weights [k, n], of transformers' Conv1D.
 
     cancels: large terms cancel in the weight's gradient, as in attention's projections.
@@ -122,7 +127,7 @@ def may_merge(linears: tuple[nn.Module, ...]) -> bool:
     if torch.compiler.is_compiling() or _has_any_global_hook():
         return False
     for linear in linears:
-        forward = replaced(linear)
+        forward = converted_forward(linear)
         if not can_fuse(forward) or is_hooked(linear):
             return False
         if (

@@ -7,8 +7,8 @@ import torch
 
 from coat_ds.config import ActivationsConfig
 from coat_ds.layers.detection.probe import NormForm
+from coat_ds.layers.modules.converted_forward import DTYPES, ConvertedForward, is_plain
 from coat_ds.layers.modules.hooks import before_hooks
-from coat_ds.layers.modules.replaced import DTYPES, Replaced, is_plain
 from coat_ds.layers.parallel import dtensor as tensor_parallel
 from coat_ds.optim.shards import is_distributed
 from coat_kernels.blocks import NormOptions, norm_options
@@ -21,7 +21,7 @@ def is_unit_of_fsdp(module: torch.nn.Module) -> bool:
     return api is not None and isinstance(module, api.FSDPModule)
 
 
-class Fp8Norm(Replaced):
+class Fp8Norm(ConvertedForward):
     """The forward of a norm of the given `form`."""
 
     def __init__(self, module: torch.nn.Module, activations: ActivationsConfig, form: NormForm):

@@ -11,7 +11,7 @@ import torch
 
 from coat_ds.config import ActivationsConfig
 from coat_ds.layers.detection.probe import shape_of
-from coat_ds.layers.modules.replaced import Replaced, can_be_read
+from coat_ds.layers.modules.converted_forward import ConvertedForward, can_be_read
 from coat_ds.log import log_once
 from coat_kernels.autograd.derivatives import once_differentiable
 from coat_kernels.experts import ExpertsState, KernelGate, OwnGate, permuted_experts
@@ -74,7 +74,7 @@ class _StandIn(torch.autograd.Function):
         return grad.chunk(2, dim=1)
 
 
-class AutoEPExperts(Replaced):
+class AutoEPExperts(ConvertedForward):
     """The forward of a rank's experts: w1 and w3 [e, f, h], w2 [e, h, f]."""
 
     def __init__(self, module: torch.nn.Module, activations: ActivationsConfig):

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from coat_ds.layers.modules.converted_forward import can_be_read
 from coat_ds.layers.modules.hooks import after_pre_hooks
 from coat_ds.layers.modules.linear import Fp8Linear
-from coat_ds.layers.modules.replaced import can_be_read
 from coat_kernels.autograd.origin import origin_of
 
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from coat_ds.layers.modules.converted_forward import DTYPES
 from coat_ds.layers.modules.hooks import after_pre_hooks
-from coat_ds.layers.modules.replaced import DTYPES
 from coat_ds.optim.shards import is_distributed
 from coat_kernels.autograd.origin import Origin, origin_of, whole_of
 from coat_kernels.fp8 import ALIGNMENT

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 
 from coat_ds.config import ActivationsConfig
+from coat_ds.layers.modules.converted_forward import DTYPES
 from coat_ds.layers.modules.linear import Fp8Linear
-from coat_ds.layers.modules.replaced import DTYPES
 from coat_ds.layers.parallel import dtensor as tensor_parallel
 from coat_ds.optim.shards import is_distributed
 from coat_kernels.autograd.origin import origin_of

@@ -3,7 +3,7 @@
 import torch
 
 import coat_ds
-from coat_ds.layers.modules.replaced import replaced
+from coat_ds.layers.modules.converted_forward import converted_forward
 from coat_kernels.graphs.patience import WARM_UP
 from tests.families import FAMILIES, LAYERS
 
@@ -26,7 +26,7 @@ def converted(graphs, name="llama", activations=None, layers=LAYERS):
 
 
 def graphs_of(model):
-    return [replaced(layer).graphs for layer in model.model.layers]
+    return [converted_forward(layer).graphs for layer in model.model.layers]
 
 
 def counts(model) -> list[int]:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from packaging.version import Version
 
 import coat_ds
-from coat_ds.layers.modules.replaced import replaced
+from coat_ds.layers.modules.converted_forward import converted_forward
 from coat_ds.layers.parallel.autotp import is_autotp
 from tests.coat_ds.engines import adamw, engine_of
 from tests.coat_ds.layers.parts import Net, check_watched, in_two_parts, tokens
@@ -92,10 +92,10 @@ def train(coat, watch=False, model=None, steps=4, **block):
         engine.step()
         losses.append(loss.item())
     layers = engine.coat.layers.count("linear") if coat else None
-    split = [replaced(m) is not None for m in engine.module.modules() if is_autotp(m)]
+    split = [converted_forward(m) is not None for m in engine.module.modules() if is_autotp(m)]
     engine.destroy()
     seen = (losses, readings[-1]) if readings else None
-    left = [m for m in engine.module.modules() if replaced(m)]
+    left = [m for m in engine.module.modules() if converted_forward(m)]
     return losses, layers, split, left, seen
 
 

@@ -13,7 +13,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import coat_ds
-from coat_ds.layers.modules.replaced import replaced
+from coat_ds.layers.modules.converted_forward import converted_forward
 from coat_kernels import tensorwise
 from coat_kernels.linear import op as products
 from tests.coat_ds.layers.measures import (
@@ -108,7 +108,7 @@ def test_converted_model_copies_and_pickles():
     for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
         assert coat_ds.conversion_of(other) == coat_ds.conversion_of(model)
         for module in other.modules():
-            forward = replaced(module)
+            forward = converted_forward(module)
             assert forward is None or forward.module is module
         same(run(other, batch), expected)
         coat_ds.unconvert(other)
@@ -143,10 +143,10 @@ def test_converted_model_keeps_no_weights_in_evaluation(attention_format, mode):
     with mode():
         models[0](**batch)
     for layer in models[0].model.layers:
-        forward = replaced(layer)
+        forward = converted_forward(layer)
         caches = (
             forward.qkv.cache,
-            *(replaced(linear).cache for linear in (layer.self_attn.o_proj, layer.mlp.down_proj)),
+            *(converted_forward(linear).cache for linear in (layer.self_attn.o_proj, layer.mlp.down_proj)),
         )
         assert not any(cache.nbytes for cache in caches)
     same(*(run(model, batch) for model in models))
@@ -171,7 +171,7 @@ def test_convert_again_takes_the_last_options():
     assert coat_ds.conversion_of(model).activations.saved_format == "sqrt8"
     assert len(coat_ds.conversion_of(model).converted["linear"]) == count
     # one call removes what two have installed
-    assert not any(map(replaced, coat_ds.convert(model, {"enabled": False}).modules()))
+    assert not any(map(converted_forward, coat_ds.convert(model, {"enabled": False}).modules()))
     assert coat_ds.conversion_of(coat_ds.convert(plain(), {"enabled": False})) is None
     assert coat_ds.unconvert(stock := plain()) is stock
 

@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 
-from coat_ds.layers.modules.replaced import replaced
+from coat_ds.layers.modules.converted_forward import converted_forward
 from coat_kernels.graphs import Graphs, end_graphs
 from coat_kernels.graphs.patience import WARM_UP
 from tests.coat_ds.layers.graphed import (
@@ -60,7 +60,7 @@ def test_evaluation_replays_of_other_lengths():
     lengths = [64] * 3 + [48] * 2 + [64] + [48] * 3 + [64] * 4 + [64] + [32]
     for number, tokens in enumerate(lengths):
         assert torch.equal(*(evaluated(model, number, tokens=tokens) for model in models)), number
-        seen.append(replaced(models[0].model.layers[0]).graphs._evaluations._recorded)
+        seen.append(converted_forward(models[0].model.layers[0]).graphs._evaluations._recorded)
     first, second, third = seen[2], seen[8], seen[13]
     assert seen == [None] * 2 + [first] * 6 + [second] * 5 + [third] * 2
     assert None not in (first, second, third) and len({first, second, third}) == 3

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import coat_ds
-from coat_ds.layers.modules.replaced import replaced
+from coat_ds.layers.modules.converted_forward import converted_forward
 from coat_kernels.weights import WeightCache
 from tests.coat_ds.layers.measures import (
     fp8_bound,
@@ -152,7 +152,7 @@ def test_convert_leaves_heads_within_pefts_wrappers(kind):
         wrapped = peft.get_peft_model(model, peft.LoraConfig(r=8, **{"target_modules": [first], **options}))
         coat_ds.convert(wrapped)
         inside = [m for name, m in wrapped.named_modules() if head in name and isinstance(m, nn.Linear)]
-        assert len(inside) >= 2 and not any(map(replaced, inside))
+        assert len(inside) >= 2 and not any(map(converted_forward, inside))
 
 
 @pytest.mark.parametrize("kind", ["PromptEncoderConfig", "PrefixTuningConfig"])
@@ -165,4 +165,4 @@ def test_convert_leaves_what_makes_pefts_prompts(kind):
     left = coat_ds.conversion_of(model).left
     made = [name for name, m in model.prompt_encoder.named_modules() if isinstance(m, nn.Linear)]
     assert made and all(left[f"prompt_encoder.{name}"] == "an adapter" for name in made)
-    assert not any(map(replaced, model.prompt_encoder.modules()))
+    assert not any(map(converted_forward, model.prompt_encoder.modules()))

@@ -9,7 +9,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 import coat_ds
 from coat_ds.layers.fused_layer import uses_graphs
-from coat_ds.layers.modules.replaced import replaced
+from coat_ds.layers.modules.converted_forward import converted_forward
 from coat_ds.watch import codes
 from coat_ds.watch.watch import Watch
 from coat_kernels.graphs import MOVES_IN_BACKWARD, graphed_work
@@ -306,7 +306,7 @@ def test_layer_graphs_take_turns_in_being_watched(monkeypatch):
 @on_gpu
 def test_layer_graphs_are_taken_by_themselves():
     for wanted in (None, True, False):
-        layer = replaced(converted(wanted).model.layers[0])
+        layer = converted_forward(converted(wanted).model.layers[0])
         weights = [linear.weight for linears in layer.products for linear in linears]
         numel, x = sum(w.numel() for w in weights), torch.empty(1, 1, 1, device="cuda")
 

@@ -17,8 +17,8 @@ from transformers.masking_utils import blockwise_overlay, causal_mask_function, 
 import coat_ds
 from coat_ds.layers import fused_layer
 from coat_ds.layers.modules import attention
+from coat_ds.layers.modules.converted_forward import converted_forward
 from coat_ds.layers.modules.packed import SLOTS, PackedMask, Slots, coat_mask
-from coat_ds.layers.modules.replaced import replaced
 from coat_kernels.attention import Packed
 from coat_kernels.graphs import Graphs
 from coat_kernels.graphs.patience import WARM_UP
@@ -401,5 +401,5 @@ def test_packed_rows_replayed_are_eager_calls(name, attention_format):
         assert loss == eager, number
         # FlashAttention adds up gradients in any order, which changes some codes of E5M2 by 2^-2
         assert relative(found, expected) < 2**-5, number
-    counts = [replaced(layer).graphs.count for layer in models[0].model.layers]
+    counts = [converted_forward(layer).graphs.count for layer in models[0].model.layers]
     assert counts == [1] * len(counts)

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import coat_ds
-from coat_ds.layers.modules.replaced import replaced
+from coat_ds.layers.modules.converted_forward import converted_forward
 from tests.coat_ds.layers.parts import plain, rewritten
 from tests.families import FAMILIES
 
@@ -21,7 +21,7 @@ def test_unconvert_of_a_model_with_a_merged_adapter():
     config = peft.LoraConfig(r=16, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
     model, batch = LLAMA.build(), LLAMA.batch()
     merged = coat_ds.convert(peft.get_peft_model(model, config)).merge_and_unload()
-    assert merged is model and replaced(merged.model.layers[0].mlp) is not None
+    assert merged is model and converted_forward(merged.model.layers[0].mlp) is not None
     stock = LLAMA.build()
     stock.load_state_dict(merged.state_dict())
     with torch.no_grad():
@@ -33,7 +33,7 @@ def test_unconvert_of_a_model_with_a_merged_adapter():
         again = coat_ds.convert(peft.get_peft_model(LLAMA.build(), config)).merge_and_unload()
         again.load_state_dict(stock.state_dict())
         assert coat_ds.unconvert(again)(**batch).loss == expected
-    assert not any(map(replaced, again.modules())) and again.config._attn_implementation == "sdpa"
+    assert not any(map(converted_forward, again.modules())) and again.config._attn_implementation == "sdpa"
 
 
 @pytest.mark.parametrize("wrapped", ["down_proj that PEFT saves", "a checkpoint", "torch.compile"])
@@ -49,7 +49,7 @@ def test_unconvert_finds_modules_within_wrappers(wrapped):
         peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["down_proj"]))
     with torch.no_grad():
         assert coat_ds.unconvert(model)(**batch).loss == LLAMA.build()(**batch).loss
-    assert not any(map(replaced, model.modules()))
+    assert not any(map(converted_forward, model.modules()))
 
 
 def test_unconvert_of_a_part_and_then_of_the_model():
@@ -58,7 +58,7 @@ def test_unconvert_of_a_part_and_then_of_the_model():
     # a module that was put in since has no converted forward either
     model.model.layers[1].mlp.up_proj = LLAMA.build().model.layers[1].mlp.up_proj
     coat_ds.unconvert(model)
-    assert not any(map(replaced, model.modules())) and coat_ds.conversion_of(model) is None
+    assert not any(map(converted_forward, model.modules())) and coat_ds.conversion_of(model) is None
     with torch.no_grad():
         assert model(**batch).loss == LLAMA.build()(**batch).loss
 
@@ -70,7 +70,7 @@ def test_convert_of_a_partly_converted_model():
     assert coat_ds.convert(around, filter=lambda name, module: name != "value") is around
     conversion = coat_ds.conversion_of(around)
     assert len(conversion.converted["linear"]) == 14 and conversion.left["value"] == "the filter"
-    assert {m.saved_format for m in map(replaced, around.modules()) if m} == {"sqrt8"}
+    assert {m.saved_format for m in map(converted_forward, around.modules()) if m} == {"sqrt8"}
     assert coat_ds.conversion_of(coat_ds.unconvert(around)) is None
 
 
@@ -81,7 +81,7 @@ def test_unconvert_refuses_forwards_that_others_replaced_later(name):
     module.forward = types.MethodType(rewritten, module)
     with pytest.raises(RuntimeError, match=rf"unconvert: 0\.{name}: .*Undo what replaced it first"):
         coat_ds.unconvert(model)
-    assert replaced(model[0].down) and coat_ds.conversion_of(model)
+    assert converted_forward(model[0].down) and coat_ds.conversion_of(model)
 
 
 @pytest.mark.parametrize("wrap", ["checkpoint", "adapter"])

@@ -10,8 +10,8 @@ from torch import nn
 import coat_ds
 from coat_ds.layers.detection import decoder_parts, probe
 from coat_ds.layers.detection.probe import GatedForm, NormForm
+from coat_ds.layers.modules.converted_forward import converted_forward
 from coat_ds.layers.modules.feed_forward import Fp8GatedFeedForward
-from coat_ds.layers.modules.replaced import replaced
 from tests.coat_ds.layers.measures import fp8_bound, fused_calls, padded, relative, run, same
 from tests.families import FAMILIES
 
@@ -274,7 +274,7 @@ def test_gated_feed_forward_with_dropout_switched_on_after_convert():
     gated = Gated(32, 48, lambda m, x: m.w2(m.act(m.w1(x)) * m.w3(x)), inner)
     coat_ds.convert(gated)
     x = torch.randn(4, 32)
-    assert type(replaced(gated)) is Fp8GatedFeedForward and gated(x).equal(gated(x))
+    assert type(converted_forward(gated)) is Fp8GatedFeedForward and gated(x).equal(gated(x))
     inner[1].p = 0.5
     assert not gated(x).equal(gated(x))
     gated.eval()

@@ -20,8 +20,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 import coat_ds
+from coat_ds.layers.modules.converted_forward import is_plain
 from coat_ds.layers.modules.linear import Fp8Linear
-from coat_ds.layers.modules.replaced import is_plain
 from tests.coat_ds.layers.measures import fp8_bound, relative, run
 from tests.coat_ds.layers.parts import Net, check_watched, in_two_parts, tokens, watched, whole
 from tests.families import FAMILIES

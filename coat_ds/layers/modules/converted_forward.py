@@ -14,7 +14,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 DTYPES = (torch.bfloat16, torch.float32)
 
 
-class Replaced:
+class ConvertedForward:
     """Computes what a module's stock forward computes, in FP8. It holds no parameters and no other state of
     the model.
 
@@ -133,7 +133,7 @@ _OF_ANY_MODULE = frozenset(vars(torch.nn.Module()))
 def attributes_of(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     """Names and values of the attributes of a module and of its replaced forward, except the attributes of
     every module."""
-    for holder in (module, replaced(module)):
+    for holder in (module, converted_forward(module)):
         if holder is not None:
             yield from (item for item in vars(holder).items() if item[0] not in _OF_ANY_MODULE)
 
@@ -148,7 +148,7 @@ def is_dispatched(module: torch.nn.Module) -> bool:
     return "_hf_hook" in module.__dict__
 
 
-def replaced(module: torch.nn.Module) -> Replaced | None:
-    """The `Replaced` object in the module's `forward`; None if there is none."""
+def converted_forward(module: torch.nn.Module) -> ConvertedForward | None:
+    """The `ConvertedForward` in the module's `forward`; None if there is none."""
     found = module.__dict__.get("forward")
-    return found if isinstance(found, Replaced) else None
+    return found if isinstance(found, ConvertedForward) else None
