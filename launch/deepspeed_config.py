@@ -74,7 +74,8 @@ def set_batch_sizes(config: dict, args: argparse.Namespace, ranks: int) -> tuple
             )
     micro, total, passes = given.values()
     total = args.global_batch_size or total
-    micro = args.micro_batch_size or micro or (total // (ranks * passes) if total and passes else 4)
+    divides = total and passes and total % (ranks * passes) == 0
+    micro = args.micro_batch_size or micro or (total // (ranks * passes) if divides else 4)
     if total and (args.micro_batch_size or args.global_batch_size):
         passes = None
     total = total or micro * ranks * (passes or 1)

@@ -58,7 +58,7 @@ def _is_mistyped(key: Any, value: Any) -> bool:
     """Whether a key at the top of a config is probably a mistyped "coat", such as "coats" or "coat_ds", and
     its value a block. A name that does not begin with a letter, such as "_coat", is a comment."""
     is_block = isinstance(value, Mapping) and not BLOCK_KEYS.isdisjoint(value)
-    name = str(key).lower()
+    name = str(key).strip().lower()
     return is_block and name[:1].isalpha() and bool(get_close_matches(name, _NAMES, cutoff=_SIMILAR))
 
 

@@ -108,6 +108,7 @@ def test_json_check_accepts():
         ("coat_ds", BLOCK),
         ("Coat-DS", BLOCK),
         ("coat ", BLOCK),
+        (" coat", BLOCK),
         ("caot", BLOCK),
         ("coatt", BLOCK),
         ("cot", {"optimizer": {}}),

@@ -228,6 +228,7 @@ BATCHES = [
     (("auto", None, None), (None, None), 1, (4, 4)),
     ((None, 2, 64), (None, None), 2, (16, 64)),
     ((8, 2, 64), (2, 16), 2, (2, 16)),
+    ((None, 16, None), (None, 8), 1, (4, 8)),
     # two of the three determine the third, as in DeepSpeed
     ((8, 2, 64), (None, None), 2, "train_batch_size: 64 is not the micro-batch 8 times 2"),
     ((None, None, 0), (None, None), 3, "train_batch_size: expected a whole number above 0"),
