@@ -20,8 +20,8 @@ BLOCK_KEYS = frozenset(
         "zero3_layer_units",
     )
 )
-# the key, the module, and swapped letters, which difflib finds too different
-_NAMES = "coat", "coat_ds", "caot"
+# the key, the module, the distribution, and swapped letters, which difflib finds too different
+_NAMES = "coat", "coat_ds", "coat_train", "caot", "cota"
 # similarity to "coat", by difflib, of a key that is taken for it: one letter more or less, as in "coats"
 _SIMILAR = 0.85
 

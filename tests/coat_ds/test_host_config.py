@@ -110,6 +110,7 @@ def test_json_check_accepts():
         ("coat ", BLOCK),
         (" coat", BLOCK),
         ("caot", BLOCK),
+        ("coat-train", BLOCK),
         ("coatt", BLOCK),
         ("cot", {"optimizer": {}}),
     ],
