@@ -1,4 +1,4 @@
-"""The corpus: text files to token ids, of which some documents are held out for validation.
+"""The corpus: text files to token ids. Some documents are held out for validation.
 
 Every process tokenises for itself: train on a corpus of many gigabytes by Megatron-LM's own script.
 """

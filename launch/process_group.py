@@ -25,7 +25,7 @@ _ROOMS = ("coat_kernels", "coat_ds", "megatron_ext", "coat_launch")
 
 
 def check_launcher(env: dict[str, str]) -> None:
-    """Raises LaunchError for processes of mpirun or srun alone, each of which would train for itself."""
+    """Raises LaunchError for processes of mpirun or srun alone: each process would train for itself."""
     count = max(int(env.get(name, 1)) for name in _OTHERS)
     if count > 1 and not env.get("WORLD_SIZE"):
         raise LaunchError(

@@ -129,7 +129,7 @@ class _QkvBlock(torch.autograd.Function):
 class _AttentionBlock(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, norm_weight, norm_bias, bias, cos, sin, options, attend, count, *tensors):
-        """tensors: `count` weights, then those beside q, k and v."""
+        """tensors: `count` weights, then the tensors that `attend` takes after q, k and v."""
         weights, beside = tensors[:count], tensors[count:]
         qkv, saved = _qkv_forward(x, norm_weight, norm_bias, bias, cos, sin, weights, *options)
         (*ctx.options, _), ctx.attend, ctx.batch, ctx.end = options, attend, x.shape[1], _BEFORE + count
