@@ -1,21 +1,29 @@
-"""Attention inside of the documents of a batch, and in sliding windows, by torch's FlashAttention. It makes
-no mask.
+"""Attention inside of the documents of a batch, and in sliding windows, by torch's FlashAttention and, for
+long documents, cuDNN. It makes no mask.
 
-FlashAttention is called by its operators in ATen. `torch.nn.attention.varlen` has no backward that takes an
-output with sinks, and newer releases may choose cuDNN, which builds a plan for each number of documents.
+Both are called by their operators in ATen. `torch.nn.attention.varlen` has no backward that takes an output
+with sinks. torch's cuDNN attention for documents builds a plan in every call, so long documents are whole
+sequences here, one after another.
 """
 
 import functools
 import itertools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch.nn.attention import SDPBackend
 
 from coat_kernels.attention.saved import attended, packed_order
-from coat_kernels.attention.whole import BACKENDS, causal_attention
+from coat_kernels.attention.whole import BACKENDS, causal_attention, switched_on
 from coat_kernels.autograd.derivatives import once_differentiable
 from coat_kernels.autograd.origin import origin_of, with_origin
+
+# Tokens from which a document is attended to by cuDNN. Below, its gain does not pay the additional launches.
+LONG = 2048
+# cuDNN has a plan for each number of tokens, so that numbers are rounded up to one of this many in an octave
+_LENGTHS_PER_OCTAVE = 8
 
 
 class Packed(NamedTuple):
@@ -28,6 +36,8 @@ class Packed(NamedTuple):
     """Number of tokens of the longest document, or more."""
     window: int | None = None
     """Number of tokens before itself that a token attends to; None means all of its document."""
+    borders: tuple[int, ...] | None = None
+    """`starts` on the CPU, if it is there."""
 
     @classmethod
     def of(cls, first: torch.Tensor, device: torch.device) -> "Packed":
@@ -42,7 +52,8 @@ class Packed(NamedTuple):
         # training may use documents that an evaluation found
         with torch.inference_mode(False):
             starts = torch.tensor(borders, dtype=torch.int32).to(device, non_blocking=True)
-        return cls(starts, max(end - start for start, end in itertools.pairwise(borders)))
+        longest = max(end - start for start, end in itertools.pairwise(borders))
+        return cls(starts, longest, borders=tuple(borders))
 
     @staticmethod
     @functools.lru_cache(maxsize=4)
@@ -74,9 +85,51 @@ def takes_packed(dtype: torch.dtype, device: torch.device, d: int, e: int) -> bo
     return device.type == "cuda" and half and d == e <= 256 and d % 8 == 0
 
 
+class Part(NamedTuple):
+    """The documents from number `first` to `last`, which have the tokens from `start` to `end`."""
+
+    start: int
+    end: int
+    first: int
+    last: int
+    longest: int
+
+    @property
+    def is_long(self) -> bool:
+        """Whether this is one long document."""
+        return self.longest >= LONG
+
+    def documents(self, starts: torch.Tensor) -> Packed:
+        """The documents of these tokens alone. starts: of all documents."""
+        return Packed(starts[self.first : self.last + 1] - self.start, self.longest)
+
+    def sequence(self, x: torch.Tensor) -> torch.Tensor:
+        """The tokens of a long document in x [tokens, n, d] as a sequence [1, n, s, d] of a rounded length.
+        Tokens that follow it fill the sequence up, else zeros: causal attention never reads them."""
+        step = 2 ** (self.longest - 1).bit_length() // 2 // _LENGTHS_PER_OCTAVE
+        s = -(-self.longest // step) * step
+        rows = x[self.start : self.start + s]
+        return F.pad(rows, (0, 0, 0, 0, 0, s - len(rows))).transpose(0, 1)[None]
+
+
+def parts_of(borders: Sequence[int]) -> list[Part]:
+    """Long documents by themselves, and the documents between them."""
+    parts: list[Part] = []
+    for number, (start, end) in enumerate(itertools.pairwise(borders)):
+        part = Part(start, end, number, number + 1, end - start)
+        if parts and not (part.is_long or parts[-1].is_long):
+            before = parts.pop()
+            part = part._replace(
+                start=before.start, first=before.first, longest=max(part.longest, before.longest)
+            )
+        parts.append(part)
+    return parts
+
+
 class _Packed(torch.autograd.Function):
     """Packed attention from a forward that returns the output and the logarithm of the sum of each row's
-    exponentials, `lse`, and from its backward. It saves what FlashAttention saves.
+    exponentials, `lse`, and from its backward. It saves what FlashAttention and cuDNN save, `lse` for each
+    part.
 
     A sink is one more score of each row, without a value. It makes the sum of a row larger, lse' =
     log(e^lse + e^sink), and the output smaller, o' = o e^(lse - lse'). Backward computes the probabilities
@@ -86,31 +139,86 @@ class _Packed(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, sinks, starts, packed: Packed, scale: float):
-        output, lse = (_flash if q.is_cuda else _reference)(q, k, v, packed, scale)
+    def forward(ctx, q, k, v, sinks, starts, packed: Packed, parts: list[Part] | None, scale: float):
+        if parts is None:
+            output, *lse = (_flash if q.is_cuda else _reference)(q, k, v, packed, scale)
+        else:
+            output, lse = _in_parts(q, k, v, starts, parts, scale)
         if sinks is not None:
-            whole = torch.logaddexp(lse, sinks[:, None].to(lse.dtype))
-            output = (output * (lse - whole).exp().t()[..., None]).to(q.dtype)
-            lse = whole
-        ctx.save_for_backward(q, k, v, sinks, starts, output, lse)
-        ctx.how = packed.longest, packed.window, scale
+            whole = torch.logaddexp(lse[0], sinks[:, None].to(lse[0].dtype))
+            output = (output * (lse[0] - whole).exp().t()[..., None]).to(q.dtype)
+            lse = [whole]
+        ctx.save_for_backward(q, k, v, sinks, starts, output, *lse)
+        ctx.how = packed.longest, packed.window, parts, scale
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        q, k, v, sinks, starts, output, lse = ctx.saved_tensors
-        longest, window, scale = ctx.how
-        packed, backward = (
-            Packed(starts, longest, window),
-            _flash_backward if q.is_cuda else _reference_backward,
-        )
-        grads = backward(grad, q, k, v, output, lse, packed, scale)
+        q, k, v, sinks, starts, output, *lse = ctx.saved_tensors
+        longest, window, parts, scale = ctx.how
+        if parts is None:
+            packed = Packed(starts, longest, window)
+            backward = _flash_backward if q.is_cuda else _reference_backward
+            grads = backward(grad, q, k, v, output, lse[0], packed, scale)
+        else:
+            grads = _in_parts_backward(grad, q, k, v, output, lse, starts, parts, scale)
         of_sinks = None
         if sinks is not None:
-            along = (grad.to(lse.dtype) * output).sum(-1).t()
-            of_sinks = -((sinks[:, None] - lse).exp() * along).sum(1).to(sinks.dtype)
-        return *grads, of_sinks, None, None, None
+            along = (grad.to(lse[0].dtype) * output).sum(-1).t()
+            of_sinks = -((sinks[:, None] - lse[0]).exp() * along).sum(1).to(sinks.dtype)
+        return *grads, of_sinks, None, None, None, None
+
+
+def _in_parts(q, k, v, starts, parts: list[Part], scale: float) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The output, and lse of each part."""
+    output, found = q.new_empty(*q.shape[:2], v.shape[2]), []
+    for part in parts:
+        tokens = slice(part.start, part.end)
+        if part.is_long:
+            y, lse = _cudnn(*(part.sequence(x) for x in (q, k, v)), scale)
+            y = y[0].transpose(0, 1)[: part.longest]
+        else:
+            y, lse = _flash(*(x[tokens] for x in (q, k, v)), part.documents(starts), scale)
+        output[tokens] = y
+        found.append(lse)
+    return output, found
+
+
+def _in_parts_backward(grad, q, k, v, output, lses, starts, parts: list[Part], scale: float):
+    """The gradients of q, k and v."""
+    grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]
+    for part, lse in zip(parts, lses, strict=True):
+        tokens = slice(part.start, part.end)
+        if part.is_long:
+            # the output's gradient of tokens that follow the document is zero
+            of_output = part._replace(start=0).sequence(grad[tokens])
+            found = _cudnn_backward(of_output, *(part.sequence(x) for x in (q, k, v, output)), lse, scale)
+            found = [x[0].transpose(0, 1)[: part.longest] for x in found]
+        else:
+            given = (x[tokens] for x in (q, k, v, output))
+            found = _flash_backward(grad[tokens], *given, lse, part.documents(starts), scale)
+        for whole, of_part in zip(grads, found, strict=True):
+            whole[tokens] = of_part
+    return grads
+
+
+def _cudnn(q, k, v, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The output, and lse [1, heads, s, 1], of causal attention of a sequence [1, heads, s, d] by cuDNN."""
+    output, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        q, k, v, None, True, 0.0, True, scale=scale
+    )
+    return output, lse
+
+
+def _cudnn_backward(grad, q, k, v, output, lse, scale: float) -> tuple[torch.Tensor, ...]:
+    """The gradients of q, k and v."""
+    # the state of random numbers, which only dropout reads
+    state = torch.empty((), dtype=torch.int64, device=q.device)
+    s = q.shape[2]
+    return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+        grad, q, k, v, output, lse, state, state, None, None, None, s, s, 0.0, True, scale=scale
+    )
 
 
 def _flash(q, k, v, packed: Packed, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -188,6 +296,8 @@ def packed_attention(
     what it computes. Documents of one length, such as one document, are whole sequences to
     `causal_attention`, which is faster.
 
+    Long documents run on cuDNN, too, if `packed.borders` are known.
+
     Args:
         q: [s, b, n, d]; k: [s, b, groups, d]; v: [s, b, groups, e], of one dtype, which `takes_packed`.
         packed: documents of the b * s tokens, one sequence after another. They cover all tokens.
@@ -216,9 +326,20 @@ def packed_attention(
         return with_origin(y, origin) if origin else y
     q, k, v = (x.flatten(0, 1) for x in (q, k, v))
     scale = d**-0.5 if scale is None else scale
+    parts = None
+    if (
+        q.is_cuda
+        and packed.borders is not None
+        and packed.longest >= LONG
+        and sinks is None
+        and packed.window is None
+        and max(d, v.shape[-1]) <= 128
+        and SDPBackend.CUDNN_ATTENTION in switched_on(backends)
+    ):
+        parts = parts_of(packed.borders)
 
     def attend(q, k, v):
-        return _Packed.apply(q, k, v, sinks, packed.starts, packed, scale)
+        return _Packed.apply(q, k, v, sinks, packed.starts, packed, parts, scale)
 
     order = packed_order(b, batch_first)
     output, origin = attended(attend, q, k, v, order, **how)

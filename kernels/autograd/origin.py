@@ -44,7 +44,7 @@ TABLES = "tables"
 ADDITIVE = "additive"
 # documents of packed batches. transformers' adapter: (address of cu_seq_lens_q, PackedMask), on cu_seq_lens_q
 # or the model's PackedMask; by length (borders,), on position_ids; by number of documents longer borders, on
-# borders. Megatron's: Packed, with the number of tokens on cu_seqlens_q, or on the mask
+# borders. Megatron's: Packed, on cu_seqlens_q or on the mask
 BORDERS = "borders"
 
 

@@ -44,19 +44,14 @@ def packed_sequences(params: PackedSeqParams, tokens: int) -> Packed:
                 "packed_seq_params: expected equal cu_seqlens_q and cu_seqlens_kv, found "
                 f"{given.tolist()} and {of_keys.tolist()}. Tokens attend to their own document."
             )
-        # training may use documents that an evaluation found
-        with torch.inference_mode(False):
-            starts = given.to(torch.int32)
-            longest, last = torch.stack([starts.diff().max(), starts[-1]]).tolist()
-            found = Packed(starts, longest), last
+        found = Packed.between(given.tolist(), given.device)
         note(given, BORDERS, found)
-    packed, last = found
-    if last != tokens:
+    if (last := found.borders[-1]) != tokens:
         raise ValueError(
             f"packed_seq_params: expected documents of all {tokens} tokens of the batch, found cu_seqlens_q "
             f"that ends at {last}. Give the padding at the end a document of its own."
         )
-    return packed
+    return found
 
 
 def masked_documents(mask: torch.Tensor | None, s: int, b: int) -> Packed:

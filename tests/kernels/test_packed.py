@@ -8,7 +8,15 @@ import torch.nn.functional as F
 
 from coat_kernels.attention import Packed, causal_attention, takes_packed
 from coat_kernels.attention import packed_attention as attention
-from coat_kernels.attention.packed import _flash, _flash_backward
+from coat_kernels.attention.packed import (
+    LONG,
+    Part,
+    _cudnn,
+    _cudnn_backward,
+    _flash,
+    _flash_backward,
+    parts_of,
+)
 from coat_kernels.autograd.origin import origin_of
 from coat_kernels.fp8 import E4M3
 from coat_kernels.tensorwise.quantize import quantize_tensor
@@ -28,6 +36,11 @@ LAYOUTS = pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 def packed(lengths, device, window=None) -> Packed:
     starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device=device)
     return Packed(starts, max(lengths), window)
+
+
+def with_borders(lengths, device) -> Packed:
+    """The same, and its borders are known on the CPU."""
+    return Packed.between([0, *torch.tensor(lengths).cumsum(0).tolist()], device)
 
 
 def qkv(tokens, device, groups=N, dtype=torch.bfloat16, sinks=False):
@@ -152,6 +165,63 @@ def test_packed_attention_arguments_fit_torchs_flash_attention(window):
     assert y.shape == q.shape and lse.shape == (N, 96) and lse.dtype == torch.float32
     found = _flash_backward(torch.empty_like(y), q, k, v, y, lse, documents, 0.3)
     assert [g.shape for g in found] == [x.shape for x in (q, k, v)]
+
+
+def test_cudnn_arguments_fit_torchs_operators():
+    q, k, v = (torch.empty(1, n, 96, D, dtype=torch.bfloat16, device="meta") for n in (N, 2, 2))
+    y, lse = _cudnn(q, k, v, 0.3)
+    assert y.shape == q.shape and lse.dtype == torch.float32
+    found = _cudnn_backward(torch.empty_like(y), q, k, v, y, lse, 0.3)
+    assert [g.shape for g in found] == [x.shape for x in (q, k, v)]
+
+
+def test_parts_of_long_documents_are_apart():
+    lengths = [3, 0, LONG - 1, LONG, LONG + 7, 5, 2]
+    borders = with_borders(lengths, "cpu").borders
+    parts = parts_of(borders)
+    assert [(p.first, p.last, p.longest) for p in parts] == [
+        (0, 3, LONG - 1),
+        (3, 4, LONG),
+        (4, 5, LONG + 7),
+        (5, 7, 5),
+    ]
+    assert all((p.start, p.end) == (borders[p.first], borders[p.last]) for p in parts)
+    starts = torch.tensor(borders)
+    assert parts[0].documents(starts).starts.tolist() == [0, 3, 3, LONG + 2]
+    assert parts[3].documents(starts).starts.tolist() == [0, 5, 7]
+
+
+@pytest.mark.parametrize("length", [LONG, LONG + 1, 2 * LONG - 1, 2 * LONG, 5 * LONG + 3])
+def test_sequences_of_long_documents_have_few_lengths(length):
+    """At most one eighth longer than the document; the last one of a batch ends in zeros."""
+    tokens = length + 40
+    x = torch.arange(2.0 * tokens).view(tokens, 1, 2)
+    found = Part(40, tokens, 0, 1, length).sequence(x)
+    s = found.shape[2]
+    octave = 2 ** (length - 1).bit_length()
+    assert found.shape == (1, 1, s, 2) and length <= s <= length * 9 / 8 and s * 16 % octave == 0
+    assert found[0, 0, :length].equal(x[40:, 0]) and not found[0, 0, length:].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("groups", [N, 2])
+@pytest.mark.parametrize("fmt", [None, "sqrt8"])
+@pytest.mark.parametrize("lengths", [[5, LONG + 1, 700, 33, 2 * LONG - 100, 3], [LONG, 3 * LONG // 2 + 9]])
+def test_long_documents_attend_within_themselves(lengths, fmt, groups, device):
+    inputs = qkv(sum(lengths), device, groups)
+    grad = torch.randn(1, sum(lengths), N * D, dtype=torch.bfloat16, device=device)
+    expected = one_by_one(*inputs, lengths=lengths)
+    y = packed_attention(*inputs, with_borders(lengths, device), saved_format=fmt)
+    # as in test_packed_attention_attends_within_documents; backward sees groups as in
+    # test_packed_attention_gradients_see_one_rounding_of_each_tensor
+    assert rel_rms(y, expected) < 2**-8
+    score = 2**0.5 * ROUNDING[fmt] if fmt else 0
+    bounds = (2 * score + 2 * ROUNDING[fmt],) * 2 + (1.5 * score,) if fmt else (0,) * 3
+    found = torch.autograd.grad(y, inputs, grad, retain_graph=True)
+    wanted = torch.autograd.grad(expected, inputs, grad.double())
+    for a, e, bound in zip(found, wanted, bounds, strict=True):
+        assert rel_rms(a, e) < bound + 2**-6
+    check_origin(y, fmt)
 
 
 @LAYOUTS

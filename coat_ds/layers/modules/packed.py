@@ -226,7 +226,7 @@ class Slots:
         if starts is None:
             starts = F.pad(packed.starts, (0, self.slots - documents), value=tokens)
             note(packed.starts, name, starts)
-        return packed._replace(starts=starts, longest=self.longest)
+        return packed._replace(starts=starts, longest=self.longest, borders=None)
 
 
 def traced_mask(mask: torch.Tensor | None, arguments: dict, b: int, s: int) -> torch.Tensor | None:
