@@ -129,16 +129,24 @@ def one_gpu(results: Results) -> str:
         "resident, release": "on the GPU; backward applies gradients",
         "ZeRO-Offload": "DeepSpeed ZeRO-Offload, BF16",
     }
-    models = {"llama2-7b": "Llama-2-7B", "llama2-13b": "Llama-2-13B", "qwen3-32b": "Qwen3-32B"}
+    models = {
+        "llama2-7b": "Llama-2-7B",
+        "llama2-13b": "Llama-2-13B",
+        "qwen3-14b": "Qwen3-14B",
+        "qwen3-32b": "Qwen3-32B",
+    }
+    order = [*models]
     lines = []
-    for row in results.rows("one_gpu_h200.csv"):
+    for row in sorted(
+        results.rows("one_gpu_h200.csv"), key=lambda row: (order.index(row["model"]), -row["layers"])
+    ):
         whole = row["layers"] in (32, 40, 64)
-        tokens = row["sequence"] * row["micro_batch"] * row["accumulation"]
+        sequences = row["micro_batch"] * row["accumulation"]
         hidden = row.get("not_hidden_s")
         lines.append(
             [
                 models[row["model"]] if whole else f"{row['layers']} layers of {models[row['model']]}",
-                f"{tokens:,.0f}",
+                f"{sequences:.0f} × {row['sequence']:,.0f}",
                 ways[row["system"]],
                 f"{row['tokens_per_s']:,.0f}",
                 f"{row['step_s']:.2f}",
@@ -149,6 +157,34 @@ def one_gpu(results: Results) -> str:
         )
     heads = "tokens a step", "states", "tokens/s", "s a step", "s not hidden", "GPU GB", "host GB"
     return table([data("one_gpu_h200.csv", "model"), *heads], *lines)
+
+
+@block("huggingface.md", "packed")
+def packed(results: Results) -> str:
+    layers = {"llama3-8b": "Llama-3-8B", "qwen3-8b": "Qwen3-8B"}
+    documents = {
+        "8 x 1024": "8 documents of 1,024 tokens",
+        "log-normal": "32,768 tokens, lengths log-normal",
+    }
+    lines = []
+    for layer, name in layers.items():
+        for given, described in documents.items():
+            stock, ours = (
+                results.row("packed_8b_h200.csv", layer=layer, documents=given, system=system)
+                for system in ("BF16 varlen", "COAT")
+            )
+            lines.append(
+                [
+                    f"{name}, {described}",
+                    f"{stock['ms']:.1f}",
+                    f"{ours['ms']:.1f}",
+                    f"{stock['ms'] / ours['ms']:.2f}",
+                    f"{stock['saved_mib']:,.0f}",
+                    f"{ours['saved_mib']:,.0f}",
+                ]
+            )
+    head = ["BF16, ms", "COAT, ms", "times as fast", "BF16 saves, MiB", "COAT saves, MiB"]
+    return table([data("packed_8b_h200.csv", "a layer"), *head], *lines)
 
 
 @block("fit.md", "stage 2")
@@ -192,8 +228,8 @@ def faster(results: Results) -> str:
         for system in ("COAT", "COAT, graphs")
     )
     masked, bare = (
-        results.row("packed_h200.csv", layer="llama", documents="uneven", system=system)
-        for system in ("BF16 sdpa+mask", "COAT bf16")
+        results.row("packed_8b_h200.csv", layer="llama3-8b", documents="log-normal", system=system)
+        for system in ("BF16 sdpa", "COAT")
     )
     recompute = {row["recompute"]: row for row in results.rows("recompute.csv")}
     full, without = (recompute[n] for n in ("BF16, full", "COAT"))
@@ -221,7 +257,7 @@ def faster(results: Results) -> str:
             "packed documents or windows, with a mask",
             "[leave the mask out](huggingface.md#packed-batches-and-windows)",
             f"{bare['ms']:.1f} ms a layer; BF16 with a mask {masked['ms']:.1f} "
-            f"({data('packed_h200.csv', '7B, seven documents')})",
+            f"({data('packed_8b_h200.csv', 'Llama-3-8B, 32,768 tokens')})",
             "",
         ],
         [
