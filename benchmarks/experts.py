@@ -14,10 +14,10 @@ from benchmarks.common.harness import Table, benchmark, reason
 from benchmarks.common.memory import release
 from benchmarks.common.spawn import Rank, join, run_ranks
 from benchmarks.common.timing import measure
-from coat_ds.saved_bytes import SavedStorages
 from coat_kernels.experts import ExpertsState, KernelGate, grouped_experts
 from coat_kernels.experts.order import by_expert
 from coat_kernels.weights import WeightCache
+from megatron_ext.saved_bytes import SavedStorages
 
 
 class Sizes(NamedTuple):

@@ -14,7 +14,7 @@ from benchmarks.common.harness import Table, benchmark, reason
 from benchmarks.common.memory import release
 from benchmarks.common.timing import measure
 from benchmarks.common.wide_models import SHAPES, Shape
-from coat_ds.saved_bytes import SavedStorages
+from megatron_ext.saved_bytes import SavedStorages
 from tests.families import FAMILIES, LAYERS, Family, losses_of
 
 TOKENS = 8192

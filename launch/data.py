@@ -17,6 +17,8 @@ from coat_launch.batches import Split, hold_out
 from coat_launch.errors import LaunchError
 
 _END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|eos|>")
+# fraction of the tokens that is held out, in whole documents
+VALIDATION_SHARE = 0.05
 BLOCK_BYTES = 1 << 20
 _STDLIB_BYTES = 4 << 20
 # encodings: tables, and a batch that consists of tables would make the loss jump
@@ -35,9 +37,8 @@ def load_corpus(
     seq_length: int,
     seed: int,
     tokenizer: str | os.PathLike | None = None,
-    validation_share: float = 0.05,
 ) -> Corpus:
-    """Reads the corpus and holds a part of it out for validation.
+    """Reads the corpus and holds `VALIDATION_SHARE` of it out for validation.
 
     Args:
         paths: text files, `.jsonl` files with a "text" in each line, folders of both. Without any, the Python
@@ -45,7 +46,6 @@ def load_corpus(
         seq_length: tokens per sample.
         seed: decides which documents are held out and the order of the samples.
         tokenizer: a Hugging Face `tokenizer.json`; text is tokenised by bytes without it.
-        validation_share: fraction of the tokens to hold out, in whole documents.
 
     Raises LaunchError for every input that cannot be used.
     """
@@ -62,7 +62,7 @@ def load_corpus(
     documents = np.stack([np.cumsum(lengths) - lengths, lengths], 1)
     splits = []
     for name, part in zip(
-        ("training", "validation"), hold_out(documents, validation_share, seed, seq_length), strict=True
+        ("training", "validation"), hold_out(documents, VALIDATION_SHARE, seed, seq_length), strict=True
     ):
         split = Split(tokens, part, seq_length=seq_length, seed=seed)
         if not len(split):

@@ -62,7 +62,7 @@ def flushes() -> int:
 def run_case(case: Case, steps: int) -> dict[str, float]:
     """Trains, and measures on this rank: ms, loss, and bytes by name."""
     import coat_ds
-    from megatron_ext.saved_bytes import cached_weight_bytes, saved_bytes
+    from megatron_ext.saved_bytes import saved_bytes
 
     torch.manual_seed(0)
     batches = random_batches(case.job, case.micro_batch)
@@ -95,7 +95,7 @@ def run_case(case: Case, steps: int) -> dict[str, float]:
         "masters": sum(p.nbytes for p in masters_of(engine)),
         "states": coat_ds.state_bytes(engine)["bytes"],
         "saved": saved,
-        "copies": cached_weight_bytes(engine.module),
+        "copies": sum(getattr(m, "cached_bytes", 0) for m in engine.module.modules()),
     }
     bytes_of = {"peak": 0, "reserved": 0} | peaks | parts | phases
     times = [milliseconds(*pair) for pair in marks[WARMUP:]]

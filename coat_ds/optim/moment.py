@@ -72,11 +72,6 @@ class Moment(StoredTensor):
         )
         return cls(pieces, shape)
 
-    @classmethod
-    def encoded(cls, x: torch.Tensor, arrangement: Arrangement) -> Self:
-        """`x` (any shape, floating point) as a moment on the same device."""
-        return cls.zeros(x.shape, arrangement, x.device).encode_(x)
-
     def recover_(self, x: torch.Tensor, worker: torch.device | None = None) -> bool:
         """Writes `x` (same number of elements, any floating point, on any device), in codes that decode to
         exactly `x` where such codes exist. Returns whether they exist for all groups.

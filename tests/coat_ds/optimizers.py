@@ -5,6 +5,7 @@ import io
 import torch
 
 from coat_ds import CoatAdamW
+from coat_ds.optim.moment import Moment
 from coat_ds.optim.options import MOMENTS
 
 SHAPES = [(33, 70), (130,), (1,), (), (0,), (257,), (8, 4, 5)]
@@ -16,6 +17,11 @@ def parameters(dtype=torch.float32, device="cpu"):
     # a transposed weight, which is not contiguous
     made.append(torch.randn(40, 50, generator=generator).to(device, dtype).t())
     return [torch.nn.Parameter(p) for p in made]
+
+
+def encoded(x, arrangement):
+    """`x` as a moment."""
+    return Moment.zeros(x.shape, arrangement, x.device).encode_(x)
 
 
 def set_grads(params, seed, scale=1.0):

@@ -17,6 +17,7 @@ from tests.coat_ds.optimizers import (
     FP32,
     assert_equal,
     codes,
+    encoded,
     parameters,
     set_grads,
     through_file,
@@ -97,7 +98,7 @@ def test_coat_adamw_step_is_torchs_from_the_stored_moments(exp_avg_format, exp_a
             assert torch.equal(p, q)
             for name, stored in zip(MOMENTS, optimizer.moments(p), strict=True):
                 codec = get_codec(formats[name])
-                expected = Moment.encoded(stock.state[q][name], codec)
+                expected = encoded(stock.state[q][name], codec)
                 assert torch.equal(stored, expected.decode())
 
 

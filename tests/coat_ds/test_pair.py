@@ -12,6 +12,7 @@ from coat_ds.optim.layouts import Fragment
 from coat_ds.optim.moment import Moment, paired
 from coat_ds.optim.stored_moment import StoredMoment
 from coat_kernels.codecs import GROUP_SIZE, Stored, codec, get_codec
+from tests.coat_ds.optimizers import encoded
 from tests.coat_ds.test_state import SHAPE, WRITES, values
 from tests.util import Made
 
@@ -64,7 +65,7 @@ def test_pair_stores_both_moments_within_their_bounds():
     m, v = some_pair()
     first, second = pair_of(m, v)
     assert ((first.decode() - m).abs() <= limit(m, second)).all()
-    alone = Moment.encoded(v, LOG)
+    alone = encoded(v, LOG)
     assert torch.equal(second.decode(), alone.decode())
     held = sum(piece.storage.nbytes for moment in pair_of(*some_pair()) for piece in moment.pieces)
     # two codes, and nine bytes for each of six groups
@@ -76,7 +77,7 @@ def test_pair_stores_both_moments_within_their_bounds():
 def test_pair_write_of_the_second_moment_keeps_the_first(write):
     m, v = some_pair()
     first, second = pair_of(m, v)
-    alone, before, codes = Moment.encoded(v, LOG), first.decode(), stored_of(first)
+    alone, before, codes = encoded(v, LOG), first.decode(), stored_of(first)
     old = stored_of(second)
     WRITES[write](second)
     WRITES[write](alone)

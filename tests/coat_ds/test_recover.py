@@ -11,6 +11,7 @@ from coat_ds.optim.recover import recover_
 from coat_kernels.codecs import CODECS, Stored
 from coat_kernels.codecs import codec as codecs
 from coat_kernels.codecs.codec import encode_reference
+from tests.coat_ds.optimizers import encoded
 
 N = 128 * 40 + 77
 KINDS = {
@@ -65,8 +66,8 @@ def test_recover_codes_after_stochastic_rounding(name):
 def test_recover_codes_that_plain_encoding_would_not():
     torch.manual_seed(42)
     codec = CODECS["fp8_expanded"]
-    values = Moment.encoded(torch.randn(N), codec).decode()
-    assert not torch.equal(Moment.encoded(values, codec).decode(), values)
+    values = encoded(torch.randn(N), codec).decode()
+    assert not torch.equal(encoded(values, codec).decode(), values)
 
 
 @pytest.mark.parametrize("width", [1e-3, 1.0])
@@ -100,13 +101,13 @@ def test_recover_finds_groups_one_by_one(name):
     back = codec.decode(found)
     same = back == values
     assert not exact and same[:256].all() and same[512:].all()
-    assert torch.equal(back[256:512], Moment.encoded(values[256:512], codec).decode())
+    assert torch.equal(back[256:512], encoded(values[256:512], codec).decode())
 
 
 def test_recover_is_exact_if_all_pieces_are():
     torch.manual_seed(42)
     layout = ((0, CODECS["fp8_expanded"]), (1000, CODECS["fp32"]), (1100, CODECS["log8"]))
-    values = Moment.encoded(torch.rand(2000), layout).decode()
+    values = encoded(torch.rand(2000), layout).decode()
     moment, exact = recovered_moment(values.view(4, 500), layout)
     assert exact and moment.arrangement == layout and torch.equal(moment.decode(), values.view(4, 500))
     values[100] = 0.123

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from coat_ds.optim.moment import Moment
 from coat_kernels.codecs import get_codec
 from tests.coat_ds.faithful import assert_faithful
+from tests.coat_ds.optimizers import encoded
 
 EXACT, FP8 = get_codec("fp32"), get_codec("fp8_expanded")
 SHAPE = (7, 100)
@@ -23,7 +24,7 @@ def values(*shape, seed=0):
 
 
 def fp8_moment(x):
-    return Moment.encoded(x, FP8)
+    return encoded(x, FP8)
 
 
 WRITES = {
@@ -84,7 +85,7 @@ REFUSED = {
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 def test_moment_writes_arrive_as_in_a_plain_tensor(write):
     plain = values(*SHAPE)
-    moment = Moment.encoded(plain, EXACT)
+    moment = encoded(plain, EXACT)
     write(moment)
     write(plain)
     assert isinstance(moment, Moment)
@@ -105,19 +106,19 @@ def test_moment_refuses_writes_that_would_be_lost(write):
 def test_moment_writes_encode_the_groups_that_they_change(write, name):
     """And leave every other one as it is stored, to the bit."""
     codec = get_codec(name)
-    moment = Moment.encoded(values(*SHAPE).abs(), codec)
+    moment = encoded(values(*SHAPE).abs(), codec)
     before, codes = moment.decode(), moment.piece.storage.codes.clone()
     exact = before.clone()
     WRITES[write](exact)
     WRITES[write](moment)
     groups = F.pad((exact != before).view(-1), (0, 68)).view(-1, 128).any(1).repeat_interleave(128)[:700]
-    whole = Moment.encoded(exact, codec).piece.storage.codes
+    whole = encoded(exact, codec).piece.storage.codes
     assert torch.equal(moment.piece.storage.codes, torch.where(groups, whole, codes))
 
 
 @pytest.mark.parametrize("name", ["fp8_expanded", "log8"])
 def test_moment_write_of_what_is_there_changes_nothing(name):
-    moment = Moment.encoded(values(*SHAPE).abs(), get_codec(name))
+    moment = encoded(values(*SHAPE).abs(), get_codec(name))
     before = [t.clone() for t in moment.stored()]
     for window in (moment, moment[2:5], moment[3, 4:]):
         window.copy_(window.decode())
@@ -142,7 +143,7 @@ def test_moment_in_place_ops_encode_their_result():
 def test_moment_windows_touch_their_groups_alone(numel, data, codec):
     start = data.draw(st.integers(0, numel))
     length = data.draw(st.integers(0, numel - start))
-    moment = Moment.encoded(values(numel), get_codec(codec))
+    moment = encoded(values(numel), get_codec(codec))
     before, new = moment.decode(), values(length, seed=1)
     window = moment.narrow(0, start, length)
     assert torch.equal(window.decode(), before[start : start + length])
@@ -152,7 +153,7 @@ def test_moment_windows_touch_their_groups_alone(numel, data, codec):
     expected[start : start + length] = new
     after = moment.decode()
     if length:
-        group = Moment.encoded(expected[first:last], get_codec(codec)).decode()
+        group = encoded(expected[first:last], get_codec(codec)).decode()
         assert torch.equal(after[first:last], group)
         before[first:last] = group
     assert torch.equal(after, before)

@@ -11,6 +11,7 @@ from coat_ds.optim.options import MOMENTS
 from coat_ds.optim.stored_moment import StoredMoment, _rebuild
 from coat_ds.optim.streaming import streaming
 from coat_kernels.codecs import get_codec
+from tests.coat_ds.optimizers import encoded
 
 CODES, SCALE, EXPONENT = torch.zeros(300, dtype=torch.uint8), torch.ones(3), torch.ones(3, dtype=torch.uint8)
 PIECE = (0, "fp8_expanded", CODES, SCALE, EXPONENT)
@@ -35,14 +36,14 @@ def read(value):
 
 def test_stored_moment_comes_back_by_a_reader_of_data_only():
     layout = ((0, get_codec("fp32")), (100, get_codec("fp8_expanded")), (1000, get_codec("log8")))
-    moment = Moment.encoded(torch.rand(40, 50), layout)
+    moment = encoded(torch.rand(40, 50), layout)
     found = read(StoredMoment(moment.pieces, moment.shape))
     assert isinstance(found, Moment) and (found.layout, found.shape) == (moment.layout, moment.shape)
     assert all(torch.equal(a, b) for a, b in zip(found.stored(), moment.stored(), strict=True))
 
 
 def test_stored_moment_of_a_part_is_its_values():
-    moment = Moment.encoded(torch.rand(40, 50), get_codec("log8"))
+    moment = encoded(torch.rand(40, 50), get_codec("log8"))
     part = StoredMoment(moment.pieces, moment.shape)[3:5]
     assert read(part).equal(moment.decode()[3:5])
 
@@ -85,7 +86,7 @@ def test_stored_moment_is_written_in_the_layout_asked_for(exp_avg_sq_format):
 
 def test_stored_moment_gives_kernels_no_memory():
     # a moment has none: FusedAdam, loading such a file, read from a null pointer
-    moment = Moment.encoded(torch.rand(40, 50), get_codec("log8"))
+    moment = encoded(torch.rand(40, 50), get_codec("log8"))
     stored = read(StoredMoment(moment.pieces, moment.shape))
     for found in (moment, moment.view(-1)[128:], stored):
         with pytest.raises(RuntimeError, match="Cannot access data pointer"):

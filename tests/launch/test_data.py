@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from coat_launch.batches import Split
-from coat_launch.data import Tokenizer, load_corpus, padded_vocab_size, tokenise
+from coat_launch.data import VALIDATION_SHARE, Tokenizer, load_corpus, padded_vocab_size, tokenise
 from coat_launch.errors import LaunchError
 
 END = 256
@@ -94,14 +94,14 @@ def test_every_document_is_in_one_part_and_nothing_is_lost(tmp_path):
     folder = write_files(tmp_path / "text")
     texts = {path.read_bytes() for path in folder.iterdir()}
     # with one token per sample there is no tail
-    corpus = load_corpus([folder], seq_length=1, seed=0, validation_share=0.2)
+    corpus = load_corpus([folder], seq_length=1, seed=0)
     train, validation = documents_of(corpus.train), documents_of(corpus.validation)
     assert not train & validation
     assert train | validation == texts
     share = corpus.validation.num_tokens / (corpus.validation.num_tokens + corpus.train.num_tokens)
     # documents are not cut, so the share is met to within one of 40 documents
-    assert 0.2 <= share < 0.2 + 1 / 20
-    other = load_corpus([folder], seq_length=1, seed=1, validation_share=0.2)
+    assert VALIDATION_SHARE <= share < VALIDATION_SHARE + 1 / 20
+    other = load_corpus([folder], seq_length=1, seed=1)
     assert documents_of(other.validation) != validation
 
 

@@ -25,6 +25,11 @@ def batch(device):
     return tokens, torch.arange(S, device=device).expand(B, S), None
 
 
+def cached_bytes(model) -> int:
+    """Bytes that COAT's linear layers hold now in FP8 copies of weights."""
+    return sum(getattr(module, "cached_bytes", 0) for module in model.modules())
+
+
 def rounding_error(dtype: torch.dtype, device) -> float:
     """Relative RMS error of a Gaussian rounded to an FP8 format with one scale: 0.026 and 0.053."""
     x = torch.randn(1 << 18, generator=torch.Generator().manual_seed(0)).to(device)

@@ -11,8 +11,18 @@ from coat_ds.config import ActivationsConfig
 from coat_kernels.autograd.origin import maxima_of, share_notes, take_stand_in
 from megatron_ext.layer_specs import coat_layer_spec
 from megatron_ext.layers.norm import CoatNorm
-from megatron_ext.saved_bytes import cached_weight_bytes
-from tests.megatron_ext.layers import GPT, LINEARS, B, H, S, batch, build, config, loss_and_grads
+from tests.megatron_ext.layers import (
+    GPT,
+    LINEARS,
+    B,
+    H,
+    S,
+    batch,
+    build,
+    cached_bytes,
+    config,
+    loss_and_grads,
+)
 from tests.util import rel_rms
 
 pytestmark = pytest.mark.usefixtures("megatron")
@@ -140,7 +150,7 @@ def test_weight_cache_with_main_grad(device):
             module.weight.grad_added_to_main_grad = False
     loss_and_grads(model, device)
     weights = [m.weight for m in model.modules() if isinstance(m, LINEARS)]
-    assert cached_weight_bytes(model) == sum(2 * w.numel() + 8 for w in weights)
+    assert cached_bytes(model) == sum(2 * w.numel() + 8 for w in weights)
 
 
 def test_norm_keeps_notes_under_hooks_of_frameworks(device):

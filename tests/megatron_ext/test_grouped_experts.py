@@ -11,8 +11,8 @@ from megatron.core.activations import quick_gelu, squared_relu
 
 from coat_ds.config import ActivationsConfig
 from coat_ds.layers.inventory import layers_of
-from coat_ds.saved_bytes import SavedStorages
 from megatron_ext.layer_specs import coat_layer_spec, sdpa_layer_spec
+from megatron_ext.saved_bytes import SavedStorages
 from tests.kernels.agreement import BF16_RMS, EXPERTS_BACKWARD, EXPERTS_FORWARD
 from tests.megatron_ext.layers import loss_of, random_tokens
 from tests.megatron_ext.test_moe import (

@@ -19,7 +19,7 @@ from megatron_ext.layer_specs import coat_layer_spec, sdpa_layer_spec
 from megatron_ext.layers.attention import SDPACoreAttention
 from megatron_ext.layers.mlp import CoatMLP
 from megatron_ext.layers.norm import CoatNorm
-from megatron_ext.saved_bytes import cached_weight_bytes, saved_bytes
+from megatron_ext.saved_bytes import saved_bytes
 from tests.megatron_ext.conftest import one_megatron_process
 from tests.megatron_ext.layers import (
     FFN,
@@ -32,6 +32,7 @@ from tests.megatron_ext.layers import (
     S,
     batch,
     build,
+    cached_bytes,
     compared,
     config,
     loss_and_grads,
@@ -274,14 +275,14 @@ def test_layer_with_weight_cache_gives_the_same_bits(device):
     plain = build(coat_layer_spec)
     loss, grads = loss_and_grads(plain, device)
     model = build(coat_layer_spec, activations=ActivationsConfig(weight_cache="fp8"))
-    assert cached_weight_bytes(model) == 0
+    assert cached_bytes(model) == 0
     again, cached = loss_and_grads(model, device)
     assert again.equal(loss) and all(cached[name].equal(grads[name]) for name in grads)
     # codes in two layouts, the largest magnitude and the scale
     linears = [m.weight.numel() for m in model.modules() if isinstance(m, LINEARS)]
     assert len(linears) == 4
-    assert cached_weight_bytes(model) == sum(2 * n + 8 for n in linears)
-    assert cached_weight_bytes(plain) == 0
+    assert cached_bytes(model) == sum(2 * n + 8 for n in linears)
+    assert cached_bytes(plain) == 0
 
 
 def test_mlp_takes_megatrons_arguments():

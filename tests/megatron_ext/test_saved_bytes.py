@@ -4,8 +4,7 @@ import ctypes
 
 import torch
 
-from coat_ds.saved_bytes import SavedStorages
-from megatron_ext.saved_bytes import saved_bytes
+from megatron_ext.saved_bytes import SavedStorages, saved_bytes
 
 S, B, H = 6, 2, 8
 
