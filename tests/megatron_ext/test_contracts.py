@@ -130,25 +130,3 @@ def layer(megatron):
 def test_megatron_modules_have_the_attributes(layer, name):
     module = layer.get_submodule(name)
     assert not [attribute for attribute in BUILT[name].split() if not hasattr(module, attribute)]
-
-
-def test_megatron_linear_calls_forward_impl_by_name(layer, monkeypatch):
-    found = {}
-    for name in ("linear_qkv", "linear_proj"):
-        linear = getattr(layer.self_attention, name)
-        stock = linear._forward_impl
-
-        def record(*args, name=name, stock=stock, **kwargs):
-            found[name] = args, kwargs
-            return stock(*args, **kwargs)
-
-        monkeypatch.setattr(linear, "_forward_impl", record)
-        linear(linear.weight.new_zeros(2, 1, linear.weight.shape[1]))
-    for args, kwargs in found.values():
-        assert not args
-        assert not {"input", "weight", "bias", "allreduce_dgrad", "sequence_parallel"} - kwargs.keys()
-
-
-def test_megatron_bias_dropout_add_takes_three_positional_arguments(layer):
-    parameters = list(inspect.signature(layer.mlp_bda(True, False)).parameters)
-    assert len(parameters) == 3 and parameters[1] == "residual"
