@@ -70,6 +70,11 @@ def test_plan_has_what_is_offloaded_in_host_memory(stage):
     # which COAT's step streams through the GPU: a model smaller than a chunk at once
     ours = plan.predict(SMALL, spread, rungs()["COAT"])
     assert ours.moments[-1].temporaries == ours.on_host < (4 + 8 + 4) * n / 4
+    # FP32 sums of earlier micro-batches stay on the GPU at stage 2, in the tensor that the CPU's step reads
+    one, several = (
+        moments(gpus=4, stage=2, accumulation=k, fp32_gradients=True, **offloaded) for k in (1, 3)
+    )
+    assert several["loss"].gradients - one["loss"].gradients == 4 * n / 4
     if stage == 3:
         parts = dataclasses.replace(spread, offload_parameters=True)
         prediction = plan.predict(SMALL, parts, rungs()["BF16"])

@@ -1,29 +1,19 @@
 """`coat plan` compared with measurements."""
 
-import contextlib
 import csv
 import dataclasses
-import functools
-import gc
 import json
-import time
-from importlib.metadata import version
 from pathlib import Path
 
-import deepspeed
 import pytest
-import torch
-from packaging.version import Version
 
 from benchmarks import zero_gradients
 from benchmarks.common.harness import read_rows
 from benchmarks.common.whole_models import MODELS, SYSTEMS, WAYS, planned
 from coat_ds import plan
-from coat_ds.plan import Layout, Memory, Sizes, from_deepspeed, rungs
+from coat_ds.plan import Layout, Sizes, rungs
 from coat_ds.plan.memory import WORKSPACES
 from coat_ds.plan.read import from_values
-from tests.coat_ds.engines import engine_of
-from tests.util import run_distributed
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks/results"
@@ -199,89 +189,6 @@ def test_plan_of_peaks_under_trainer_is_within_one_per_cent():
         found = plan.predict(size, spread, rungs()[row["system"]]).peak
         assert found.total / 1e6 == pytest.approx(row["peak_mb"], rel=0.01), row
     assert len(rows) >= 3
-
-
-as_planned = pytest.mark.skipif(
-    Version(version("deepspeed")) < Version("0.19.8"), reason="what is planned is what DeepSpeed 0.19.8 does"
-)
-# of the model below
-NUMEL = 4 * 64 * 64
-
-
-def accumulated(stage: int, keys: dict) -> list[int]:
-    """Bytes that DeepSpeed holds between steps, and more after each of a step's first two micro-batches."""
-
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed("gloo")
-    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(4)))
-    zero = {"reduce_bucket_size": 5000, **keys.pop("zero_optimization", {})}
-    sizes = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}
-    engine = engine_of(model, zero.pop("stage", stage), zero=zero, **sizes, **keys)
-    x = torch.randn(2, 64, dtype=torch.bfloat16)
-
-    def alive() -> int:
-        time.sleep(0.1)
-        found = {}
-        for t in [t for t in gc.get_objects() if isinstance(t, torch.Tensor)]:
-            # some that libraries keep have no memory
-            with contextlib.suppress(RuntimeError):
-                for storage in (x.untyped_storage() for x in (t, t.grad) if x is not None):
-                    found[storage.data_ptr()] = storage.nbytes()
-        return sum(found.values())
-
-    def step(micro_batches: int) -> int:
-        for _ in range(micro_batches):
-            engine.backward(engine(x).float().square().mean())
-            engine.step()
-        gc.collect()
-        # a thread of gloo lets go of the last bucket a moment after its reduction is done
-        return min(alive() for _ in range(5))
-
-    before = step(3)
-    return [before, step(1) - before, step(1) - before]
-
-
-@functools.cache
-def held(stage: int, keys: str = "{}") -> list[list[int]]:
-    """`accumulated` on two ranks."""
-    return run_distributed(accumulated, 2, stage, json.loads(keys))
-
-
-def at_the_loss(keys: str, **spread) -> Memory:
-    config = {"zero_optimization": {"reduce_bucket_size": 5000, "stage": spread["stage"]}, **json.loads(keys)}
-    sizes = SHAPES["finetune.csv"]
-    found = plan.predict(sizes, from_deepspeed(config, sizes, gpus=2, **spread), rungs()["COAT"])
-    return next(memory for memory in found.moments if memory.moment == "loss")
-
-
-FP32 = '{"data_types": {"grad_accum_dtype": "fp32"}}'
-
-
-@as_planned
-@pytest.mark.parametrize("stage, keys", [*((stage, "{}") for stage in (1, 2, 3)), (2, FP32), (3, FP32)])
-def test_plan_gradients_are_those_that_deepspeed_holds(stage, keys):
-    one, several = (at_the_loss(keys, stage=stage, accumulation=n) for n in (1, 3))
-    share = NUMEL / SHAPES["finetune.csv"].parameters
-    # of earlier micro-batches
-    expected = (several.gradients - one.gradients) * share + several.buffers - one.buffers
-    for (before, *more), (usual, *_) in zip(held(stage, keys), held(stage), strict=True):
-        assert more == [expected, expected]
-        # between steps, over what is held where gradients are added up in BF16
-        usually = at_the_loss("{}", stage=stage)
-        assert before - usual == (one.gradients - usually.gradients) * share
-
-
-@as_planned
-def test_plan_has_fp32_gradients_on_the_gpu_under_offload():
-    """Those of earlier micro-batches: in the flat tensor that the CPU's step reads."""
-    zero = {"stage": 2, "reduce_bucket_size": 5000, "offload_optimizer": {"device": "cpu"}}
-    share = NUMEL / SHAPES["finetune.csv"].parameters
-    for more, bytes_each in (({}, 0), (json.loads(FP32), 4)):
-        keys = json.dumps({"zero_optimization": zero, **more})
-        one, several = (at_the_loss(keys, stage=2, accumulation=n) for n in (1, 3))
-        expected = bytes_each * NUMEL / 2
-        assert (several.gradients - one.gradients) * share == expected
-        assert [found[1:] for found in held(2, keys)] == 2 * [2 * [expected]]
 
 
 def test_plan_peaks_of_gradients_in_fp32():
