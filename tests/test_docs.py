@@ -16,7 +16,7 @@ from coat_ds.log import listed
 from coat_ds.optim.accounting import planned_bytes, states_line
 from coat_ds.plan.read import meta_model
 from coat_ds.zero.status import ON
-from tests.test_readme import README, block, names_of_examples
+from tests.pages import README, block, names_of_examples
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 

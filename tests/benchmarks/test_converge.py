@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.converge import corpus, recipe
 from coat_launch.report import read_metrics
-from tests.benchmarks.test_harness import run
+from tests.benchmarks.dry import run
 
 TRAINED = ["bf16-seed1", "coat-seed1", "bf16-to-coat-seed1"]
 TEXT = "".join(f"line {i} of the text\n" for i in range(40))

@@ -12,7 +12,7 @@ from benchmarks.finetune import pretrained
 from benchmarks.finetune.table import parse
 from coat_ds import CoatConfig
 from coat_launch.batches import Batch
-from tests.benchmarks.test_harness import run
+from tests.benchmarks.dry import run
 
 ENDINGS = ("river", "mountain", "village", "garden", "harbour")
 PROSE = "".join(

@@ -4,7 +4,6 @@ import contextlib
 import csv
 import io
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,11 +15,6 @@ from benchmarks.common.harness import RESULTS, Table
 from benchmarks.common.timing import Span, covered_ms, gpu_spans
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def run(*arguments):
-    command = [sys.executable, "-m", "benchmarks", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
 
 def run_here(*arguments):

@@ -1,17 +1,11 @@
 """The benchmark of DeepSpeed's ZeRO counts bytes correctly; nothing here is timed."""
 
-import csv
-
 import pytest
 import torch
 
 from benchmarks import zero
-from tests.benchmarks.test_harness import run
-from tests.coat_ds.test_zero import FP8_BOUND, TOLERANCE
-
-
-def rows_of(path):
-    return list(csv.DictReader(path.open()))
+from tests.benchmarks.dry import rows_of, run
+from tests.coat_ds.cells import FP8_BOUND, TOLERANCE
 
 
 @pytest.mark.long("a benchmark's dry run")

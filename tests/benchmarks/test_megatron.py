@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from tests.benchmarks.test_harness import run
-from tests.benchmarks.test_hosts import rows_of
+from tests.benchmarks.dry import rows_of, run
 
 
 @pytest.mark.long("a benchmark's dry run")

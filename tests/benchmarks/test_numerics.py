@@ -6,7 +6,7 @@ import math
 import pytest
 
 from benchmarks.numerics import mean_ratios, root_mean_squares
-from tests.benchmarks.test_harness import run
+from tests.benchmarks.dry import run
 
 BESIDE = "ours, saved E4M3"
 

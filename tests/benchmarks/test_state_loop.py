@@ -9,7 +9,7 @@ import triton.language as tl
 from benchmarks.common.state_codes import cases
 from benchmarks.state_loop.loop import BETA2
 from benchmarks.state_loop.models import MODELS
-from tests.benchmarks.test_harness import run
+from tests.benchmarks.dry import run
 
 
 @pytest.mark.long("a benchmark's dry run")

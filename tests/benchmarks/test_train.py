@@ -8,7 +8,7 @@ import torch
 from benchmarks.common.harness import read_rows
 from benchmarks.common.whole_models import Job
 from benchmarks.train.search import identity, next_case
-from tests.benchmarks.test_harness import run
+from tests.benchmarks.dry import run
 
 JOB = Job("llama2-7b", "zero2", "BF16", 32, 4)
 

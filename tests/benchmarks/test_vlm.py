@@ -10,7 +10,7 @@ from benchmarks.converge.recipe import Run
 from benchmarks.vlm import model as models
 from benchmarks.vlm import pictures
 from benchmarks.vlm.sizes import FULL, QUICK, Stack
-from tests.benchmarks.test_harness import run
+from tests.benchmarks.dry import run
 
 STACK = Stack(64, 128, 1, 2)
 SIZES = FULL._replace(train=64, held_out=16, tower=STACK, decoder=STACK)

@@ -7,7 +7,7 @@ import deepspeed
 import torch
 from torch import nn
 
-from tests.coat_ds.test_zero import ds_config
+from tests.coat_ds.cells import ds_config
 from tests.util import listening
 
 # the paper's second moment, and today's: the first one's format follows

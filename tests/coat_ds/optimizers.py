@@ -78,3 +78,15 @@ def through_file(state_dict):
     torch.save(state_dict, file)
     file.seek(0)
     return torch.load(file, weights_only=True)
+
+
+def stored(optimizer):
+    """All tensors of the states, in order."""
+    out = []
+    for p in (p for group in optimizer.param_groups for p in group["params"]):
+        state = optimizer.state.get(p, {})
+        out += [
+            t for name in ("exp_avg", "exp_avg_sq") if name in state for t in state[name].unpaired().stored()
+        ]
+        out += [state[name] for name in ("remainder", "step") if name in state]
+    return [t.cpu() for t in out]

@@ -17,7 +17,7 @@ from coat_ds.zero.recompute import compressed
 from coat_kernels.autograd.checkpointing import packed_bytes
 from coat_kernels.autograd.origin import PACKED, noted
 from tests.coat_ds.engines import STATES, engine_of
-from tests.kernels.test_choices import CHOOSE, TOKENS, Mixture
+from tests.kernels.mixture import CHOOSE, TOKENS, Mixture
 from tests.util import listening, rel_rms, run_distributed
 
 ROWS, WIDTH, GROUP = 64, 128, 128

@@ -14,18 +14,9 @@ import torch
 
 from coat_ds.optim.moment import Moment
 from coat_ds.zero.partitions import partitions
+from tests.coat_ds.cells import FP8_BOUND, OFFLOAD, TOLERANCE, Wide, cell, decay_groups, ds_config, train_step
 from tests.coat_ds.checkpointed import NEW, OLD, Given, full_states, of_moments, start, to_universal
 from tests.coat_ds.faithful import assert_faithful, assert_ratio_faithful
-from tests.coat_ds.test_zero import (
-    FP8_BOUND,
-    OFFLOAD,
-    TOLERANCE,
-    Wide,
-    cell,
-    decay_groups,
-    ds_config,
-    train_step,
-)
 from tests.util import run_distributed
 
 SIZES = (1, 2, 4, 1)

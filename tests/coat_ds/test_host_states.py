@@ -18,8 +18,8 @@ from coat_ds.optim.layouts import Fragment
 from coat_ds.optim.moment import Moment
 from coat_ds.optim.pieces import Operands
 from coat_ds.optim.shards import local
-from tests.coat_ds.optimizers import assert_equal, through_file
-from tests.coat_ds.test_dtensor import VOCABULARY, build
+from tests.coat_ds.optimizers import assert_equal, stored, through_file
+from tests.coat_ds.sharded import VOCABULARY, build
 from tests.util import listening, run_distributed
 
 SHAPES = [(100, 130), (7,), (64, 64), (5000,), (3, 33, 100), (0,), (), (1, 4096)]
@@ -74,18 +74,6 @@ def train(params, optimizer, steps, first=0):
         # as a gradient scaler does, which skips the fourth step
         optimizer.found_inf = flag.fill_(float(step == 3))
         optimizer.step(grad_scale=torch.tensor(0.5, device=flag.device))
-
-
-def stored(optimizer):
-    """All tensors of the states, in order."""
-    out = []
-    for p in (p for group in optimizer.param_groups for p in group["params"]):
-        state = optimizer.state.get(p, {})
-        out += [
-            t for name in ("exp_avg", "exp_avg_sq") if name in state for t in state[name].unpaired().stored()
-        ]
-        out += [state[name] for name in ("remainder", "step") if name in state]
-    return [t.cpu() for t in out]
 
 
 def allocations(optimizer):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from coat_ds.optim import host_states
-from tests.coat_ds.test_zero import MASTER16, STEPS, Wide, cell, ds_config, train_step
+from tests.coat_ds.cells import MASTER16, STEPS, Wide, cell, ds_config, train_step
 from tests.util import run_distributed
 
 CELLS = {

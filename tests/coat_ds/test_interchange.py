@@ -18,18 +18,9 @@ import torch
 from coat_ds import CoatAdamW
 from coat_ds.optim.moment import Moment
 from coat_ds.optim.options import MOMENTS
+from tests.coat_ds.cells import FP8_BOUND, OFFLOAD, TOLERANCE, Tied, Wide, cell, ds_config, train_step
 from tests.coat_ds.checkpointed import full_states, of_moments, to_universal
 from tests.coat_ds.faithful import assert_ratio_faithful, assert_second_faithful
-from tests.coat_ds.test_zero import (
-    FP8_BOUND,
-    OFFLOAD,
-    TOLERANCE,
-    Tied,
-    Wide,
-    cell,
-    ds_config,
-    train_step,
-)
 from tests.hosts import without_compilation
 from tests.util import run_distributed
 

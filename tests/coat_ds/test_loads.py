@@ -5,9 +5,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from coat_ds.optim import loading
 from coat_ds.optim.options import MOMENTS
+from tests.coat_ds.cells import cell
 from tests.coat_ds.checkpointed import NEW, Given, full_states, start
 from tests.coat_ds.optimizers import assert_equal
-from tests.coat_ds.test_zero import cell
 from tests.util import run_distributed
 
 # stages 1 and 2 are loaded by one class

@@ -17,7 +17,7 @@ from coat_ds.optim.streaming import streaming
 from coat_ds.zero.checkpoints import moments_wait_on_cpu
 from coat_ds.zero.offloading import _move_states
 from tests.coat_ds.optimizers import assert_equal
-from tests.coat_ds.test_state import values
+from tests.coat_ds.writes import values
 from tests.util import Made
 
 NUMEL, PART = 20 * 128 + 45, 256

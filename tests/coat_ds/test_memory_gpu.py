@@ -12,7 +12,7 @@ from torch import nn
 import coat_ds
 from coat_ds.optim.options import MOMENTS
 from coat_ds.optim.streaming import streaming
-from tests.coat_ds.test_zero import cell, ds_config
+from tests.coat_ds.cells import cell, ds_config
 from tests.util import run_distributed
 
 NUMEL = 2**25

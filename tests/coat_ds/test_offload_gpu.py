@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import coat_ds
-from tests.coat_ds.test_zero import STEPS, TOLERANCE, Wide, cell, start, train_step
+from tests.coat_ds.cells import STEPS, TOLERANCE, Wide, cell, start, train_step
 from tests.util import run_distributed
 
 STAGES = (1, 2, 3)

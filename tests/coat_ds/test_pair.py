@@ -13,7 +13,7 @@ from coat_ds.optim.moment import Moment, paired
 from coat_ds.optim.stored_moment import StoredMoment
 from coat_kernels.codecs import GROUP_SIZE, Stored, codec, get_codec
 from tests.coat_ds.optimizers import encoded
-from tests.coat_ds.test_state import SHAPE, WRITES, values
+from tests.coat_ds.writes import SHAPE, WRITES, values
 from tests.util import Made
 
 RATIO, LOG, EXACT = (get_codec(name) for name in ("ratio8", "log8", "fp32"))

@@ -16,9 +16,8 @@ from coat_ds.plan.command import configured
 from coat_ds.plan.model_states import stepped_bytes
 from coat_ds.plan.systems import coat
 from coat_kernels.graphs import graphed_work
+from tests.coat_ds.planned import MATRICES, NORMS, SMALL, TABLE, moments
 
-# elements of SMALL's matrices in a layer, of its embedding, and of all of its norms
-MATRICES, TABLE, NORMS = 64 * (128 + 64 + 256 + 128), 512 * 64, 5 * 64
 # GPUs on which only GEMMs or only copies take time, at a thousand operations or bytes a second: milliseconds
 # are counts
 GEMMS, COPIES = (
@@ -27,8 +26,6 @@ GEMMS, COPIES = (
 )
 
 ROOT = Path(__file__).parents[2]
-
-SMALL = Sizes(layers=2, hidden=64, ffn=128, heads=4, groups=2, head_dim=16, vocabulary=512)
 
 
 def test_plan_without_fp8_has_smaller_states_alone(tmp_path, capsys):
@@ -45,12 +42,6 @@ def test_plan_without_fp8_has_smaller_states_alone(tmp_path, capsys):
     assert cli.main([*shape, "--deepspeed", str(tmp_path / "ds.json"), "--stage", "2", "--json"]) == 0
     configured = json.loads(capsys.readouterr().out)["systems"][-1]
     assert configured["roles"] == found["COAT, states alone"]
-
-
-def moments(system="BF16", model: Sizes = SMALL, **spread) -> dict[str, plan.Memory]:
-    system = rungs()[system] if isinstance(system, str) else system
-    found = plan.predict(model, Layout(**{"sequence": 8} | spread), system)
-    return {memory.moment: memory for memory in found.moments}
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -11,7 +11,7 @@ from packaging.version import Version
 from coat_ds.plan import PlanError, from_deepspeed, predict, rungs
 from coat_kernels.graphs import gradient_moves_in_backward, graphed_work
 from tests.coat_ds.engines import STATES, config_of
-from tests.coat_ds.test_plan import MATRICES, SMALL, moments
+from tests.coat_ds.planned import MATRICES, SMALL, moments
 from tests.util import run_distributed
 
 

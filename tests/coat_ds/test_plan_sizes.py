@@ -13,7 +13,7 @@ from coat_ds.plan.read import from_values, meta_model
 from coat_ds.plan.saved import saved_per_token
 from coat_ds.plan.systems import coat
 from tests.coat_ds.layers.measures import saved_bytes
-from tests.coat_ds.test_plan import SMALL
+from tests.coat_ds.planned import SMALL
 
 ROOT = Path(__file__).parents[2]
 

@@ -12,9 +12,8 @@ from coat_ds import CoatAdamW, CoatConfigError
 from coat_ds.optim import host_states, release
 from coat_ds.optim.shards import local
 from coat_ds.zero import convert_optimizer
-from tests.coat_ds.optimizers import assert_equal, through_file
-from tests.coat_ds.test_dtensor import VOCABULARY, build
-from tests.coat_ds.test_host_states import stored
+from tests.coat_ds.optimizers import assert_equal, stored, through_file
+from tests.coat_ds.sharded import VOCABULARY, build
 from tests.families import FAMILIES
 from tests.util import run_distributed
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 import coat_ds
 from coat_ds import CoatAdamW
 from coat_ds.optim.shards import local, shard_of
-from tests.coat_ds.test_dtensor import FP32, build, coat, start, train
+from tests.coat_ds.sharded import FP32, build, coat, start, train
 from tests.util import run_distributed
 
 

@@ -8,7 +8,7 @@ import coat_ds
 from coat_ds.plan import from_deepspeed
 from coat_ds.zero.block import flag
 from coat_ds.zero.deepspeed_config import check, no_conversion, stage_of
-from tests.coat_ds.test_plan import SMALL
+from tests.coat_ds.planned import SMALL
 
 VALUES = [
     True,

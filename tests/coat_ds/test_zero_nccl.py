@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import coat_ds
-from tests.coat_ds.test_zero import CELLS, FP8_BOUND, STEPS, TOLERANCE, run_stock, start, train_step
+from tests.coat_ds.cells import CELLS, FP8_BOUND, STEPS, TOLERANCE, run_stock, start, train_step
 from tests.util import run_distributed
 
 RANKS = 2

@@ -1,7 +1,7 @@
 """BF16 weights with every possible remainder, including edited weights."""
 
 from tests.hostile.conftest import EXAMPLES
-from tests.kernels.test_adamw_masters import assert_pairs_are_right, pairs
+from tests.kernels.masters import assert_pairs_are_right, pairs
 
 
 def test_every_pair_of_weight_and_remainder():

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import pytest
 import torch
 
 from coat_kernels.adamw import AdamWOptions
@@ -57,3 +58,7 @@ def with_options(step):
         return step(*tensors, options=options, **keywords)
 
     return call
+
+
+EPS = 1e-5
+LAYER_NORM = pytest.mark.parametrize("layer_norm", [False, True], ids=["rms", "layer"])

@@ -15,8 +15,7 @@ from coat_kernels.codecs.codec import (
     encode_reference,
 )
 from tests.hosts import TEST_ALL
-from tests.kernels.agreement import comparable
-from tests.kernels.test_codecs import GROUP, log2_error_bound
+from tests.kernels.agreement import GROUP, comparable, log2_error_bound
 
 EIGHT_BIT = [name for name, codec in CODECS.items() if codec.dtype == torch.uint8]
 FLOOR = 2.0**-120

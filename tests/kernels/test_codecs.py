@@ -12,11 +12,8 @@ from coat_kernels.codecs.codec import (
     encode_kernel_launch,
     encode_reference,
 )
-from coat_kernels.fp8 import E4M3
-from tests.kernels.agreement import comparable
+from tests.kernels.agreement import GROUP, comparable, log2_error_bound
 from tests.kernels.inputs import SIZES, hard, wide
-
-GROUP = 128
 
 
 def by_reference(codec, x):
@@ -25,21 +22,6 @@ def by_reference(codec, x):
 
 def by_kernel(codec, x):
     return encode_kernel_launch(codec, x), lambda s: decode_kernel_launch(codec, s)
-
-
-def log2_error_bound(storage, x):
-    """Largest |log2(decoded / x)| that rounding may cause, for each element of x.
-
-    A code y is rounded by at most half a step: 2^-(mantissa bits + 1) of itself, or half the smallest
-    subnormal. The 1/k-th root divides the logarithm by k. Raising a value to the smallest code costs less
-    than the lower half step of it. FP32 arithmetic adds about k * 2^-18 before the root (a logarithm of
-    up to 150 times k, each to 2^-24) and 2^-18 after it.
-    """
-    k = storage.exponent.float().repeat_interleave(GROUP)[: len(x)] / 16
-    largest = storage.scale.repeat_interleave(GROUP)[: len(x)]
-    y = E4M3.max * torch.exp2(k * (x.abs().log2() - largest.log2()))
-    relative = torch.maximum(torch.full_like(y, 2**-4), E4M3.tiny / 2 / y).clamp_max(1 - 2**-6)
-    return -torch.log2(1 - relative) / k + 2**-16
 
 
 @pytest.mark.parametrize("run", [by_reference, by_kernel])

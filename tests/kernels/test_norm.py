@@ -13,12 +13,10 @@ from coat_kernels.tensorwise import PredictedScale
 from coat_kernels.tensorwise.operands import fp8_operands
 from coat_kernels.tensorwise.quantize import quantize_tensor_reference
 from tests.kernels.agreement import E4M3_RMS, KERNEL_RMS, ROUNDING, close, finite_max, same
-from tests.kernels.inputs import SHAPES, hard, wide
+from tests.kernels.inputs import EPS, LAYER_NORM, SHAPES, hard, wide
 from tests.util import rel_rms, saved_tensors
 
-EPS = 1e-5
 FORMATS = pytest.mark.parametrize("fmt", ROUNDING)
-LAYER_NORM = pytest.mark.parametrize("layer_norm", [False, True], ids=["rms", "layer"])
 
 
 def plain(x, weight, bias, layer_norm, zero_centered=False):

@@ -11,8 +11,7 @@ from coat_kernels.norm.op import NormOptions, norm_operands
 from coat_kernels.norm.residual import Addends, residual_add_reference
 from coat_kernels.tensorwise import PredictedScale
 from tests.kernels.agreement import close, same
-from tests.kernels.inputs import SHAPES, hard, wide
-from tests.kernels.test_norm import EPS, LAYER_NORM
+from tests.kernels.inputs import EPS, LAYER_NORM, SHAPES, hard, wide
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
+from coat_launch import report
 from tests.launch import faulty
 from tests.util import PRELOADED, meeting_place
 
@@ -103,3 +104,12 @@ def _rank(environment: dict, folder: Path, faults: dict, argv: list[str]) -> Non
     except BaseException:
         traceback.print_exc()
         raise
+
+
+def measured(folder: Path) -> dict:
+    """Losses of training and validation, learning rates and norms by step: all values that must be equal."""
+    out = {}
+    for record in report.read_metrics(folder / "run/metrics.jsonl"):
+        known = {key: value for key, value in record.items() if key != "tokens_per_s"}
+        out.setdefault(record["step"], {}).update(known)
+    return out

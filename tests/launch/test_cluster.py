@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.ranks import HIDDEN, run_ranks
-from tests.launch.test_faults import measured
+from tests.launch.ranks import HIDDEN, measured, run_ranks
 from tests.util import free_port
 
 pytestmark = pytest.mark.long("hosts of real network namespaces and Slurm")

@@ -16,9 +16,9 @@ import torch
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 
-from coat_launch import checkpoints, pretrain_gpt, report
+from coat_launch import checkpoints, pretrain_gpt
 from coat_launch.files import lock_folder
-from tests.launch.ranks import HIDDEN, run_ranks
+from tests.launch.ranks import HIDDEN, measured, run_ranks
 
 pytestmark = pytest.mark.early
 
@@ -71,15 +71,6 @@ def whole(tmp_path_factory, corpus):
         ended = run_ranks(argv, folder, ranks=ranks, faults={"record": [str(folder)]})
         assert ended.codes == [0] * ranks, ended.text
     return folders
-
-
-def measured(folder: Path) -> dict:
-    """Losses of training and validation, learning rates and norms by step: all values that must be equal."""
-    out = {}
-    for record in report.read_metrics(folder / "run/metrics.jsonl"):
-        known = {key: value for key, value in record.items() if key != "tokens_per_s"}
-        out.setdefault(record["step"], {}).update(known)
-    return out
 
 
 def saved(folder: Path) -> set[str]:

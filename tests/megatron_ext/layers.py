@@ -1,12 +1,18 @@
 """Tiny models for the tests of layers, and the measures for their comparison."""
 
+import contextlib
+from unittest import mock
+
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
 
+from coat_kernels.groups import GROUP_FORMATS
 from megatron_ext.layers.linear import CoatColumnParallelLinear, CoatRowParallelLinear
 from megatron_ext.model import ModelShape, build_gpt
-from tests.util import rel_rms
+from tests.util import EXACT, rel_rms
 
 LINEARS = (CoatColumnParallelLinear, CoatRowParallelLinear)
 S, B, VOCAB = 64, 2, 256
@@ -114,4 +120,49 @@ GPT = {
     "activation_func": F.gelu,
     "gated_linear_unit": False,
     "add_bias_linear": True,
+}
+
+
+@contextlib.contextmanager
+def without_rounding():
+    """Makes FP8 codes and saved groups FP32 numbers: only the arithmetic of the layers remains."""
+    from coat_kernels import fp8
+
+    formats = [(fmt, fmt.dtype) for fmt in (fp8.E4M3, fp8.E5M2)]
+    for fmt, _ in formats:
+        object.__setattr__(fmt, "dtype", torch.float32)
+    try:
+        with mock.patch.dict(GROUP_FORMATS, dict.fromkeys(GROUP_FORMATS, EXACT)):
+            yield
+    finally:
+        for fmt, dtype in formats:
+            object.__setattr__(fmt, "dtype", dtype)
+
+
+def whole(parameter, value):
+    """The gradient of the whole parameter from the gradients of its shards, on every rank."""
+    group = parallel_state.get_tensor_model_parallel_group()
+    if not getattr(parameter, "tensor_model_parallel", False):
+        return value
+    parts = [torch.empty_like(value) for _ in range(group.size())]
+    dist.all_gather(parts, value.contiguous(), group=group)
+    # a rank's part of a gated projection is its part of the gate and its part of up
+    strides = [part.chunk(parameter.partition_stride, parameter.partition_dim) for part in parts]
+    return torch.cat(
+        [part for stride in zip(*strides, strict=True) for part in stride], parameter.partition_dim
+    )
+
+
+Q, KV, WIDTH, POSITIONS = 64, 48, 32, 16
+# as in DeepSeek-V3: value heads narrower than query heads, and YaRN's softmax scale
+LATENT = {
+    "multi_latent_attention": True,
+    "q_lora_rank": Q,
+    "kv_lora_rank": KV,
+    "qk_head_dim": WIDTH,
+    "qk_pos_emb_head_dim": POSITIONS,
+    "v_head_dim": WIDTH,
+    "rope_type": "yarn",
+    "mscale_all_dim": 1.0,
+    "qk_layernorm": True,
 }

@@ -1,19 +1,15 @@
 """The parameters of a COAT model are Megatron's: their attributes, and Megatron's distributed checkpoints."""
 
 import pytest
-import torch
-import torch.distributed as dist
-from megatron.core import dist_checkpointing, parallel_state
+from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
 
 from megatron_ext.cpu import enable, no_cuda
 from megatron_ext.layer_specs import coat_layer_spec, sdpa_layer_spec
-from megatron_ext.model import ModelShape, build_gpt
-from tests.megatron_ext.layers import GPT
+from tests.megatron_ext.checkpointed import build_gpt_of, load, save, shake, sharded, stock_gpt
+from tests.megatron_ext.experts import EXPERTS
+from tests.megatron_ext.layers import GPT, whole
 from tests.megatron_ext.ranks import join
-from tests.megatron_ext.test_moe import EXPERTS
-from tests.megatron_ext.test_parallel import whole
 from tests.util import run_distributed
 
 LLAMA = {"qk_layernorm": True}
@@ -34,25 +30,6 @@ MARKS = {
 }
 
 
-def _build(spec, config, seed, **more):
-    shape = ModelShape(2, 64, 96, 4, 2)
-    return build_gpt(shape, spec, seq_length=16, vocab_size=64, seed=seed, **config, **more)
-
-
-def _stock(config, seed):
-    """Megatron's own model, with the layers that it builds without --spec."""
-    if "num_moe_experts" in config:
-        # the config decides which layers have experts
-        some = _build(sdpa_layer_spec, config, seed).config
-        spec = get_gpt_decoder_block_spec(some, use_transformer_engine=False, normalization="RMSNorm")
-    else:
-        spec = get_gpt_layer_local_spec(
-            qk_layernorm=config.get("qk_layernorm", False),
-            normalization=config.get("normalization", "RMSNorm"),
-        )
-    return _build(spec, config, seed)
-
-
 def _marks(model):
     return {
         name: {mark: vars(p).get(mark, MARKS.get(mark)) for mark in MARKS.keys() | vars(p).keys()}
@@ -60,26 +37,8 @@ def _marks(model):
     }
 
 
-def _shake(model):
-    """Gives every weight its own values: norms, which begin with ones, and the experts of each rank."""
-    of_weights = parallel_state.get_tensor_model_parallel_rank()
-    of_experts = parallel_state.get_expert_model_parallel_rank()
-    for number, parameter in enumerate(model.parameters()):
-        rank = of_weights if getattr(parameter, "tensor_model_parallel", False) else 0
-        if not getattr(parameter, "allreduce", True):
-            rank = of_experts
-        generator = torch.Generator().manual_seed(2 * number + rank)
-        parameter.data.add_(torch.rand(parameter.shape, generator=generator))
-
-
 def _weights(model):
     return {name: whole(p, p.detach().clone()) for name, p in model.named_parameters()}
-
-
-def sharded(model, alone=False):
-    """alone: whether each rank writes its own shard (`singleton_local_shards`)."""
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    return model.sharded_state_dict(metadata={"dp_cp_group": group, "singleton_local_shards": alone})
 
 
 def _places(model):
@@ -97,23 +56,13 @@ def _places(model):
     return found
 
 
-def save(model, folder, alone=False):
-    folder.mkdir(exist_ok=True)
-    dist.barrier()
-    dist_checkpointing.save(sharded(model, alone), str(folder))
-
-
-def load(model, folder, alone=False):
-    model.load_state_dict(dist_checkpointing.load(sharded(model, alone), str(folder)))
-
-
 def _two_ranks(folder):
     enable()
     result = {}
     with no_cuda():
         for name, (groups, config) in MODELS.items():
             join(**groups)
-            stock, coat = _stock(config, seed=1), _build(coat_layer_spec, config, seed=2)
+            stock, coat = stock_gpt(config, seed=1), build_gpt_of(coat_layer_spec, config, seed=2)
             found = {
                 "marks": (_marks(coat), _marks(stock)),
                 "places": (_places(coat), _places(stock)),
@@ -121,17 +70,17 @@ def _two_ranks(folder):
             if "tensor_model_parallel_size" in groups:
                 # Megatron's own torch norms refuse sequence parallelism
                 found["marks of a sequence's parts"] = tuple(
-                    _marks(_build(spec, config, seed=1, sequence_parallel=True))
+                    _marks(build_gpt_of(spec, config, seed=1, sequence_parallel=True))
                     for spec in (coat_layer_spec, sdpa_layer_spec)
                 )
             if name in ("llama", "experts"):
-                _shake(stock)
+                shake(stock)
                 found["saved"] = _weights(stock)
                 save(stock, folder / f"stock {name}")
                 load(coat, folder / f"stock {name}")
                 found["loaded"] = _weights(coat)
                 save(coat, folder / f"coat {name}")
-                again = _stock(config, seed=3)
+                again = stock_gpt(config, seed=3)
                 load(again, folder / f"coat {name}")
                 found["loaded again"] = _weights(again)
             result[name] = found
@@ -146,8 +95,8 @@ def _one_rank(folder):
         for name in ("llama", "experts"):
             config = MODELS[name][1] | ({"expert_model_parallel_size": 1} if name == "experts" else {})
             for source, model in (
-                ("stock", _build(coat_layer_spec, config, seed=4)),
-                ("coat", _stock(config, seed=5)),
+                ("stock", build_gpt_of(coat_layer_spec, config, seed=4)),
+                ("coat", stock_gpt(config, seed=5)),
             ):
                 load(model, folder / f"{source} {name}")
                 result[name, source] = _weights(model)

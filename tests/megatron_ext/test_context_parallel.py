@@ -11,9 +11,8 @@ from megatron.core import parallel_state
 
 from megatron_ext import cpu, layer_specs, unsupported
 from megatron_ext.model import ModelShape, build_gpt
-from tests.megatron_ext.layers import assert_close, random_tokens
+from tests.megatron_ext.layers import assert_close, random_tokens, without_rounding
 from tests.megatron_ext.ranks import join
-from tests.megatron_ext.test_parallel import without_rounding
 from tests.util import run_distributed
 
 S, B, VOCAB, LAYERS = 256, 2, 64, 2

@@ -11,8 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.megatron_ext.layers import assert_close, loss_of
-from tests.megatron_ext.test_parallel import whole, without_rounding
+from tests.megatron_ext.layers import assert_close, loss_of, whole, without_rounding
 from tests.util import run_distributed
 
 pytestmark = pytest.mark.early

@@ -9,10 +9,9 @@ from megatron.core.inference.contexts import StaticInferenceContext
 from coat_ds.config import ActivationsConfig
 from megatron_ext.layer_specs import coat_layer_spec, sdpa_layer_spec
 from megatron_ext.saved_bytes import saved_bytes
-from tests.megatron_ext.layers import HEADS, LINEARS, B, S, batch, build, loss_and_grads
+from tests.megatron_ext.experts import EXPERTS
+from tests.megatron_ext.layers import HEADS, LATENT, LINEARS, B, S, batch, build, loss_and_grads
 from tests.megatron_ext.ranks import join
-from tests.megatron_ext.test_latent import LATENT
-from tests.megatron_ext.test_moe import EXPERTS
 from tests.util import run_distributed
 
 KINDS = {

@@ -15,7 +15,8 @@ from coat_kernels.weights import invalidate_weight_caches
 from megatron_ext.layer_specs import coat_layer_spec
 from megatron_ext.layers.decoder_layer import _no_graph, dense_parts, ranks_of
 from megatron_ext.model import ModelShape, build_gpt
-from tests.megatron_ext.test_blocks import GPT, batch
+from tests.megatron_ext.blocks import batch
+from tests.megatron_ext.layers import GPT
 
 S, B, H, FFN, HEADS, VOCAB = 32, 2, 64, 96, 4, 64
 STEPS = 50

@@ -8,12 +8,10 @@ import torch
 import torch.distributed as dist
 
 from coat_ds.config import CoatConfig
-from tests.megatron_ext.test_checkpoints import _build, _shake, _stock, load, save, sharded
-from tests.megatron_ext.test_grouped_experts import GROUPED
-from tests.megatron_ext.test_moe import EXPERTS, GPT
-from tests.megatron_ext.test_optimizer import _plain
-from tests.megatron_ext.test_parallel import whole
-from tests.megatron_ext.trainer import Trainer
+from tests.megatron_ext.checkpointed import build_gpt_of, load, save, shake, sharded, stock_gpt
+from tests.megatron_ext.experts import EXPERTS, GPT, GROUPED
+from tests.megatron_ext.layers import whole
+from tests.megatron_ext.trainer import Trainer, plain_states
 from tests.util import run_distributed
 
 pytestmark = pytest.mark.early
@@ -33,7 +31,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 def _grouped(config, seed):
     from megatron_ext.layer_specs import coat_layer_spec
 
-    return _build(coat_layer_spec, config | GROUPED, seed)
+    return build_gpt_of(coat_layer_spec, config | GROUPED, seed)
 
 
 def _flat(parts):
@@ -95,7 +93,7 @@ def _optimizers(folder):
         grouped = Trainer(mode, "coat", **(CONFIG | GROUPED)).load(names[0], sharding)
         grouped.save(names[1], sharding)
         Trainer(mode, "coat", **CONFIG).load(names[1], sharding).save(names[2], sharding)
-        found.append((losses, grouped.steps(2), [_plain(name) for name in names]))
+        found.append((losses, grouped.steps(2), [plain_states(name) for name in names]))
     optimizer.uninstall()
     return found
 
@@ -149,8 +147,8 @@ def _two_ranks(folder):
         for layout, (sizes, config) in LAYOUTS.items():
             initialize_model_parallel(**sizes)
             config = config | sizes
-            stock, grouped = _stock(config, seed=1), _grouped(config, seed=2)
-            _shake(stock)
+            stock, grouped = stock_gpt(config, seed=1), _grouped(config, seed=2)
+            shake(stock)
             result[layout] = {
                 "places": [(_places(grouped, alone), _places(stock, alone)) for alone in (False, True)],
                 "saved": _weights(stock),
@@ -161,7 +159,7 @@ def _two_ranks(folder):
                 loaded = _grouped(config, seed=3)
                 result[layout]["loaded", alone] = _load(loaded, folders[0], alone)
                 save(loaded, folders[1], alone)
-                result[layout]["loaded again", alone] = _load(_stock(config, seed=4), folders[1], alone)
+                result[layout]["loaded again", alone] = _load(stock_gpt(config, seed=4), folders[1], alone)
             if layout == "tensor parallel":
                 # each rank has all experts and loads the checkpoints of two ranks with two experts each
                 for name in ("stock", "grouped"):
@@ -243,7 +241,7 @@ def test_dp_reshardable_states_of_other_experts_are_refused(ranks):
 @pytest.mark.parametrize("names", ["SequentialMLP", "TEGroupedMLP", "own"])
 def test_grouped_experts_load_state_dicts_of_other_experts(megatron, names):
     config = CONFIG | GPT
-    grouped, stock = _grouped(config, seed=1), _stock(config, seed=2)
+    grouped, stock = _grouped(config, seed=1), stock_gpt(config, seed=2)
     saved = stock.state_dict()
     before = "decoder.layers.1.mlp.experts."
     of_experts = {name: saved.pop(name) for name in list(saved) if name.startswith(before)}
@@ -258,7 +256,7 @@ def test_grouped_experts_load_state_dicts_of_other_experts(megatron, names):
                 saved[f"{before}{linear}.{kind}"] = torch.stack(parts)
     grouped.load_state_dict(of_experts | saved if names == "SequentialMLP" else saved)
     _equal(_weights(grouped), _weights(stock))
-    again = _stock(config, seed=3)
+    again = stock_gpt(config, seed=3)
     again.load_state_dict(grouped.state_dict())
     _equal(_weights(again), _weights(stock))
 

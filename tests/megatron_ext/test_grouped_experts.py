@@ -14,24 +14,24 @@ from coat_ds.layers.inventory import layers_of
 from megatron_ext.layer_specs import coat_layer_spec, sdpa_layer_spec
 from megatron_ext.saved_bytes import SavedStorages
 from tests.kernels.agreement import BF16_RMS, EXPERTS_BACKWARD, EXPERTS_FORWARD
-from tests.megatron_ext.layers import loss_of, random_tokens
-from tests.megatron_ext.test_moe import (
+from tests.megatron_ext.experts import (
     ALL_TO_ALL,
     DROPPING,
     EXPERTS,
     GPT,
+    GROUPED,
     PADDED,
     VOCAB,
     B,
     H,
     S,
-    _build,
+    build_mixture,
+    grouped_mixture,
     train,
 )
-from tests.megatron_ext.test_parallel import whole, without_rounding
+from tests.megatron_ext.layers import loss_of, random_tokens, whole, without_rounding
 from tests.util import rel_rms, run_distributed
 
-GROUPED = {"moe_grouped_gemm": True}
 FFN = EXPERTS["moe_ffn_hidden_size"]
 # the part of the experts' errors that BF16 makes (`tests.kernels.agreement`)
 BF16_FORWARD, BF16_BACKWARD = 8**0.5 * BF16_RMS, 4 * BF16_RMS
@@ -59,15 +59,11 @@ CASES = {
 }
 
 
-def _grouped(**config):
-    """A model with grouped experts, and the experts of its second layer."""
-    model = _build(coat_layer_spec, **(GROUPED | config))
-    return model, model.decoder.layers[1].mlp.experts
-
-
 def _stock(grouped, dtype=torch.float32, **config):
     """Megatron's own experts with the weights of `grouped`."""
-    experts = _build(sdpa_layer_spec, bf16=dtype == torch.bfloat16, **config).decoder.layers[1].mlp.experts
+    experts = (
+        build_mixture(sdpa_layer_spec, bf16=dtype == torch.bfloat16, **config).decoder.layers[1].mlp.experts
+    )
     experts.load_state_dict(grouped.state_dict())
     for expert in experts.local_experts:
         # as with several ranks: with one rank Megatron adds biases in place, which autograd refuses
@@ -102,7 +98,7 @@ def _run(experts, x, probs, grad):
 def case(request, megatron):
     # dense layers support fewer activations
     config = {"bias_activation_fusion": False, "moe_layer_freq": [1, 1]} | CASES[request.param]
-    _, grouped = _grouped(**config)
+    _, grouped = grouped_mixture(**config)
     for number, (name, p) in enumerate(grouped.named_parameters()):
         # as large as rows are at the start of either GEMM; biases begin with zeros
         noise = torch.randn(p.shape, generator=torch.Generator().manual_seed(number))
@@ -146,7 +142,7 @@ def test_grouped_experts_equal_megatrons(case, device):
 @pytest.mark.parametrize("biases", [False, True])
 def test_grouped_experts_save_8_bits(megatron, of_each, biases, device):
     config = {"num_moe_experts": len(of_each), "moe_router_topk": 1, "moe_router_pre_softmax": True}
-    _, experts = _grouped(**(GPT | config | {"add_bias_linear": biases, "gated_linear_unit": True}))
+    _, experts = grouped_mixture(**(GPT | config | {"add_bias_linear": biases, "gated_linear_unit": True}))
     x, probs, _ = (t[: sum(of_each)].requires_grad_() for t in _inputs(device))
     known = {t.untyped_storage().data_ptr() for t in (x, probs, *experts.parameters())}
     kept = SavedStorages(known.__contains__)
@@ -162,7 +158,7 @@ def test_grouped_experts_save_8_bits(megatron, of_each, biases, device):
 
 def _kept(spec, device, **config):
     """The bytes that a layer of experts saves for backward, and the rows of each expert of this rank."""
-    layer = _build(spec, moe_shared_expert_intermediate_size=None, **config).decoder.layers[1].mlp
+    layer = build_mixture(spec, moe_shared_expert_intermediate_size=None, **config).decoder.layers[1].mlp
     x = torch.randn(S, B, H, generator=torch.Generator().manual_seed(1))
     x = x.to(device, torch.bfloat16).requires_grad_()
     known = {t.untyped_storage().data_ptr() for t in (x, *layer.parameters())}
@@ -199,8 +195,8 @@ def test_layer_with_grouped_experts_saves_nothing_else(megatron, device):
 
 @pytest.mark.parametrize("config", [{}, GPT], ids=["swiglu", "biases"])
 def test_grouped_experts_have_the_initial_values_of_megatrons(megatron, config):
-    _, experts = _grouped(**config)
-    stock = _build(sdpa_layer_spec, **config).decoder.layers[1].mlp.experts
+    _, experts = grouped_mixture(**config)
+    stock = build_mixture(sdpa_layer_spec, **config).decoder.layers[1].mlp.experts
     for name, weight in stock.state_dict().items():
         assert weight is None or weight.equal(experts.state_dict()[name]), name
     for name, p in experts.named_parameters():
@@ -211,14 +207,14 @@ def test_grouped_experts_have_the_initial_values_of_megatrons(megatron, config):
 
 
 def test_grouped_experts_need_no_apex_for_gradient_accumulation_fusion(megatron):
-    config = copy.copy(_grouped()[0].config)
+    config = copy.copy(grouped_mixture()[0].config)
     config.gradient_accumulation_fusion = True
     layer = coat_layer_spec.module(config, layer_number=2)
     assert layer.mlp.experts.linear_fc1.weight.shape == (EXPERTS["num_moe_experts"], 2 * FFN, H)
 
 
 def test_grouped_experts_in_the_log(megatron):
-    model, _ = _grouped()
+    model, _ = grouped_mixture()
     layers = layers_of(model.decoder, "")
     assert not layers.left and layers.made["linear"]["e4m3, 4 experts in one grouped GEMM"] == 2
     # those of a dense layer, of the shared expert, and of the routed experts
@@ -227,12 +223,12 @@ def test_grouped_experts_in_the_log(megatron):
 
 def test_grouped_experts_ignore_recompute_modules_without_selective(megatron):
     """Megatron reads `recompute_modules` only with the selective granularity."""
-    _grouped(recompute_granularity=None, recompute_modules=["moe_act"])
+    grouped_mixture(recompute_granularity=None, recompute_modules=["moe_act"])
 
 
 def test_grouped_experts_load_only_their_own_keys(megatron):
     """Loaders for ZeRO-3 pass the whole state dict to each module."""
-    experts = _grouped()[0].decoder.layers[1].mlp.experts
+    experts = grouped_mixture()[0].decoder.layers[1].mlp.experts
     stored = {f"experts.{name}": value for name, value in experts.state_dict().items()}
     # SequentialMLP's layers have this key without contents
     stored |= {"experts.local_experts.0.linear_fc1._extra_state": None, "other._extra_state": torch.ones(1)}
@@ -288,7 +284,7 @@ def _two_ranks():
             for name, spec, more in kinds:
                 # the only rounding is that of the experts
                 with without_rounding():
-                    model = _build(spec, **(model_config | more))
+                    model = build_mixture(spec, **(model_config | more))
                     loss = loss_of(model, tokens)
                     loss.backward()
                 named = dict(model.named_parameters())
@@ -298,7 +294,7 @@ def _two_ranks():
                     "own": {n for n, p in named.items() if not getattr(p, "allreduce", True)},
                 }
         if layout in ("expert parallel", "all to all"):
-            model = _build(coat_layer_spec, **(config | sizes | GROUPED))
+            model = build_mixture(coat_layer_spec, **(config | sizes | GROUPED))
             result["losses", layout] = train(model, batches["text"])
         parallel_state.destroy_model_parallel()
     initialize_model_parallel(**EP2)
@@ -383,6 +379,6 @@ def test_grouped_experts_save_in_saved_format(megatron, device):
     """Formats of 8 bits take equal bytes but give other values."""
     gradients = []
     for saved in ("sqrt8", "e4m3"):
-        _, experts = _grouped(activations=ActivationsConfig(saved_format=saved))
+        _, experts = grouped_mixture(activations=ActivationsConfig(saved_format=saved))
         gradients.append(_run(experts, *_inputs(device))[1]["x"])
     assert not gradients[0].equal(gradients[1])

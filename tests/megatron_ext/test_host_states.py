@@ -5,8 +5,7 @@ import torch
 
 from coat_ds.optim import host_states
 from tests.megatron_ext.ranks import join
-from tests.megatron_ext.test_optimizer import SHARDINGS
-from tests.megatron_ext.trainer import MODES, Trainer, installed
+from tests.megatron_ext.trainer import MODES, SHARDINGS, Trainer, installed
 from tests.util import run_distributed
 
 

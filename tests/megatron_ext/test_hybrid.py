@@ -1,8 +1,6 @@
 """Megatron's hybrid stack with this project's layers: the numbers of GPTModel, and two ranks give those of
 one."""
 
-import copy
-
 import pytest
 import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE
@@ -13,21 +11,14 @@ from megatron_ext.layer_specs import coat_layer_spec, sdpa_layer_spec
 from megatron_ext.layers.settings import set_activations
 from megatron_ext.model import ModelShape, build_gpt
 from megatron_ext.mpu import sum_shared_gradients
-from tests.megatron_ext.layers import assert_close, loss_of, random_tokens
+from tests.megatron_ext.hybrid import EXPERTS, VOCAB, B, S, hybrid_of
+from tests.megatron_ext.layers import assert_close, loss_of, random_tokens, whole, without_rounding
 from tests.megatron_ext.ranks import join
-from tests.megatron_ext.test_parallel import whole, without_rounding
 from tests.util import run_distributed
 
 without_te = pytest.mark.skipif(HAVE_TE, reason="Transformer Engine is here")
 
-S, B, VOCAB = 32, 2, 64
 SHAPE = ModelShape(2, 64, 96, 4, 2)
-EXPERTS = {
-    "num_moe_experts": 2,
-    "moe_ffn_hidden_size": 48,
-    "moe_shared_expert_intermediate_size": 32,
-    "moe_token_dispatcher_type": "allgather",
-}
 PATTERNS: dict[str, dict] = {"*-*-": {"qk_layernorm": True}, "*E": EXPERTS}
 
 
@@ -35,29 +26,12 @@ def _gpt(spec=coat_layer_spec, **config):
     return build_gpt(SHAPE, spec, seq_length=S, vocab_size=VOCAB, **config)
 
 
-def _hybrid(pattern, gpt, spec=coat_hybrid_stack_spec):
-    """A hybrid model with the config of `gpt`."""
-    config = copy.copy(gpt.config)
-    config.num_layers = len(pattern)
-    torch.manual_seed(1)
-    arguments = (config, spec, VOCAB, S)
-    try:
-        from megatron.core.models.hybrid.hybrid_model import HybridModel
-    except ImportError:
-        from megatron.core.models.mamba import MambaModel
-
-        model = MambaModel(*arguments, hybrid_override_pattern=pattern, position_embedding_type="rope")
-    else:
-        model = HybridModel(*arguments, hybrid_layer_pattern=pattern, position_embedding_type="rope")
-    return model.to(next(gpt.parameters()))
-
-
 @without_rounding()
 def _run(tp):
     join(tp)
     result = {}
     for pattern, config in PATTERNS.items():
-        model = _hybrid(pattern, _gpt(bf16=False, sequence_parallel=tp > 1, **config))
+        model = hybrid_of(pattern, _gpt(bf16=False, sequence_parallel=tp > 1, **config))
         sum_shared_gradients(model)
         losses, grads = [], None
         for _ in range(4):
@@ -100,7 +74,7 @@ def test_hybrid_stack_on_two_ranks_trains_as_on_one(runs, pattern):
 )
 def test_hybrid_stack_equals_gpt_model(megatron, layers, stack, pattern, config):
     gpt = _gpt(layers, **config)
-    hybrid = _hybrid(pattern, gpt, stack)
+    hybrid = hybrid_of(pattern, gpt, stack)
     for model in (gpt, hybrid):
         set_activations(model, ActivationsConfig(attention_format="sqrt8"))
 
@@ -136,4 +110,4 @@ def test_hybrid_stack_equals_gpt_model(megatron, layers, stack, pattern, config)
 def test_hybrid_stack_refuses_other_layers_without_transformer_engine(megatron):
     gpt = _gpt()
     with pytest.raises(ValueError, match="need Transformer Engine. Use only"):
-        _hybrid("M*", gpt)
+        hybrid_of("M*", gpt)

@@ -14,13 +14,19 @@ from megatron_ext.layers.linear import CoatColumnParallelLinear
 from megatron_ext.saved_bytes import saved_bytes
 from megatron_ext.unsupported import NORMS_ALL_QUERIES
 from tests.megatron_ext.conftest import one_megatron_process
+from tests.megatron_ext.experts import EXPERTS
 from tests.megatron_ext.layers import (
     FFN,
     GPT,
     HEADS,
+    KV,
+    LATENT,
     LINEARS,
+    POSITIONS,
+    WIDTH,
     B,
     H,
+    Q,
     S,
     batch,
     build,
@@ -29,26 +35,12 @@ from tests.megatron_ext.layers import (
     rounding_error,
     shaken,
     small_input,
+    without_rounding,
 )
-from tests.megatron_ext.test_moe import EXPERTS
-from tests.megatron_ext.test_parallel import without_rounding
 from tests.util import rel_rms, run_distributed
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
-Q, KV, WIDTH, POSITIONS = 64, 48, 32, 16
-# as in DeepSeek-V3: value heads narrower than query heads, and YaRN's softmax scale
-LATENT = {
-    "multi_latent_attention": True,
-    "q_lora_rank": Q,
-    "kv_lora_rank": KV,
-    "qk_head_dim": WIDTH,
-    "qk_pos_emb_head_dim": POSITIONS,
-    "v_head_dim": WIDTH,
-    "rope_type": "yarn",
-    "mscale_all_dim": 1.0,
-    "qk_layernorm": True,
-}
 VARIANTS = {
     "v3": LATENT,
     "lite": LATENT | {"q_lora_rank": None, "rope_type": "rope", "qk_layernorm": not NORMS_ALL_QUERIES},

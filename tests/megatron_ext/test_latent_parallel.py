@@ -15,10 +15,9 @@ from megatron_ext import model as models
 from megatron_ext import mpu
 from megatron_ext.layer_specs import coat_layer_spec
 from megatron_ext.model import ModelShape, build_gpt
-from tests.megatron_ext import test_pipeline
-from tests.megatron_ext.layers import assert_close, loss_of, random_tokens
+from tests.megatron_ext import stages
+from tests.megatron_ext.layers import assert_close, loss_of, random_tokens, whole, without_rounding
 from tests.megatron_ext.ranks import join
-from tests.megatron_ext.test_parallel import whole, without_rounding
 from tests.util import run_distributed
 
 S, B, VOCAB, H, HEADS = 32, 2, 64, 64, 4
@@ -119,10 +118,10 @@ def test_latent_attention_sum_shared_gradients(runs):
 
 
 def _train(*args):
-    # heads of test_pipeline.py's model
+    # heads of the model in stages.py
     latent = LATENT | {"qk_head_dim": 16, "v_head_dim": 8}
     with mock.patch.object(models, "build_gpt", functools.partial(build_gpt, **latent)):
-        return test_pipeline.train(*args)
+        return stages.train(*args)
 
 
 def test_latent_attention_in_pipeline_stages_equals_one_rank():

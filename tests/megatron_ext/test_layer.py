@@ -39,8 +39,8 @@ from tests.megatron_ext.layers import (
     rounding_error,
     shaken,
     small_input,
+    without_rounding,
 )
-from tests.megatron_ext.test_parallel import without_rounding
 from tests.util import rel_rms, run_distributed
 
 pytestmark = pytest.mark.usefixtures("megatron")

@@ -7,8 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.multi_token_prediction import get_mtp_layer_spec
@@ -16,61 +14,27 @@ from megatron.core.transformer.spec_utils import build_module
 
 from megatron_ext.layer_specs import _has_experts, coat_layer_spec, sdpa_layer_spec
 from megatron_ext.layers.moe import CoatMoELayer, is_moe_layer
-from megatron_ext.model import ModelShape, build_gpt
-from tests.megatron_ext.layers import loss_of, rounding_error
+from tests.megatron_ext.experts import (
+    ALL_TO_ALL,
+    DROPPING,
+    EACH_ONE,
+    GPT,
+    PADDED,
+    RANKS,
+    VOCAB,
+    B,
+    H,
+    S,
+    build_mixture,
+    train,
+)
+from tests.megatron_ext.layers import loss_of, rounding_error, without_rounding
 from tests.megatron_ext.ranks import join
-from tests.megatron_ext.test_parallel import without_rounding
 from tests.util import rel_rms, run_distributed
 
-S, B, VOCAB, H, RANKS = 32, 2, 64, 64, 2
-SHAPE = ModelShape(2, H, 96, 4, 2)
-# the first layer is dense, the second has routed experts and a shared one
-EXPERTS = {
-    "num_moe_experts": 4,
-    "moe_router_topk": 2,
-    "moe_ffn_hidden_size": 48,
-    "moe_shared_expert_intermediate_size": 32,
-    "moe_layer_freq": [0, 1],
-    "moe_token_dispatcher_type": "allgather",
-}
-# two experts, and each token takes one
-EACH_ONE = {"num_moe_experts": 2, "moe_router_topk": 1, "moe_router_pre_softmax": True}
-# Megatron's fused GELU takes no weights of the router, and its shared experts have no biases
-GPT = {
-    "normalization": "LayerNorm",
-    "activation_func": F.gelu,
-    "gated_linear_unit": False,
-    "bias_activation_fusion": False,
-    "add_bias_linear": True,
-    "moe_shared_expert_intermediate_size": None,
-}
-ALL_TO_ALL = {"moe_token_dispatcher_type": "alltoall"}
-# experts drop tokens above their capacity
-DROPPING = ALL_TO_ALL | {"moe_expert_capacity_factor": 0.75}
-# and are padded with tokens of weight zero below it
-PADDED = DROPPING | {"moe_pad_expert_input_to_capacity": True}
 # backward repeats the messages between ranks
 RECOMPUTED = ALL_TO_ALL | {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
 ROUTED = "decoder.layers.1.mlp.experts.local_experts"
-
-
-def _build(spec, **config):
-    return build_gpt(SHAPE, spec, seq_length=S, vocab_size=VOCAB, **(EXPERTS | config))
-
-
-def train(model, tokens):
-    """The losses of eight steps under Megatron's data parallelism."""
-    settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, average_in_collective=True)
-    ddp, losses = DistributedDataParallel(model.config, settings, model), []
-    for _ in range(8):
-        ddp.zero_grad_buffer()
-        loss = loss_of(ddp, tokens)
-        loss.backward()
-        ddp.finish_grad_sync()
-        losses.append(loss.item())
-        for p in model.parameters():
-            p.data.sub_(0.5 * p.main_grad)
-    return losses
 
 
 def _run(exact):
@@ -97,7 +61,7 @@ def _measure(exact):
     result = {}
     for batch, (tokens, config) in batches.items():
         for name, spec in (("coat", coat_layer_spec), ("stock", sdpa_layer_spec)):
-            model = _build(spec, bf16=not exact, expert_model_parallel_size=RANKS, **config)
+            model = build_mixture(spec, bf16=not exact, expert_model_parallel_size=RANKS, **config)
             loss = loss_of(model, tokens)
             loss.backward()
             grads = {name: p.grad for name, p in model.named_parameters()}
@@ -105,7 +69,7 @@ def _measure(exact):
 
     result["losses"] = {}
     for dispatcher in ({}, ALL_TO_ALL):
-        model = _build(coat_layer_spec, bf16=not exact, expert_model_parallel_size=RANKS, **dispatcher)
+        model = build_mixture(coat_layer_spec, bf16=not exact, expert_model_parallel_size=RANKS, **dispatcher)
         result["losses"][model.config.moe_token_dispatcher_type] = train(model, text)
     result["weights"] = {name: p.detach().clone() for name, p in model.named_parameters()}
     return result
@@ -176,7 +140,7 @@ def test_sequential_experts_train_under_megatron_ddp(runs):
 
 
 def test_has_experts_follows_moe_layer_freq(megatron):
-    config = _build(coat_layer_spec).config
+    config = build_mixture(coat_layer_spec).config
     for every, expected in ((1, [1, 1, 1, 1]), (2, [1, 0, 1, 0]), ([0, 1, 1, 0], [0, 1, 1, 0])):
         config.moe_layer_freq = every
         assert [is_moe_layer(config, i) for i in range(4)] == expected
@@ -194,7 +158,9 @@ def test_has_experts_of_multi_token_prediction(megatron, every, last):
     spec = dataclasses.replace(coat_layer_spec, submodules=get_gpt_layer_local_spec().submodules)
     layer = build_module(
         get_mtp_layer_spec(spec, use_transformer_engine=False),
-        config=dataclasses.replace(_build(coat_layer_spec, moe_layer_freq=every).config, mtp_num_layers=1),
+        config=dataclasses.replace(
+            build_mixture(coat_layer_spec, moe_layer_freq=every).config, mtp_num_layers=1
+        ),
         layer_number=1,
         pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
     )

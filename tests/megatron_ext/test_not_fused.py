@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from megatron_ext.layers import decoder_layer
-from tests.megatron_ext.test_blocks import GPT, HEADS, VARIANTS, B, H, S, build, node
+from tests.megatron_ext.blocks import HEADS, VARIANTS, B, H, S, build, node
+from tests.megatron_ext.layers import GPT
 
 pytestmark = pytest.mark.usefixtures("megatron")
 

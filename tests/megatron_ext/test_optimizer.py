@@ -8,8 +8,8 @@ from unittest import mock
 
 import pytest
 import torch
-from megatron.core import dist_checkpointing, parallel_state
 from megatron.core import optimizer as megatron_optimizer
+from megatron.core import parallel_state
 from megatron.core.optimizer import distrib_optimizer
 
 from coat_ds.config import CoatConfigError
@@ -17,15 +17,9 @@ from megatron_ext import cpu
 from megatron_ext.optimizer import parameter_order
 from megatron_ext.optimizer.adamw import linked
 from tests.megatron_ext.ranks import join
-from tests.megatron_ext.trainer import MODES, H, Trainer, installed
+from tests.megatron_ext.trainer import MODES, SHARDINGS, H, Trainer, installed, plain_states
 from tests.util import rel_rms, run_distributed
 
-# layouts of states in Megatron's checkpoints; a plain optimizer has one layout
-SHARDINGS = {
-    "distributed": ("dp_reshardable", "fully_reshardable"),
-    "precision_aware": ("dp_reshardable", "fully_reshardable"),
-    "plain": ("fully_reshardable",),
-}
 # without Transformer Engine, Megatron's own AdamW cannot load the other format
 STOCK = {"distributed": "dp_reshardable", "plain": "fully_reshardable"}
 SIZES = {"tp2": {"tensor_model_parallel_size": 2}, "pp2": {"pipeline_model_parallel_size": 2}}
@@ -35,12 +29,6 @@ CUT = "word_embeddings"
 
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-def _plain(folder):
-    """Optimizer states of a checkpoint as whole tensors, by name."""
-    tensors = dist_checkpointing.load_plain_tensors(folder)
-    return {key: value for key, value in tensors.items() if key.startswith("optimizer.")}
 
 
 def _train_in_papers_formats(folder):
@@ -94,7 +82,7 @@ def _train_and_resume(mode, folder):
     losses = first.steps(0, 1)
     for sharding in SHARDINGS[mode]:
         first.save(f"{folder}/{mode}-{sharding}", sharding)
-    result["saved"] = _plain(f"{folder}/{mode}-fully_reshardable")
+    result["saved"] = plain_states(f"{folder}/{mode}-fully_reshardable")
     held = first.inner.state.values()
     result["bytes"] = sum(t.nbytes for s in held for n in MOMENTS for t in s[n].stored())
     result["numel"] = sum(s[MOMENTS[0]].numel() for s in held)
@@ -121,13 +109,13 @@ def _at_other_sizes(folder, results):
         for mode in MODES:
             other = Trainer(mode).load(f"{folder}/{mode}-fully_reshardable", "fully_reshardable")
             other.save(f"{folder}/{mode}-{name}", "fully_reshardable")
-            results[mode][name] = _plain(f"{folder}/{mode}-{name}")
+            results[mode][name] = plain_states(f"{folder}/{mode}-{name}")
     # at the last sizes a rank has whole tensors
     whole = Trainer("distributed", frozen=CUT).load(f"{folder}/cut", "fully_reshardable")
     whole.save(f"{folder}/whole", "fully_reshardable")
     parallel_state.destroy_model_parallel()
     join()
-    return [_plain(f"{folder}/cut"), _plain(f"{folder}/whole")]
+    return [plain_states(f"{folder}/cut"), plain_states(f"{folder}/whole")]
 
 
 def _train(folder):
@@ -156,7 +144,7 @@ def _train(folder):
             count = {int(s["step"]) for s in ours.inner.state.values()}
             results[mode]["ours"] = count, ours.steps(3)
         for name in (sharding, "in-stock", "of-stock", "back"):
-            results[mode][name] = _plain(f"{folder}/{mode}-{name}")
+            results[mode][name] = plain_states(f"{folder}/{mode}-{name}")
     return results
 
 

@@ -16,10 +16,9 @@ from megatron_ext import cpu, options
 from megatron_ext.layer_specs import coat_layer_spec, sdpa_layer_spec
 from megatron_ext.layers.attention import SDPACoreAttention
 from megatron_ext.saved_bytes import saved_bytes
-from tests.megatron_ext.layers import HEADS, D, S, build, rounding_error
-from tests.megatron_ext.test_attention import S as LENGTH
-from tests.megatron_ext.test_attention import attention, qkv
-from tests.megatron_ext.test_parallel import whole, without_rounding
+from tests.megatron_ext.attended import S as LENGTH
+from tests.megatron_ext.attended import attention, qkv
+from tests.megatron_ext.layers import HEADS, D, S, build, rounding_error, whole, without_rounding
 from tests.util import rel_rms, run_distributed
 
 pytestmark = pytest.mark.usefixtures("megatron")

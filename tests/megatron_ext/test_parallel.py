@@ -1,7 +1,6 @@
 """The COAT layer over tensor-parallel ranks: the same numbers as on one rank, and FP8 on the wire."""
 
 import contextlib
-from unittest import mock
 
 import pytest
 import torch
@@ -10,50 +9,19 @@ from megatron.core import parallel_state
 
 from coat_ds.layers.fused_layer import is_small
 from coat_kernels.graphs import MOVES_IN_BACKWARD, graphed_work
-from coat_kernels.groups import GROUP_FORMATS
 from megatron_ext import mpu
 from megatron_ext.layer_specs import coat_layer_spec
 from megatron_ext.layers.decoder_layer import dense_parts, ranks_of
 from megatron_ext.model import ModelShape, build_gpt
-from tests.megatron_ext.layers import GPT, assert_close, loss_of, random_tokens
+from tests.megatron_ext.layers import GPT, assert_close, loss_of, random_tokens, whole, without_rounding
 from tests.megatron_ext.ranks import join
-from tests.util import EXACT, run_distributed
+from tests.util import run_distributed
 
 S, B, VOCAB, LAYERS = 32, 2, 64, 2
 # a rank's part of FFN consists of whole groups, as on one rank
 H, FFN, HEADS, GROUPS = 64, 128, 4, 4
 LLAMA: dict = {"qk_layernorm": True}
 VARIANTS = {"llama": LLAMA, "gpt": GPT, "one group": {"num_query_groups": 1}}
-
-
-@contextlib.contextmanager
-def without_rounding():
-    """Makes FP8 codes and saved groups FP32 numbers: only the arithmetic of the layers remains."""
-    from coat_kernels import fp8
-
-    formats = [(fmt, fmt.dtype) for fmt in (fp8.E4M3, fp8.E5M2)]
-    for fmt, _ in formats:
-        object.__setattr__(fmt, "dtype", torch.float32)
-    try:
-        with mock.patch.dict(GROUP_FORMATS, dict.fromkeys(GROUP_FORMATS, EXACT)):
-            yield
-    finally:
-        for fmt, dtype in formats:
-            object.__setattr__(fmt, "dtype", dtype)
-
-
-def whole(parameter, value):
-    """The gradient of the whole parameter from the gradients of its shards, on every rank."""
-    group = parallel_state.get_tensor_model_parallel_group()
-    if not getattr(parameter, "tensor_model_parallel", False):
-        return value
-    parts = [torch.empty_like(value) for _ in range(group.size())]
-    dist.all_gather(parts, value.contiguous(), group=group)
-    # a rank's part of a gated projection is its part of the gate and its part of up
-    strides = [part.chunk(parameter.partition_stride, parameter.partition_dim) for part in parts]
-    return torch.cat(
-        [part for stride in zip(*strides, strict=True) for part in stride], parameter.partition_dim
-    )
 
 
 class _Awaited:

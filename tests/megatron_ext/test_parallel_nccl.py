@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from coat_kernels.graphs.patience import WARM_UP
+from tests.megatron_ext import stages as pipeline
 from tests.megatron_ext import test_data_parallel as data_parallel
 from tests.megatron_ext import test_parallel as tensor_parallel
-from tests.megatron_ext import test_pipeline as pipeline
 from tests.megatron_ext.layers import loss_of
 from tests.util import rel_rms, run_distributed
 

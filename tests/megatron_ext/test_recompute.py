@@ -9,9 +9,9 @@ from megatron_ext import layer_specs
 from megatron_ext.layers import recompute
 from megatron_ext.model import ModelShape, build_gpt
 from tests.megatron_ext import layers
+from tests.megatron_ext.experts import EXPERTS as SOME_EXPERTS
+from tests.megatron_ext.layers import LATENT as SOME_LATENT
 from tests.megatron_ext.ranks import join
-from tests.megatron_ext.test_latent import LATENT as SOME_LATENT
-from tests.megatron_ext.test_moe import EXPERTS as SOME_EXPERTS
 from tests.util import rel_rms, run_distributed
 
 # the smallest input that is packed has 4096 elements

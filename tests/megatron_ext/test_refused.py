@@ -14,8 +14,8 @@ from coat_ds.config import CoatConfigError
 from megatron_ext import options
 from megatron_ext.hybrid_specs import AttentionLayer, coat_parts
 from megatron_ext.layer_specs import coat_layer_spec, sdpa_layer_spec
+from tests.megatron_ext.experts import grouped_mixture
 from tests.megatron_ext.layers import config
-from tests.megatron_ext.test_grouped_experts import _grouped
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
@@ -178,11 +178,11 @@ def test_unsupported_arguments_with_grouped_experts_are_refused(megatron, overri
         pytest.skip("megatron-core of this release has no such field")
     only_experts = {"moe_layer_freq": [1, 1], "moe_shared_expert_intermediate_size": None}
     with pytest.raises(ValueError, match=text):
-        _grouped(**only_experts, **overrides)
+        grouped_mixture(**only_experts, **overrides)
 
 
 def test_grouped_experts_refuse_options_of_the_precision_file(megatron):
-    _, experts = _grouped()
+    _, experts = grouped_mixture()
     for block in (None, {}):
         config = {} if block is None else {"coat": block}
         experts.linear_fc1.finish_init(SimpleNamespace(config=config))

@@ -17,9 +17,9 @@ from megatron_ext.layer_specs import coat_layer_spec
 from megatron_ext.model import ModelShape, build_gpt
 from megatron_ext.optimizer import patches
 from megatron_ext.optimizer.watch import watch_optimizer
+from tests.megatron_ext.experts import ALL_TO_ALL, EACH_ONE, EXPERTS
 from tests.megatron_ext.layers import loss_of
 from tests.megatron_ext.ranks import join
-from tests.megatron_ext.test_moe import ALL_TO_ALL, EACH_ONE, EXPERTS
 from tests.megatron_ext.trainer import FFN, B, S, Trainer
 from tests.util import run_distributed
 

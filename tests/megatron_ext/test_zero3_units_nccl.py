@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.utils.cpp_extension import CUDA_HOME
 
-from tests.megatron_ext.test_zero3_units import CASES, Case, _gpt, _start, _train
+from tests.megatron_ext.units import CASES, Case, gpt, start, train
 from tests.util import rel_rms, run_distributed
 
 RANKS = 2
@@ -14,7 +14,7 @@ NAMES = [
     *("two forwards", "evaluation, tied", "experts", "hybrid", "frozen part", "Megatron's"),
     "secondary partitions",
 ]
-QUANTIZED = Case(_gpt, zero={"zero_quantized_weights": True}, base=3)
+QUANTIZED = Case(gpt, zero={"zero_quantized_weights": True}, base=3)
 # here and not in `work`: an unknown name fails when the file is imported, on every machine
 HERE = {name: CASES[name] for name in NAMES} | {"quantized": QUANTIZED}
 # attention's backward sums in any order; a value that this moves across a border of E5M2 changes by 2^-2 of
@@ -31,11 +31,11 @@ pytestmark = [
 
 
 def work(names: list[str]) -> dict:
-    _start("nccl")
+    start("nccl")
     out = {}
     for name in names:
         case = HERE[name]
-        out[name] = _train(case, 3, case.wanted), _train(case, case.base, False)
+        out[name] = train(case, 3, case.wanted), train(case, case.base, False)
     return out
 
 

@@ -108,3 +108,17 @@ class Trainer:
         states = [value for p in held for _, value in sorted(inner.state[p].items())]
         decoded = [value.decode() if hasattr(value, "decode") else value.clone() for value in states]
         return [p.detach().clone() for p in (*self.model.parameters(), *held)] + decoded
+
+
+# layouts of states in Megatron's checkpoints; a plain optimizer has one layout
+SHARDINGS = {
+    "distributed": ("dp_reshardable", "fully_reshardable"),
+    "precision_aware": ("dp_reshardable", "fully_reshardable"),
+    "plain": ("fully_reshardable",),
+}
+
+
+def plain_states(folder):
+    """Optimizer states of a checkpoint as whole tensors, by name."""
+    tensors = dist_checkpointing.load_plain_tensors(folder)
+    return {key: value for key, value in tensors.items() if key.startswith("optimizer.")}

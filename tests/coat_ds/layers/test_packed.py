@@ -7,7 +7,6 @@ import torch
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
-    DataCollatorWithFlattening,
     GptOssConfig,
     GptOssForCausalLM,
 )
@@ -31,6 +30,7 @@ from tests.coat_ds.layers.measures import (
     same,
     saved_bytes,
 )
+from tests.coat_ds.layers.packed import documents, flat, loaded_with_flash, only_attention
 from tests.families import FAMILIES, VOCABULARY
 
 FORMATS = pytest.mark.parametrize("attention_format", ["bf16", "sqrt8", "recompute"])
@@ -40,16 +40,6 @@ LENGTHS = {
     "many": [2 + i % 6 for i in range(40)],
 }
 LAYOUTS = pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
-
-
-def documents(lengths) -> list[dict]:
-    generator = torch.Generator().manual_seed(0)
-    return [{"input_ids": torch.randint(3, VOCABULARY, (n,), generator=generator).tolist()} for n in lengths]
-
-
-def flat(lengths, **options) -> dict:
-    """The batch of transformers' own collator."""
-    return dict(DataCollatorWithFlattening(**options)(documents(lengths), return_tensors="pt"))
 
 
 def one_by_one(model, lengths) -> tuple[float, dict]:
@@ -162,12 +152,6 @@ def test_packed_rows_refuse_borders_that_miss_tokens():
         model(**batch)
 
 
-def loaded_with_flash(model: torch.nn.Module) -> torch.nn.Module:
-    """The model as from_pretrained makes it where the package of FlashAttention is installed."""
-    model.config._attn_implementation_internal = "flash_attention_2"
-    return model
-
-
 def test_packed_rows_of_models_with_flash_attention_that_get_it_back(monkeypatch):
     taken = fused_calls(monkeypatch)
     expected = run(coat_ds.convert(FAMILIES["llama"].build()), flat(LENGTHS["several"]))
@@ -227,10 +211,6 @@ def gpt_oss(dtype=torch.float64, **more) -> torch.nn.Module:
         if name.endswith("sinks"):
             p.data.copy_(torch.linspace(-2, 3, 4))
     return model
-
-
-def only_attention(name, _) -> bool:
-    return name.endswith("self_attn")
 
 
 # as of `test_packed_rows_attention_alone_is_exact`

@@ -13,7 +13,7 @@ import coat_ds
 from coat_ds.layers.modules import decoder_layer
 from coat_kernels.attention import Packed
 from tests.coat_ds.layers.measures import fused_calls
-from tests.coat_ds.layers.test_packed import documents, flat, loaded_with_flash, only_attention
+from tests.coat_ds.layers.packed import documents, flat, loaded_with_flash, only_attention
 from tests.coat_ds.ways import llama, tokenizer
 from tests.families import FAMILIES
 from tests.util import rel_rms
