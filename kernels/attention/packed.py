@@ -126,6 +126,23 @@ def parts_of(borders: Sequence[int]) -> list[Part]:
     return parts
 
 
+def _parts(
+    q: torch.Tensor, v: torch.Tensor, packed: Packed, backends: tuple[SDPBackend, ...]
+) -> list[Part] | None:
+    """The parts that cuDNN and FlashAttention take in turn; None if one kernel takes all documents."""
+    if (
+        packed.borders is None
+        or packed.longest < LONG
+        or not q.is_cuda
+        or max(q.shape[-1], v.shape[-1]) > 128
+        # cuDNN adds up gradients in any order
+        or torch.are_deterministic_algorithms_enabled()
+        or SDPBackend.CUDNN_ATTENTION not in switched_on(backends)
+    ):
+        return None
+    return parts_of(packed.borders)
+
+
 class _Packed(torch.autograd.Function):
     """Packed attention from a forward that returns the output and the logarithm of the sum of each row's
     exponentials, `lse`, and from its backward. It saves what FlashAttention and cuDNN save, `lse` for each
@@ -326,17 +343,8 @@ def packed_attention(
         return with_origin(y, origin) if origin else y
     q, k, v = (x.flatten(0, 1) for x in (q, k, v))
     scale = d**-0.5 if scale is None else scale
-    parts = None
-    if (
-        q.is_cuda
-        and packed.borders is not None
-        and packed.longest >= LONG
-        and sinks is None
-        and packed.window is None
-        and max(d, v.shape[-1]) <= 128
-        and SDPBackend.CUDNN_ATTENTION in switched_on(backends)
-    ):
-        parts = parts_of(packed.borders)
+    plain = sinks is None and packed.window is None
+    parts = _parts(q, v, packed, backends) if plain else None
 
     def attend(q, k, v):
         return _Packed.apply(q, k, v, sinks, packed.starts, packed, parts, scale)

@@ -12,8 +12,6 @@ from coat_kernels.autograd.derivatives import once_differentiable
 from coat_kernels.autograd.origin import with_maxima
 from coat_kernels.device import uses_kernels
 from coat_kernels.ops import compilable
-from coat_kernels.prepared import cdiv
-from coat_kernels.rope import kernels
 from coat_kernels.rope.kernels import (
     empty_qkv,
     launch_operands,
@@ -52,13 +50,11 @@ def rotate_qkv_forward(
 
 
 def _backward_fake(dq, dk, dv, cos, sin):
-    s, b, groups, d = dk.shape
-    programs = s * b * cdiv(dq.shape[2] + 2 * groups, kernels.BACKWARD_HEADS) if uses_kernels(dq) else 1
-    maxima = dq.new_empty(programs, dtype=torch.float32)
-    return dq.new_empty(s, b, (dq.shape[2] + 2 * groups) * d), maxima
+    s, b, kv_groups, d = dk.shape
+    return dq.new_empty(s, b, (dq.shape[2] + 2 * kv_groups) * d), None
 
 
-@compilable(_backward_fake)
+@compilable(_backward_fake, unread=1)
 def rotate_qkv_backward(
     dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -224,6 +224,16 @@ def test_long_documents_attend_within_themselves(lengths, fmt, groups, device):
     check_origin(y, fmt)
 
 
+@pytest.mark.gpu
+def test_long_documents_repeat_to_the_bit_with_deterministic_algorithms(device, request):
+    request.addfinalizer(lambda: torch.use_deterministic_algorithms(False))
+    torch.use_deterministic_algorithms(True)
+    inputs, documents = qkv(LONG + 700, device), with_borders([700, LONG], device)
+    y = packed_attention(*inputs, documents)
+    first, again = (torch.autograd.grad(y, inputs, torch.ones_like(y), retain_graph=True) for _ in range(2))
+    assert all(a.equal(b) for a, b in zip(first, again, strict=True))
+
+
 @LAYOUTS
 @pytest.mark.parametrize("fmt", ROUNDING)
 def test_packed_attention_gradients_see_one_rounding_of_each_tensor(fmt, lengths, device):
