@@ -3,7 +3,7 @@
 reference.py specifies the ops, kernels.py computes them on a GPU, op.py is what layers call.
 """
 
-from coat_kernels.activation.op import ActivationOptions, activation
+from coat_kernels.activation.op import activation
 from coat_kernels.activation.reference import KINDS, value_and_slope_reference
 
-__all__ = ["KINDS", "ActivationOptions", "activation", "value_and_slope_reference"]
+__all__ = ["KINDS", "activation", "value_and_slope_reference"]

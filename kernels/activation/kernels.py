@@ -247,9 +247,9 @@ def launch_forward(
     q: Grouped | None,
     kind: str,
     gated: bool,
+    y: torch.Tensor | None = None,
     out: Quantized | None = None,
     scales: Scales = NO_SCALES,
-    y: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
     """Writes y or, with `scales`, its row-major codes. The first launch also writes q and returns maxima."""
     rows, f = x.shape[0], x.shape[1] // (1 + gated)
@@ -293,9 +293,9 @@ def launch_backward(
     q: Grouped,
     kind: str,
     gated: bool,
+    grad_x: torch.Tensor | None = None,
     out: Quantized | None = None,
     scales: Scales = NO_SCALES,
-    grad_x: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
     """Writes grad_x or, with `scales`, its codes. The first launch also writes column sums and returns
     maxima."""

@@ -5,11 +5,10 @@ maxima, quantizing needs no extra read to find the scale. The gradient carries i
 """
 
 import functools
-from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
+from coat_kernels.activation import kernels
 from coat_kernels.activation.kernels import (
     activation_backward_triton,
     activation_columns_triton,
@@ -26,44 +25,45 @@ from coat_kernels.activation.reference import (
 from coat_kernels.autograd.derivatives import once_differentiable, refuse_forward_mode
 from coat_kernels.autograd.origin import Origin, with_maxima, with_origin
 from coat_kernels.device import uses_kernels
-from coat_kernels.fp8 import Fp8Format
+from coat_kernels.fp8 import Fp8Format, fp8_format
 from coat_kernels.groups.reference import DEFAULT_FORMAT, GROUP_FORMATS, GROUP_SIZE, Grouped, empty_grouped
-from coat_kernels.ops import compilable
+from coat_kernels.ops import compilable, without_none
+from coat_kernels.prepared import cdiv
 from coat_kernels.tensorwise.predicted import PredictedScale, quantize_predicted, write_reference
 from coat_kernels.tensorwise.quantize import Quantized
+from coat_kernels.tensorwise.transpose import empty_columns
 
 
-class ActivationOptions(NamedTuple):
-    """How an activation computes and saves its input.
-
-    kind: the function a, one of `KINDS`. gated: a(gate) * up. saved_format: one of
-    `coat_kernels.groups.GROUP_FORMATS`.
-    """
-
-    kind: str
-    gated: bool
-    saved_format: str = DEFAULT_FORMAT
+def _maxima_fake(y: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    tiles = cdiv(y.shape[0], rows) * cdiv(y.shape[1], columns)
+    return y.new_empty(tiles if uses_kernels(y) else y.shape[0], dtype=torch.float32)
 
 
 def _forward_fake(x, kind, gated, saved_format):
     rows, f = x.shape[0], x.shape[1] // (1 + gated)
-    saved = None, None
-    if saved_format:
-        saved = empty_grouped(rows, f, GROUP_SIZE, saved_format, x.device, 1 + gated).tensors
-    return x.new_empty(rows, f), None, *saved
+    y = x.new_empty(rows, f)
+    maxima = _maxima_fake(y, kernels.FORWARD_ROWS, kernels.FORWARD_COLUMNS)
+    if not saved_format:
+        return without_none(y, maxima, None, None, like=x)
+    return y, maxima, *empty_grouped(rows, f, GROUP_SIZE, saved_format, x.device, 1 + gated).tensors
 
 
-@compilable(_forward_fake, unread=1)
+@compilable(_forward_fake)
 def activation_forward(
     x: torch.Tensor, kind: str, gated: bool, saved_format: str | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(y, maxima, codes, exponent) of a contiguous x; without `saved_format` the last two are None."""
+    """(y, maxima, codes, exponent) of a contiguous x; without `saved_format` the last two are empty."""
     forward = activation_forward_triton if uses_kernels(x) else activation_forward_reference
     y, maxima, q = forward(x, kind, gated, saved_format)
-    return y, maxima, *(q.tensors if saved_format else (None, None))
+    return without_none(y, maxima, *(q.tensors if saved_format else (None, None)), like=x)
 
 
-@compilable(lambda grad_y, codes, *_: (grad_y.new_empty(codes.shape), None), unread=1)
+def _backward_fake(grad_y, codes, exponent, kind, gated, saved_format):
+    maxima = _maxima_fake(grad_y, kernels.BACKWARD_ROWS, kernels.BACKWARD_COLUMNS)
+    return grad_y.new_empty(codes.shape), maxima
+
+
+@compilable(_backward_fake)
 def activation_backward(
     grad_y: torch.Tensor,
     codes: torch.Tensor,
@@ -78,13 +78,26 @@ def activation_backward(
     return backward(grad_y, q, kind, gated)
 
 
+def _columns_fake(codes, exponent, largest, kind, gated, saved_format, fmt):
+    rows, f = codes.shape[0], codes.shape[1] // (1 + gated)
+    return empty_columns(rows, f, fp8_format(fmt), codes.device), largest.new_empty(1)
+
+
+@compilable(_columns_fake)
 def activation_columns(
-    saved: Sequence[torch.Tensor], largest: torch.Tensor, options: ActivationOptions, fmt: Fp8Format
-) -> Quantized:
-    """y, recomputed from the codes and the exponent that are `saved`, column-major in `fmt`."""
-    q = Grouped(*saved, GROUP_FORMATS[options.saved_format])
-    make = activation_columns_triton if uses_kernels(q.codes) else activation_columns_reference
-    return make(q, largest, options.kind, options.gated, fmt)
+    codes: torch.Tensor,
+    exponent: torch.Tensor,
+    largest: torch.Tensor,
+    kind: str,
+    gated: bool,
+    saved_format: str,
+    fmt: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(column-major codes, scale) of y, recomputed."""
+    make = activation_columns_triton if uses_kernels(codes) else activation_columns_reference
+    q = Grouped(codes, exponent, GROUP_FORMATS[saved_format])
+    made = make(q, largest, kind, gated, fp8_format(fmt))
+    return made.columns, made.scale
 
 
 class _Activation(torch.autograd.Function):
@@ -112,41 +125,49 @@ class _Activation(torch.autograd.Function):
 
 
 def activation_operands(
-    x: torch.Tensor, options: ActivationOptions, scale: PredictedScale
-) -> tuple[Quantized, torch.Tensor, Grouped]:
+    x: torch.Tensor,
+    options: tuple[str, bool],
+    saved_format: str | None,
+    scale: PredictedScale,
+) -> tuple[Quantized, torch.Tensor, Grouped | None]:
     """Returns the activation's output as row-major FP8 codes only, quantized at once: (operands, the amax,
-    the saved input).
+    the saved input, None if `saved_format` is None).
 
     x: [rows, f or 2 f], contiguous.
+    options: kind, gated.
     """
-    kind, gated, saved_format = options
-    rows, f = x.shape[0], x.shape[1] // (1 + gated)
+    rows, f = x.shape[0], x.shape[1] // (1 + options[1])
     if uses_kernels(x):
-        saved = empty_grouped(rows, f, GROUP_SIZE, saved_format, x.device, 1 + gated)
-        write = functools.partial(launch_forward, x, saved, kind, gated)
+        saved = (
+            empty_grouped(rows, f, GROUP_SIZE, saved_format, x.device, 1 + options[1])
+            if saved_format
+            else None
+        )
+
+        def write(out, scales):
+            return launch_forward(x, saved, *options, out=out, scales=scales)
     else:
-        y, _, saved = activation_forward_reference(x, *options)
+        y, _, saved = activation_forward_reference(x, *options, saved_format)
         write = functools.partial(write_reference, y, fmt=scale.fmt)
     return *quantize_predicted(write, scale, (rows, f), x.device), saved
 
 
 def activation_backward_operands(
-    grad_y: torch.Tensor,
-    saved: Sequence[torch.Tensor],
-    options: ActivationOptions,
-    scale: PredictedScale,
-    sums: bool,
+    grad_y: torch.Tensor, q: Grouped, options: tuple[str, bool], scale: PredictedScale, sums: bool
 ) -> Quantized:
     """Returns the gradient of the activation's input as row-major and column-major FP8 codes only, with its
     column sums if `sums`.
 
-    grad_y: [rows, f], contiguous. saved: the codes and the exponent of the input.
+    grad_y: [rows, f], contiguous.
+    q: the saved input.
+    options: kind, gated.
     """
-    q = Grouped(*saved, GROUP_FORMATS[options.saved_format])
     if uses_kernels(grad_y):
-        write = functools.partial(launch_backward, grad_y, q, options.kind, options.gated)
+
+        def write(out, scales):
+            return launch_backward(grad_y, q, *options, out=out, scales=scales)
     else:
-        grad_x, _ = activation_backward_reference(grad_y, q, options.kind, options.gated)
+        grad_x, _ = activation_backward_reference(grad_y, q, *options)
         write = functools.partial(write_reference, grad_x, fmt=scale.fmt)
     how = {"columns": True, "sums": sums, "finds_largest": False}
     return quantize_predicted(write, scale, q.codes.shape, grad_y.device, **how)[0]
@@ -179,9 +200,9 @@ def activation(
         y, maxima, *_ = activation_forward(rows, kind, gated, None)
         return with_maxima(y.view(*x.shape[:-1], y.shape[1]), maxima)
     y, maxima, codes, exponent = _Activation.apply(x, kind, gated, saved_format)
-    options = ActivationOptions(kind, gated, saved_format)
 
     def columns(codes, exponent, largest, fmt: Fp8Format) -> Quantized:
-        return activation_columns((codes, exponent), largest, options, fmt)
+        made = activation_columns(codes, exponent, largest, kind, gated, saved_format, fmt.name)
+        return Quantized(None, *made)
 
     return with_maxima(with_origin(y, Origin((codes, exponent), columns)), maxima)

@@ -139,8 +139,7 @@ class _Fp8Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, bias, origin, options, trains, dtype, *weights):
         # all or none of them
-        *_, needs_weight = ctx.needs_input_grad
-        trains_weight = trains and needs_weight
+        trains_weight = trains and ctx.needs_input_grad[6]
         saves_x = trains_weight and origin is None
         fmt = options.formats.forward
         whole = _shared(x) if saves_x and options.parallel is None else None
@@ -169,7 +168,7 @@ class _Fp8Linear(torch.autograd.Function):
     def backward(ctx, grad_y):
         saved = ctx.saved_tensors
         weights, (largest_w, *saved) = saved[: ctx.count], saved[ctx.count :]
-        needs_x, needs_bias, *_, needs_w = ctx.needs_input_grad
+        needs_x, needs_bias, *_, needs_w = ctx.needs_input_grad[:7]
         options, grad_x, grads, sums = ctx.options, None, [None] * ctx.count, None
         if needs_x or needs_w:
             # in a list, so the GEMMs can free parts of it as soon as they are used
@@ -180,9 +179,8 @@ class _Fp8Linear(torch.autograd.Function):
                 # the all-gather overlaps with the dgrad GEMM. The gradient's scale is already known, so no
                 # other collective waits for the all-gather
                 fmt, tokens = options.formats.forward, ctx.shape[:-1].numel()
-                whole = Quantized(None, *saved) if ctx.columns is None else ctx.columns(*saved, fmt)
-                columns = gathered_columns(whole, tokens, options)
-                del whole
+                columns, scale = saved if ctx.columns is None else ctx.columns(*saved, fmt)[1:3]
+                columns = gathered_columns(columns, scale, tokens, options)
             w = [options.cache.columns(weights, largest_w, options.formats.forward) if needs_x else None]
             grad_x, grads = multiply_backward(grad.pop(), weights, w.pop(), columns, ctx.dtype, options)
         elif needs_bias:
@@ -223,11 +221,11 @@ def _noted_codes(x: torch.Tensor, fmt: Fp8Format) -> tuple[torch.Tensor, ...]:
 
 
 def gathered_columns(
-    x: Quantized, m: int, options: LinearOptions
+    columns: torch.Tensor, scale: torch.Tensor, m: int, options: LinearOptions
 ) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
     """Returns a function that returns the column-major input of `m` tokens per rank for `multiply_backward`.
     The all-gather, if one is needed, starts at once."""
-    columns, scale, parallel = x.columns, x.scale, options.parallel
+    parallel = options.parallel
     if parallel is None or not parallel.gathers_input:
         return lambda: (columns, scale)
     wait = gather_columns(columns, m, parallel.group)

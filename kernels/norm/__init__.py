@@ -3,6 +3,6 @@
 reference.py specifies the ops, kernels.py computes them on a GPU, op.py is what layers call.
 """
 
-from coat_kernels.norm.op import NormOptions, normalize
+from coat_kernels.norm.op import layer_norm, rms_norm
 
-__all__ = ["NormOptions", "normalize"]
+__all__ = ["layer_norm", "rms_norm"]

@@ -190,6 +190,17 @@ def row_tiles(rows: int, h: int, least: int, elements: int) -> tuple[dict, int, 
     return tile, cdiv(rows, tile["ROWS"]), cdiv(h, GROUP_SIZE), tile["H"] == h and rows % tile["ROWS"] == 0
 
 
+def forward_programs(rows: int, h: int) -> int:
+    """Number of programs of forward; each writes one maximum."""
+    return cdiv(rows, _tile(h, FORWARD_TILE, FORWARD_ELEMENTS)["ROWS"])
+
+
+def backward_programs(rows: int, h: int) -> int:
+    """Number of programs of backward; each writes one maximum. Without rows, one program stores zeros."""
+    tiles = cdiv(rows, _tile(h, BACKWARD_TILE, BACKWARD_ELEMENTS)["ROWS"])
+    return max(min(tiles, PROGRAMS), 1)
+
+
 def norm_forward_triton(
     x, weight, bias, eps: float, layer_norm: bool, zero_centered: bool, saved_format: str
 ):
@@ -215,20 +226,20 @@ def launch_forward(
     eps: float,
     layer_norm: bool,
     zero_centered: bool,
-    addends: Addends = NO_ADDENDS,
+    y: torch.Tensor | None = None,
     out: Quantized | None = None,
     scales: Scales = NO_SCALES,
-    y: torch.Tensor | None = None,
+    addends: Addends = NO_ADDENDS,
 ) -> torch.Tensor | None:
     """Writes y or, with `scales`, its row-major codes. The first launch also writes q and rstd and returns
-    maxima. If x is the sum of `addends`, the first launch writes it, and the second reads it."""
+    maxima. If x is the sum of `addends`, x is written as well."""
     rows, h = x.shape
     tile, tiles, groups, even = row_tiles(rows, h, FORWARD_TILE, FORWARD_ELEMENTS)
     first = scales.maxima is None
     maxima = torch.empty(tiles, dtype=torch.float32, device=x.device) if first else None
     norm_forward_kernel[(scales.programs(tiles),)](
         x,
-        *(addends if first else NO_ADDENDS),
+        *addends,
         weight,
         bias,
         y,
@@ -270,7 +281,7 @@ def norm_backward_triton(
     needs_x: bool = True,
     needs_weight: bool = True,
     needs_bias: bool = True,
-    dtype: torch.dtype = torch.float32,
+    in_weights_dtype: bool = False,
 ):
     """`norm_backward_reference`, with None for results that are not needed. Each program loops over many rows
     and sums their parameter gradients. A second kernel sums over programs, in an order that depends on the
@@ -310,7 +321,7 @@ def norm_backward_triton(
     )
     if not count:
         return grad_x, maxima, None, None
-    sums = sum_parts(parts, dtype)
+    sums = sum_parts(parts, weight.dtype if in_weights_dtype else torch.float32)
     return grad_x, maxima, sums[0] if needs_weight else None, sums[-1] if needs_bias else None
 
 

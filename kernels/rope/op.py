@@ -12,6 +12,8 @@ from coat_kernels.autograd.derivatives import once_differentiable
 from coat_kernels.autograd.origin import with_maxima
 from coat_kernels.device import uses_kernels
 from coat_kernels.ops import compilable
+from coat_kernels.prepared import cdiv
+from coat_kernels.rope import kernels
 from coat_kernels.rope.kernels import (
     empty_qkv,
     launch_operands,
@@ -50,11 +52,13 @@ def rotate_qkv_forward(
 
 
 def _backward_fake(dq, dk, dv, cos, sin):
-    s, b, kv_groups, d = dk.shape
-    return dq.new_empty(s, b, (dq.shape[2] + 2 * kv_groups) * d), None
+    s, b, groups, d = dk.shape
+    programs = s * b * cdiv(dq.shape[2] + 2 * groups, kernels.BACKWARD_HEADS) if uses_kernels(dq) else 1
+    maxima = dq.new_empty(programs, dtype=torch.float32)
+    return dq.new_empty(s, b, (dq.shape[2] + 2 * groups) * d), maxima
 
 
-@compilable(_backward_fake, unread=1)
+@compilable(_backward_fake)
 def rotate_qkv_backward(
     dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
