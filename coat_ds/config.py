@@ -7,7 +7,7 @@ is the usual block: every other field takes the default below.
 
 import difflib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import Field, dataclass, field, fields, is_dataclass
 from typing import Any, ClassVar, Self
 
 from coat_kernels.codecs import CODECS, GROUP_SIZE, SIGNED_CODECS, first_codec
@@ -26,15 +26,6 @@ EXP_AVG_FORMATS = (None, *SIGNED_CODECS)
 # a codec that stores a ratio to the second moment cannot store the second moment itself
 EXP_AVG_SQ_FORMATS = tuple(name for name, codec in CODECS.items() if not codec.relative)
 KEEP_FP32 = ("*norm*", "*bias*")
-OTHER_NAMES = {
-    "fp8": ("e4m3", "fp8_expanded"),
-    "float8": ("e4m3",),
-    "float8_e4m3fn": ("e4m3", "fp8_expanded"),
-    "float8_e5m2": ("e5m2",),
-    "int8": ("sqrt8", "log8"),
-    "bfloat16": ("bf16",),
-    "float32": ("fp32",),
-}
 CHOSEN_OR_SET = (None, True, False)
 EVALUATIONS = ("fp8", "stock")
 AUTO = 'No trainer fills in "auto" in this block: write the value, or drop the key for its default.'
@@ -99,8 +90,6 @@ def did_you_mean(found: Any, known: Iterable) -> str:
     """A sentence, after a space, with the name in `known` closest to `found`; empty if none is close."""
     known = [str(k) for k in known]
     close = difflib.get_close_matches(str(found).lower(), known, n=1)
-    # names that other libraries use
-    close = close or [name for name in OTHER_NAMES.get(str(found).lower(), ()) if name in known][:1]
     return f" Did you mean {close[0]!r}?" if close else ""
 
 
@@ -112,8 +101,8 @@ class _Block:
     KEY: ClassVar[str]
     OR_BOOLEAN: ClassVar[bool] = False
     """Whether true or false may replace the object; `from_boolean` builds the block from them."""
-    REMOVED: ClassVar[Mapping[str | tuple[str, str], str]] = {}
-    """Removed keys, and removed (key, value) pairs, each with what to write instead."""
+    REMOVED: ClassVar[Mapping[str, str]] = {}
+    """Removed keys, each with what to write instead."""
 
     @classmethod
     def from_boolean(cls, value: bool) -> Self:
@@ -152,25 +141,28 @@ class _Block:
 
     def __post_init__(self):
         for f in fields(self):
-            key, value = f"{self.KEY}.{f.name}", getattr(self, f.name)
-            if is_dataclass(f.type):
-                if not isinstance(value, f.type):
-                    raise CoatConfigError(f"{key}: expected {f.type.__name__}, found {value!r}.")
-            elif "check" in f.metadata:
-                f.metadata["check"](key, value)
-            elif "choices" in f.metadata:
-                if isinstance(value, str) and (f.name, value) in self.REMOVED:
-                    raise CoatConfigError(
-                        f"{key}: found {value!r}, which was removed. {self.REMOVED[f.name, value]}"
-                    )
-                check_choice(key, value, f.metadata["choices"])
-            elif f.type in (bool, int, float, str):
-                check_type(key, value, f.type)
-                minimum = f.metadata.get("minimum")
-                if minimum is not None and value < minimum:
-                    raise CoatConfigError(f"{key}: expected {minimum} or more, found {value}. Correct it.")
-            else:
-                object.__setattr__(self, f.name, name_patterns(key, value))
+            value = checked(f, f"{self.KEY}.{f.name}", getattr(self, f.name))
+            object.__setattr__(self, f.name, value)
+
+
+def checked(f: Field, key: str, value: Any) -> Any:
+    """The value of a block's field `f`; of name patterns, a tuple. Raises CoatConfigError, which names `key`,
+    for an impossible value."""
+    if is_dataclass(f.type):
+        if not isinstance(value, f.type):
+            raise CoatConfigError(f"{key}: expected {f.type.__name__}, found {value!r}.")
+    elif "check" in f.metadata:
+        f.metadata["check"](key, value)
+    elif "choices" in f.metadata:
+        check_choice(key, value, f.metadata["choices"])
+    elif f.type in (bool, int, float, str):
+        check_type(key, value, f.type)
+        minimum = f.metadata.get("minimum")
+        if minimum is not None and value < minimum:
+            raise CoatConfigError(f"{key}: expected {minimum} or more, found {value}. Correct it.")
+    else:
+        return name_patterns(key, value)
+    return value
 
 
 def difference(found: _Block, wanted: _Block) -> tuple[str, Any, Any]:
@@ -200,7 +192,7 @@ class OptimizerConfig(_Block):
     """How AdamW's moments are stored."""
 
     KEY: ClassVar[str] = "coat.optimizer"
-    REMOVED: ClassVar[Mapping[str | tuple[str, str], str]] = {
+    REMOVED: ClassVar[Mapping[str, str]] = {
         "exp_avg_sq_rounding": "'log8' is rounded stochastically if beta2 is above 63/64. Drop the key.",
         "group_size": f"{GROUP_SIZE} elements share one scale. Drop the key.",
     }
@@ -256,14 +248,12 @@ class ActivationsConfig(_Block):
 
     KEY: ClassVar[str] = "coat.activations"
     OR_BOOLEAN: ClassVar[bool] = True
-    REMOVED: ClassVar[Mapping[str | tuple[str, str], str]] = {
+    REMOVED: ClassVar[Mapping[str, str]] = {
         "fallback": "convert() keeps a layer in BF16 if FP8 GEMMs do not support its sizes. Megatron's "
         "layers then stay Megatron's. Drop the key.",
         "emulate": "A GPU without FP8 cannot compute FP8 layers, and a CPU always can. Drop the key.",
         "forward_format": "Activations and weights are always multiplied in 'e4m3'. Drop the key.",
         "group_size": f"{SAVED_GROUP_SIZE} elements of a row share one scale. Drop the key.",
-        ("weight_cache", "scale"): "It saved no time. Write 'none', or 'fp8' for two bytes a parameter.",
-        ("attention_format", "e4m3"): "Its error was six times that of 'bf16'. Write 'sqrt8': same bytes.",
     }
 
     enabled: bool = True
@@ -321,7 +311,7 @@ class WatchConfig(_Block):
 
     KEY: ClassVar[str] = "coat.watch"
     OR_BOOLEAN: ClassVar[bool] = True
-    REMOVED: ClassVar[Mapping[str | tuple[str, str], str]] = {
+    REMOVED: ClassVar[Mapping[str, str]] = {
         "readings": "No layer changes its format during a run. Drop the key.",
         "act": "No layer changes its format during a run: `coat watch` names the layers and tensors above a "
         "limit, and what helps. Drop the key.",
@@ -346,7 +336,7 @@ class CoatConfig(_Block):
     """The whole block."""
 
     KEY: ClassVar[str] = "coat"
-    REMOVED: ClassVar[Mapping[str | tuple[str, str], str]] = {
+    REMOVED: ClassVar[Mapping[str, str]] = {
         "checkpointing": 'In place of "compress": true write "fp8_activation_checkpointing": true.',
         "report": "The table of states is always logged. Drop the key.",
     }

@@ -63,33 +63,28 @@ def check_tensors(p: torch.Tensor, state: dict[str, Any], device: torch.device) 
             f"{_of(p)} has a gradient of shape {tuple(grad.shape)} on {grad.device}. Give it the "
             "parameter's shape and device."
         )
-    for name in MOMENTS:
-        moment: Any = state.get(name)
-        if moment is not None and moment.shape != p.shape:
+    for name in (*MOMENTS, "remainder"):
+        value: Any = state.get(name)
+        if value is None:
+            continue
+        held, alike = local(value), value.shape == p.shape
+        if is_distributed(value) and is_distributed(p):
+            alike = alike and value.placements == p.placements
+        if name == "remainder":
+            # kernels read it by its address
+            alike = alike and held.dtype == torch.int16 and held.is_contiguous()
+        # the step encodes plain moments, of any device
+        if not alike or (held.device != device and (isinstance(held, Moment) or name == "remainder")):
+            layout = getattr(p, "placements", "contiguous")
             raise ValueError(
-                f"{_of(p)} has {name} of shape {tuple(moment.shape)}. Give it the parameter's shape."
+                f"{_of(p)} has {name} of {_described(value)}; expected its shape, {layout}, on {device}. "
+                "Move and redistribute the model before the first step, or load a state dict again."
             )
-        if is_distributed(moment) and is_distributed(p) and moment.placements != p.placements:
-            raise ValueError(
-                f"{_of(p)} has {name} laid out as {moment.placements}, itself as {p.placements}. "
-                "Redistribute parameters before the first step, or load the optimizer's state dict again."
-            )
-        if isinstance(local(moment), Moment) and moment.device != device:
-            raise ValueError(
-                f"{_of(p)} has {name} on {moment.device}. Move the model before the first step, or load "
-                "the optimizer's state dict again."
-            )
-    if "remainder" in state:
-        held, own = local(state["remainder"]), local(p)
-        fits = (held.dtype, held.shape, held.device) == (torch.int16, own.shape, device)
-        # kernels read the remainder by its address
-        if not (fits and held.is_contiguous()):
-            raise ValueError(
-                f"{_of(p)} has a remainder of {held.dtype}, shape {tuple(held.shape)}, strides "
-                f"{held.stride()} on {held.device}; expected a contiguous one of int16, shape "
-                f"{tuple(own.shape)}, on {device}. Change it as the parameter, or remove it "
-                "from the state: the parameter is then taken to be the master."
-            )
+
+
+def _described(x: Any) -> str:
+    layout = f", laid out as {x.placements}" if is_distributed(x) else ""
+    return f"shape {tuple(x.shape)}, {x.dtype}, strides {x.stride()} on {x.device}{layout}"
 
 
 def check_params(params: list[torch.Tensor], in_framework: bool, checkpoint_layout: str) -> None:

@@ -215,11 +215,6 @@ def _check_states(state_dict: dict[str, Any], groups: list[dict[str, Any]]) -> N
 def _check_state(entry: Any, group: dict[str, Any], p: torch.Tensor, of_p: str) -> None:
     if not isinstance(entry, dict):
         _refuse(f"expected a dict as the state of {of_p}, found {_shown(entry)}. {LOAD_ONE}")
-    if "max_exp_avg_sq" in entry:
-        _refuse(
-            "the state is amsgrad's, which CoatAdamW does not support. Go on with AdamW, or load a "
-            "checkpoint without it."
-        )
     if missing := [k for k in (*MOMENTS, *(() if "step" in group else ("step",))) if k not in entry]:
         _refuse(
             f"the state of {of_p} has no {', '.join(missing)}, but {', '.join(entry)}. Load the state dict "

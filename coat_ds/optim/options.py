@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from numbers import Integral, Real
@@ -9,17 +10,7 @@ from typing import Any
 
 import torch
 
-from coat_ds.config import (
-    BF16_PARAMS,
-    EXP_AVG_FORMATS,
-    EXP_AVG_SQ_FORMATS,
-    KEEP_FP32,
-    CoatConfigError,
-    check_choice,
-    check_pair,
-    check_type,
-    did_you_mean,
-)
+from coat_ds.config import KEEP_FP32, CoatConfigError, OptimizerConfig, check_pair, checked, did_you_mean
 from coat_ds.log import log_rank_0
 from coat_kernels.codecs import GROUP_SIZE, Codec, first_codec, get_codec
 
@@ -175,36 +166,37 @@ def check_options(options: dict[str, Any]) -> None:
     for name in RATES:
         if not options[name] >= 0:
             raise ValueError(f"CoatAdamW: {name} must be 0 or more, found {options[name]!r}.")
-    check_choice("CoatAdamW: exp_avg_sq_format", options["exp_avg_sq_format"], EXP_AVG_SQ_FORMATS)
-    # a format without signs would lose half of the first moment
-    check_choice("CoatAdamW: exp_avg_format", options["exp_avg_format"], EXP_AVG_FORMATS)
+    for f in fields(OptimizerConfig):
+        if f.name in LAYOUT:
+            checked(f, f"CoatAdamW: {f.name}", options[f.name])
     check_pair("CoatAdamW: ", options["exp_avg_format"], options["exp_avg_sq_format"])
     if options.get("group_size", GROUP_SIZE) != GROUP_SIZE:
         raise CoatConfigError(
             f"CoatAdamW: group_size: found {options['group_size']!r}, but the option was removed: groups "
             f"have {GROUP_SIZE} elements. Drop it."
         )
-    check_choice("CoatAdamW: bf16_params", options["bf16_params"], BF16_PARAMS)
-    check_type("CoatAdamW: min_numel", options["min_numel"], int)
-    if options["min_numel"] < 0:
-        raise CoatConfigError(f"CoatAdamW: min_numel must be 0 or more, found {options['min_numel']}.")
 
 
-def check_numbers(options: dict[str, Any]) -> None:
-    """Raises ValueError for numbers that no step can compute with. Rates below 0 pass: the step ascends."""
-    lr, betas = options["lr"], options["betas"]
-    if isinstance(lr, torch.Tensor) and lr.numel() != 1:
-        raise ValueError(f"CoatAdamW: a tensor lr must have 1 element, found shape {tuple(lr.shape)}.")
+def check_numbers(options: dict[str, Any], key: str = "CoatAdamW: ") -> None:
+    """Raises CoatConfigError for numbers that no step can compute with. Rates below 0 pass: the step ascends.
+
+    key: prefixes each name.
+    """
     for name in RATES:
-        if not _is_number(options[name]):
-            raise ValueError(f"CoatAdamW: {name} must be a number, found {options[name]!r}.")
+        value = options[name]
+        if _is_number(value):
+            continue
+        remedy = "Leave the quotes out." if isinstance(value, str) else "Write a number."
+        if value == "auto":
+            remedy = 'Only Hugging Face\'s Trainer fills in "auto"; write a number.'
+        raise CoatConfigError(f"{key}{name}: expected a number, found {value!r}. {remedy}")
+    betas = options["betas"]
     is_pair = isinstance(betas, tuple | list) and len(betas) == 2
-    if not is_pair or not all(_is_number(beta) and 0 <= beta < 1 for beta in betas):
-        raise ValueError(f"CoatAdamW: betas must be two numbers in [0, 1), found {betas!r}.")
-    if not betas[1] > 0:
-        raise ValueError(
-            f"CoatAdamW: betas: expected a second one above 0, found {betas!r}, whose exp_avg_sq is the last "
-            "gradient's square. Take 0.95 or 0.999."
+    # with a second one of 0, exp_avg_sq would be the last gradient's square
+    if not is_pair or not all(_is_number(beta) and 0 <= beta < 1 for beta in betas) or not betas[1] > 0:
+        raise CoatConfigError(
+            f"{key}betas: expected two numbers in [0, 1) such as [0.9, 0.95], the second above 0; found "
+            f"{betas!r}. Correct them."
         )
 
 
@@ -218,4 +210,5 @@ def check_seed(seed: Any) -> None:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+    is_scalar = isinstance(value, torch.Tensor) and value.numel() == 1
+    return is_scalar or (isinstance(value, Real) and not isinstance(value, bool))

@@ -77,7 +77,7 @@ def set_moment(optimizer, p: torch.Tensor, group: dict[str, Any], name: str, val
     the moment is stored in the layout of `p`, or if the values were decoded from codes."""
     value = shard_of(value, p)
     if isinstance(value, Moment):
-        # a plain Moment, because `GivenMoment.to` returns a decoded tensor
+        # a plain Moment, because `StoredMoment.to` returns a decoded tensor
         given: Any = Moment(value.pieces, value.shape, pair=value.pair)
         moment = given.to(state_device(optimizer, p, group), copy=True)
         exact = moment.arrangement == optimizer.layouts.layout_of(p, group, name)

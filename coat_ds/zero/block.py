@@ -56,8 +56,10 @@ def misplaced_block(config: Mapping[str, Any], within: str = "") -> str | None:
 
 def _is_mistyped(key: Any, value: Any) -> bool:
     """Whether a key at the top of a config is probably a mistyped "coat", such as "coats" or "coat_ds", and
-    its value a block. A name that does not begin with a letter, such as "_coat", is a comment."""
-    is_block = isinstance(value, Mapping) and not BLOCK_KEYS.isdisjoint(value)
+    its value a block, or {} or true in its place. A name that does not begin with a letter, such as "_coat",
+    is a comment."""
+    is_object = isinstance(value, Mapping)
+    is_block = value is True or (is_object and (not value or not BLOCK_KEYS.isdisjoint(value)))
     name = str(key).strip().lower()
     return is_block and name[:1].isalpha() and bool(get_close_matches(name, _NAMES, cutoff=_SIMILAR))
 

@@ -2,7 +2,7 @@
 
 import functools
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ import torch
 from coat_ds.config import CoatConfig, OptimizerConfig
 from coat_ds.log import log_rank_0
 from coat_ds.optim.optimizer import CoatAdamW
-from coat_ds.optim.options import LAYOUT, idle_patterns, keeps_fp32
+from coat_ds.optim.options import idle_patterns, keeps_fp32
 from coat_ds.zero import convert_optimizer
 from coat_ds.zero.deepspeed_config import IMPLEMENTATIONS, offloads, optimizer_options, section, stage_of
 
@@ -67,57 +67,27 @@ def optimizer_for_engine(coat: CoatConfig, config: Mapping[str, Any], optimizer:
         if idle := [name for name in IMPLEMENTATIONS if name in params]:
             listed = ", ".join(f"{name} {params[name]}" for name in idle)
             log_rank_0(f"optimizer.params: {listed}: of no effect, CoatAdamW has one implementation")
-        take_names()
-        groups = parameter_groups(_with_expert_groups(model_parameters), coat.optimizer)
-        return reported(cls(groups, **own, **optimizer_options(config)))
+        # torch reads all forms of parameters, groups and names
+        made = torch.optim.AdamW(model_parameters, **optimizer_options(config))
+        made.param_groups = trained_groups(made.param_groups)
+        return converted(made)
 
     return converted(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else build
 
 
-def parameter_groups(model_parameters: Iterable, config: OptimizerConfig) -> list[dict[str, Any]]:
-    """The same parameter groups with the options of `config`; options of a group take precedence.
-
-    Frozen parameters, which ZeRO ignores, are left out.
-    model_parameters: parameters or parameter groups, as `_listed` returns them.
-    """
-    model_parameters = list(model_parameters)
-    if not all(isinstance(item, dict) for item in model_parameters):
-        model_parameters = [{"params": model_parameters}]
-    options = {name: getattr(config, name) for name in LAYOUT}
-    groups = [
-        {**options, **group, "params": [item for item in group["params"] if _tensor(item).requires_grad]}
-        for group in model_parameters
-    ]
-    return [group for group in groups if group["params"]]
-
-
-def _listed(model_parameters: Iterable) -> list:
-    """The same, with each group's parameters as a list: torch accepts any iterable, or a single tensor."""
-
-    def as_list(params) -> list:
-        return [params] if isinstance(params, torch.Tensor) else list(params)
-
-    return [
-        {**item, "params": as_list(item["params"])} if isinstance(item, dict) else item
-        for item in model_parameters
-    ]
-
-
-def _tensor(item: torch.Tensor | tuple[str, torch.Tensor]) -> torch.Tensor:
-    """The parameter in an item: torch accepts parameters and (name, parameter) pairs."""
-    return item[1] if isinstance(item, tuple) else item
-
-
-def _with_expert_groups(model_parameters: Iterable) -> list:
-    """The same, with the parameter groups that ZeRO requires for the experts of DeepSpeed's MoE.
-
-    If DeepSpeed builds the optimizer, it makes these groups itself.
-    """
+def trained_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The groups with a parameter that is trained, and those that ZeRO requires for the experts of
+    DeepSpeed's MoE. If DeepSpeed builds the optimizer, it makes these groups itself."""
     from deepspeed.moe.utils import configure_moe_param_groups, is_moe_param
 
-    listed = _listed(model_parameters)
-    params = [p for item in listed for p in (item["params"] if isinstance(item, dict) else [item])]
-    return configure_moe_param_groups(listed) if any(map(is_moe_param, map(_tensor, params))) else listed
+    groups = [group for group in groups if any(p.requires_grad for p in group["params"])]
+    if any(is_moe_param(p) for group in groups for p in group["params"]):
+        for i, group in enumerate(groups):
+            # DeepSpeed reads this name, and distributes the parameters without theirs
+            group.setdefault("name", f"group {i}")
+            group.pop("param_names", None)
+        groups = configure_moe_param_groups(groups)
+    return groups
 
 
 def _keeps_fp32_by_name(patterns: tuple[str, ...], names: Mapping[torch.Tensor, str], _, p) -> bool:

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from numbers import Real
 from typing import Any
 
 import torch
@@ -15,12 +14,12 @@ from coat_ds.config import (
     WatchConfig,
     did_you_mean,
 )
+from coat_ds.optim.options import check_numbers
 from coat_ds.zero import convert_optimizer, recompute
 from coat_ds.zero.block import OPTIMIZER_TYPE, enabled, flag, misplaced_block, section
 from coat_kernels.device import capability, has_fp8_gemm
 
 EXAMPLE = '{"type": "AdamW", "params": {"lr": 1e-3}}'
-NUMBERS = ("lr", "eps", "weight_decay")
 # the keys of the section that DeepSpeed reads; it ignores other keys
 SECTION_KEYS = ("type", "params", "legacy_fusion")
 # for each key of "optimizer": {"params": ...} the values that CoatAdamW supports; None: passed on
@@ -41,6 +40,7 @@ OPTIMIZER_PARAMS: dict[str, tuple | None] = {
 # DeepSpeed's spellings of FP16, including the name of the torch.dtype
 FP16_NAMES = ("float16", "fp16", "half")
 IMPLEMENTATIONS = ("adam_w_mode", "torch_adam", "fused", "foreach")
+_ANY_NUMBERS = {"lr": 0.0, "betas": (0.9, 0.95), "eps": 0.0, "weight_decay": 0.0}
 # DeepSpeed's AdamW does not decay by default; torch's and CoatAdamW do
 DEFAULT_WEIGHT_DECAY = 0.0
 
@@ -209,50 +209,18 @@ def has_optimizer(config: Mapping[str, Any]) -> bool:
     return config.get("optimizer") not in (None, {"type": None})
 
 
-def optimizer_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The `"optimizer"` section. Raises CoatConfigError if it does not have DeepSpeed's form."""
+def optimizer_options(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The constructor's arguments from the `"optimizer"` section."""
     found = config.get("optimizer")
     if not isinstance(found, Mapping):
         raise CoatConfigError(
             f"optimizer: expected an object such as {EXAMPLE}, found {found!r}. Use braces."
         )
-    params = found.get("params")
-    if params is None:
-        return found
+    params = found.get("params") or {}
     if not isinstance(params, Mapping):
         raise CoatConfigError(
             f'optimizer.params: expected an object such as {{"lr": 1e-3}}, found {params!r}. Use braces.'
         )
-    for name in NUMBERS:
-        if name in params:
-            _check_number(f"optimizer.params.{name}", params[name])
-    if "betas" in params:
-        betas = params["betas"]
-        if not isinstance(betas, list | tuple) or len(betas) != 2:
-            raise CoatConfigError(
-                f"optimizer.params.betas: expected two numbers such as [0.9, 0.95], found {betas!r}. Correct "
-                "them or drop the key."
-            )
-        for beta in betas:
-            _check_number("optimizer.params.betas", beta)
-    return found
-
-
-def _check_number(key: str, value: Any) -> None:
-    if isinstance(value, Real | torch.Tensor) and not isinstance(value, bool):
-        return
-    if value == "auto":
-        remedy = 'Only Hugging Face\'s Trainer fills in "auto"; write a number.'
-    elif isinstance(value, str):
-        remedy = "Leave the quotes out."
-    else:
-        remedy = "Write a number or drop the key."
-    raise CoatConfigError(f"{key}: expected a number, found {value!r}. {remedy}")
-
-
-def optimizer_options(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The constructor's arguments from the `"optimizer"` section."""
-    found = optimizer_section(config)
     kind = found.get("type")
     if str(kind).lower() not in ("adam", "adamw", OPTIMIZER_TYPE.lower()):
         raise CoatConfigError(
@@ -266,7 +234,6 @@ def optimizer_options(config: Mapping[str, Any]) -> dict[str, Any]:
                 f"optimizer.{name}: unknown key (value {found[name]!r}). Known keys: {known}."
                 + (did_you_mean(name, SECTION_KEYS) or " Drop it.")
             )
-    params = found.get("params") or {}
     for name, value in params.items():
         if name not in OPTIMIZER_PARAMS:
             if name in OptimizerConfig.__dataclass_fields__:
@@ -286,6 +253,7 @@ def optimizer_options(config: Mapping[str, Any]) -> dict[str, Any]:
             )
     passed = {name: value for name, value in params.items() if OPTIMIZER_PARAMS[name] is None}
     default = {} if params.get("torch_adam") else {"weight_decay": DEFAULT_WEIGHT_DECAY}
+    check_numbers(_ANY_NUMBERS | passed, "optimizer.params.")
     return {**default, **passed}
 
 

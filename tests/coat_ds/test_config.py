@@ -50,10 +50,6 @@ def test_coat_config_takes_every_key():
         ({"enabled": True, "optimizer": {"min_numel": True}}, "min_numel: expected an integer, found True"),
         ({"enabled": True, "activations": {"backward_format": "E4M3"}}, "found 'E4M3'. Did you mean 'e4m3'"),
         (
-            {"enabled": True, "activations": {"weight_cache": "scale"}},
-            "found 'scale', which was removed.*'none'",
-        ),
-        (
             {"enabled": True, "checkpointing": {"compress": True}},
             'coat.checkpointing: .* removed.*"fp8_activation_checkpointing": true',
         ),

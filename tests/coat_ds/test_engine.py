@@ -12,7 +12,7 @@ import torch
 import coat_ds
 from coat_ds import CoatAdamW, CoatConfig
 from coat_ds.config import OptimizerConfig
-from coat_ds.zero.build import parameter_groups
+from coat_ds.zero.build import optimizer_for_engine
 from tests.util import listening, rel_rms, run_distributed
 
 BATCH, STEPS = 8, 2
@@ -263,19 +263,18 @@ def test_engine_without_an_optimizer_has_fp8_layers(one):
 def test_engine_keeps_the_users_parameter_groups():
     large, small, frozen = (torch.nn.Parameter(torch.zeros(n)) for n in (5000, 10, 5000))
     frozen.requires_grad_(False)
-    config = OptimizerConfig(exp_avg_sq_format="bf16", min_numel=64)
-    (group,) = parameter_groups([large, frozen, small], config)
+
+    def groups_of(model_parameters, **block):
+        coat = CoatConfig(enabled=True, optimizer=OptimizerConfig(**block))
+        config = {"optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 1}}
+        return optimizer_for_engine(coat, config, None, torch.nn.Module())(model_parameters).param_groups
+
+    (group,) = groups_of([large, frozen, small], exp_avg_sq_format="bf16", min_numel=64)
     assert [id(p) for p in group["params"]] == [id(large), id(small)]
-    assert (group["exp_avg_format"], group["exp_avg_sq_format"], group["min_numel"]) == (
-        None,
-        "bf16",
-        64,
-    )
+    assert (group["exp_avg_format"], group["exp_avg_sq_format"], group["min_numel"]) == (None, "bf16", 64)
     # a group's own choice wins, and a group without anything to train is dropped
-    (own,) = parameter_groups(
-        [{"params": [large], "min_numel": 0, "name": "x"}, {"params": [frozen]}], OptimizerConfig()
-    )
+    (own,) = groups_of([{"params": large, "min_numel": 0, "name": "x"}, {"params": [frozen]}])
     assert (own["min_numel"], own["name"]) == (0, "x")
     # given names are kept, as of `named_parameters`
-    (named,) = parameter_groups([("large", large), ("frozen", frozen)], OptimizerConfig())
-    assert named["params"] == [("large", large)]
+    (named,) = groups_of([("large", large), ("frozen", frozen)])
+    assert (named["params"], named["param_names"]) == ([large], ["large"])

@@ -113,6 +113,9 @@ def test_json_check_accepts():
         ("coat-train", BLOCK),
         ("coatt", BLOCK),
         ("cot", {"optimizer": {}}),
+        ("coats", True),
+        ("coats", {}),
+        ("cat", BLOCK),
     ],
 )
 def test_json_check_finds_misspelt_names_of_the_block(key, value):
@@ -135,7 +138,7 @@ def test_json_check_takes_no_other_key_for_the_block():
             assert not block.asks_for_coat({key: value}), key
     for key, value in (
         ("coat_comment", "on"),
-        ("coats", True),
+        ("coats", "on"),
         ("coast", {"depth": 2}),
     ):
         assert not block.asks_for_coat({key: value}), key

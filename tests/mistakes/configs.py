@@ -60,11 +60,6 @@ MISTAKES = {
             ("coat.optimizer.exp_avg_format: ", "found 'fp8_expand'", "Did you mean 'fp8_expanded'"),
         ),
         Mistake(
-            "another library's name of a format",
-            block(activations={"saved_format": "fp8"}),
-            ("coat.activations.saved_format: ", "'sqrt8', 'e4m3'", "found 'fp8'", "Did you mean 'e4m3'"),
-        ),
-        Mistake(
             "formats of moments that do not go together",
             block(optimizer={"exp_avg_format": "ratio8", "exp_avg_sq_format": "fp8_expanded"}),
             (
@@ -87,11 +82,6 @@ MISTAKES = {
             "a key of an earlier version",
             block(activations={"forward_format": "e5m2"}),
             ("coat.activations.forward_format: ", "found 'e5m2'", "was removed", "Drop the key"),
-        ),
-        Mistake(
-            "a value of an earlier version",
-            block(activations={"attention_format": "e4m3"}),
-            ("coat.activations.attention_format: ", "found 'e4m3'", "was removed", "Write 'sqrt8'"),
         ),
         Mistake(
             "one pattern in place of a list",

@@ -67,7 +67,9 @@ MISTAKES = {
             ("amsgrad=True is not supported", "Leave it"),
         ),
         Mistake(
-            "a learning rate that is no number", optimizer(lr="1e-3"), ("lr must be a number", "found '1e-3'")
+            "a learning rate that is no number",
+            optimizer(lr="1e-3"),
+            ("lr: expected a number", "found '1e-3'"),
         ),
         Mistake(
             "a size of groups",
