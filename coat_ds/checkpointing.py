@@ -23,7 +23,6 @@ def generator_name() -> str:
 GENERATOR, FUNCTION = (
     Patch(
         "compressed checkpoints",
-        "torch",
         f"torch.utils.checkpoint:{name}",
         "inputs of recomputed regions are saved in FP8 inside `compressed_checkpoints`",
         expected=expected,

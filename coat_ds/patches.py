@@ -23,12 +23,13 @@ from dataclasses import dataclass, field
 from types import CodeType, ModuleType
 from typing import Any, NamedTuple
 
-from coat_ds.versions import DEEPSPEED, MEGATRON_CORE, TORCH
+from coat_ds.versions import DEEPSPEED, MEGATRON_CORE, TORCH, Supported
 
-SUPPORTED = {
-    "deepspeed": f"Install deepspeed{DEEPSPEED}",
-    "megatron-core": f"Install megatron-core{MEGATRON_CORE}",
-    "torch": f"Install torch{TORCH}",
+# the distribution of each package that is patched, and its supported versions
+FRAMEWORKS = {
+    "deepspeed": ("deepspeed", DEEPSPEED),
+    "megatron": ("megatron-core", MEGATRON_CORE),
+    "torch": ("torch", TORCH),
 }
 # as strings: these modules import this file, and Megatron's adapter may not be importable
 DECLARED_IN = (
@@ -89,18 +90,16 @@ class Patch:
 
     name: str
     """The feature that needs the patch. Several patches may share a name."""
-    framework: str
-    """The name of the distribution, a key of `SUPPORTED`."""
     target: str
-    """module:path. For a patch on objects the path is that of the class's attribute."""
+    """module:path, of a package in `FRAMEWORKS`. For a patch on objects it is the path of the class's
+    attribute."""
     why: str
     """What the patch is for."""
     parameters: tuple[str, ...] | None = None
-    """Expected parameters of the function, without self; a final "..." allows more. None: any."""
+    """Expected parameters of the function, or of the class's `forward`, without self; a final "..." allows
+    more. None: any."""
     keywords: tuple[str, ...] = ()
     """Parameters that have to be somewhere in the signature."""
-    method: str = ""
-    """If the attribute is a class, the method that has this signature."""
     expected: str = "a function"
     """What the attribute has to be, for messages."""
     used_by: str | None = None
@@ -120,6 +119,15 @@ class Patch:
 
     def __post_init__(self):
         _declared[self.name, self.target] = self
+
+    @property
+    def _framework(self) -> tuple[str, Supported]:
+        return FRAMEWORKS[self.target.partition(":")[0].partition(".")[0]]
+
+    @property
+    def distribution(self) -> str:
+        """The distribution that has the target."""
+        return self._framework[0]
 
     @property
     def attribute(self) -> str:
@@ -161,7 +169,7 @@ class Patch:
     def _check_signature(self, found: Any) -> None:
         if self.parameters is None and not self.keywords:
             return
-        function = getattr(found, self.method, None) if self.method else found
+        function = getattr(found, "forward", None) if isinstance(found, type) else found
         if not callable(function):
             raise self._error(f"{found!r}")
         names = tuple(name for name in inspect.signature(function).parameters if name != "self")
@@ -177,9 +185,10 @@ class Patch:
         if self.keywords:
             expected += f" that takes {', '.join(self.keywords)}"
         remedy = f", {self.remedy}" if self.remedy else ""
+        distribution, supported = self._framework
         return PatchError(
-            f"{self.symbol}: expected {expected}, found {found} in {self.framework} "
-            f"{_version(self.framework)}. {SUPPORTED[self.framework]}{remedy}."
+            f"{self.symbol}: expected {expected}, found {found} in {distribution} {_version(distribution)}. "
+            f"Install {distribution}{supported}{remedy}."
         )
 
     def is_applied(self, on: Any = None) -> bool:
@@ -228,8 +237,8 @@ class Patch:
             # imported here: this file is imported along with torch, which that one needs
             from coat_ds.log import log_rank_0
 
-            version = _version(self.framework)
-            log_rank_0(f"patched {self.symbol} of {self.framework} {version}: {self.why}", logging.DEBUG)
+            version = _version(self.distribution)
+            log_rank_0(f"patched {self.symbol} of {self.distribution} {version}: {self.why}", logging.DEBUG)
         self._logged = True
         return True
 
@@ -286,9 +295,9 @@ class _Requirement(Patch):
         pass
 
 
-def require(framework: str, target: str, parameters: tuple[str, ...], remedy: str = "") -> None:
+def require(target: str, parameters: tuple[str, ...], remedy: str = "") -> None:
     """Raises PatchError unless the framework has a function with these parameters. It is not replaced."""
-    _Requirement("", framework, target, "", parameters=parameters, remedy=remedy).check()
+    _Requirement("", target, "", parameters=parameters, remedy=remedy).check()
 
 
 class Row(NamedTuple):
@@ -312,10 +321,10 @@ def table() -> list[Row]:
         except ImportError as error:
             missing.append(Row(module, "", "not installed", False, f"cannot be imported: {error}"))
     for patch in list(_declared.values()):
-        version = _version(patch.framework)
+        version = _version(patch.distribution)
         applied = patch.is_applied() or len(patch._objects) > 0
         why = patch.why if applied or version == "not installed" else _obstacle(patch) or patch.why
-        rows.append(Row(patch.name, patch.symbol, f"{patch.framework} {version}", applied, why))
+        rows.append(Row(patch.name, patch.symbol, f"{patch.distribution} {version}", applied, why))
     return rows + missing
 
 

@@ -53,9 +53,8 @@ def _sizes(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> 
 
 
 def _on_cpu(target: str, replacement: Any, parameters: tuple | None = None, **options) -> tuple[Patch, Any]:
-    framework = "torch" if target.startswith("torch.") else "megatron-core"
     options = {"why": "Megatron calls it without a check for a GPU", "parameters": parameters} | options
-    return Patch("Megatron on a CPU", framework, target, **options), replacement
+    return Patch("Megatron on a CPU", target, **options), replacement
 
 
 # the replacement of each patched function
@@ -176,16 +175,13 @@ _ON_CUDA = {
 _script = functools.partial(Patch, "Megatron-LM's scripts on a CPU")
 IN_SCRIPTS: dict[Patch, Any] = {
     **{
-        _script(
-            "torch", f"torch.cuda:{name}", "Megatron-LM's scripts refuse to start without a GPU"
-        ): function
+        _script(f"torch.cuda:{name}", "Megatron-LM's scripts refuse to start without a GPU"): function
         for name, function in _ON_CUDA.items()
     },
     _script(
-        "torch", "torch.accelerator:is_available", "data loaders would pin memory for it", parameters=()
+        "torch.accelerator:is_available", "data loaders would pin memory for it", parameters=()
     ): lambda: False,
     _script(
-        "megatron-core",
         "megatron.legacy.fused_kernels:load",
         "queries the CUDA compiler's version; gone since 0.17",
         parameters=("args",),

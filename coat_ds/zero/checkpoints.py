@@ -27,28 +27,24 @@ FLAT_STAGE_0 = "fp32_groups_flat"
 _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
 LOAD = Patch(
     "checkpoints",
-    "deepspeed",
     f"{_ENGINE}.load_checkpoint",
     "states are linked to parameters after a load, and keep this optimizer's formats",
     parameters=("load_dir", "tag", "..."),
 )
 SAVE = Patch(
     "checkpoints",
-    "deepspeed",
     f"{_ENGINE}.save_checkpoint",
     "moments are decoded one at a time while a file is written",
     parameters=("save_dir", "tag", "..."),
 )
 LOAD_STAGE_0 = Patch(
     "stage 0",
-    "deepspeed",
     "deepspeed.runtime.fp16.fused_optimizer:FP16_Optimizer.load_state_dict",
     "states of other wrappers are refused by a clear error",
     parameters=("state_dict", "load_optimizer_states"),
 )
 FLATTEN = Patch(
     "checkpoints",
-    "deepspeed",
     "deepspeed.runtime.base_optimizer:map_to_flat_opt_states",
     "moments of universal checkpoints wait on the CPU until they are encoded",
     parameters=("flat_hp_tensor", "lp_tensors", "optim_state", "opt_keys"),

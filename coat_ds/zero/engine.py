@@ -32,14 +32,12 @@ from coat_kernels.graphs import MOVES_IN_BACKWARD
 
 DESTROY = Patch(
     "end of an engine",
-    "deepspeed",
     "deepspeed.runtime.engine:DeepSpeedEngine.destroy",
     "converted layers become stock layers again",
     parameters=(),
 )
 TESTED = Patch(
     "ZeRO's optimizers",
-    "deepspeed",
     "deepspeed.runtime.engine:is_zero_supported_optimizer",
     "ZeRO takes CoatAdamW as one of the optimizers that it was tested with",
     parameters=("optimizer",),

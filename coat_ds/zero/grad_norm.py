@@ -17,7 +17,6 @@ STAGE_3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
 NORM, NORM_STAGE_3 = (
     Patch(
         "gradient norm",
-        "deepspeed",
         f"{wrapper}.get_grad_norm_direct",
         "the norm of all gradients of a parameter group by one operation",
         parameters=parameters,
@@ -27,7 +26,6 @@ NORM, NORM_STAGE_3 = (
 )
 OVERFLOW = Patch(
     "gradient norm",
-    "deepspeed",
     f"{STAGE_1_AND_2}.has_overflow_partitioned_grads_serial",
     "gradients are read once for their norm and for inf and NaN",
     parameters=(),

@@ -20,7 +20,6 @@ from coat_ds.patches import Patch
 _WHY = "gradients stay in 16 bits on their way to the optimizer"
 PARTITION = Patch(
     "16-bit gradients",
-    "deepspeed",
     "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer._get_preflattened_grad_partition",
     _WHY,
     parameters=("group_idx",),
@@ -28,7 +27,6 @@ PARTITION = Patch(
 )
 FLAT = Patch(
     "16-bit gradients",
-    "deepspeed",
     "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer._use_compact_grad_partition_buffer",
     "gradients are reduced into the flat tensor that the step reads, as DeepSpeed does in FP32",
     parameters=("group_idx",),
@@ -36,20 +34,17 @@ FLAT = Patch(
 )
 BEGIN = Patch(
     "16-bit gradients",
-    "deepspeed",
     "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.backward_prologue",
     "gradients that no step has taken are dropped, as without the flat tensor",
     parameters=(),
 )
 PREPARE = Patch(
     "16-bit gradients",
-    "deepspeed",
     "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3._prepare_fp32_grad_for_sub_group",
     _WHY,
 )
 FLATTEN = Patch(
     "16-bit gradients",
-    "deepspeed",
     "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3.flatten",
     "the flat tensor of a step's gradients is a NarrowGrad",
     instance=True,

@@ -45,7 +45,6 @@ OTHERS = (
 
 HOOKS = Patch(
     "units of ZeRO-3",
-    "deepspeed",
     "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3.create_reduce_and_remove_grad_hooks",
     "while an engine is built: gradients of a unit are reduced one by one",
     parameters=(),
@@ -53,7 +52,6 @@ HOOKS = Patch(
 
 REGISTERS = Patch(
     "units of ZeRO-3",
-    "deepspeed",
     "deepspeed.runtime.zero.parameter_offload:DeepSpeedZeRoOffload._register_deepspeed_module",
     "units stay units when hooks are registered again, as TRL does after each generation",
     parameters=("module", "..."),

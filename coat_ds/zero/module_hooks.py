@@ -23,7 +23,6 @@ from coat_kernels.autograd.origin import share_notes
 NODES = tuple(
     Patch(
         "ZeRO-3's nodes",
-        "deepspeed",
         f"deepspeed.runtime.zero.parameter_offload:DeepSpeedZeRoOffload.{name}",
         "notes on tensors survive ZeRO-3's hooks, and modules without weights need no nodes",
         instance=True,

@@ -17,14 +17,12 @@ from coat_ds.zero.grad_norm import STAGE_1_AND_2, STAGE_3
     (
         Patch(
             "offloading",
-            "deepspeed",
             f"{wrapper}.offload_states",
             "states are moved as they are stored",
             parameters=("include", "device", "pin_memory", "non_blocking"),
         ),
         Patch(
             "offloading",
-            "deepspeed",
             f"{wrapper}.reload_states",
             "states are moved as they are stored",
             parameters=("non_blocking",),

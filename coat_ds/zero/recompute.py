@@ -35,11 +35,9 @@ from coat_kernels.autograd.checkpointing import (
 
 CHECKPOINT = Patch(
     "recompute",
-    "deepspeed",
     "deepspeed.runtime.activation_checkpointing.checkpointing:CheckpointFunction",
     "inputs of recomputed regions are kept in FP8 while a module with the block runs forward",
     parameters=("ctx", "run_function", "all_outputs", "args"),
-    method="forward",
     expected="a class that checkpoint() looks up, with forward",
     used_by="checkpoint",
     remedy="or drop coat.fp8_activation_checkpointing",

@@ -29,7 +29,6 @@ ENGINE_MODULE = "deepspeed.runtime.engine"
 DISABLE = "COAT_DISABLE"
 ENGINE = Patch(
     "switch",
-    "deepspeed",
     f"{ENGINE_MODULE}:DeepSpeedEngine.__init__",
     "engines read the coat block; coat_ds.uninstall() undoes it",
     keywords=("model", "optimizer", "config_class"),

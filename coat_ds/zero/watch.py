@@ -10,7 +10,7 @@ from coat_ds.watch.watch import Watch
 
 _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
 STEP, SAVE = (
-    Patch("watch", "deepspeed", f"{_ENGINE}.{name}", why, parameters=parameters)
+    Patch("watch", f"{_ENGINE}.{name}", why, parameters=parameters)
     for name, why, parameters in (
         ("step", "a reading ends with a step", ("lr_kwargs",)),
         ("save_checkpoint", "the readings until then are written first", ("save_dir", "tag", "...")),

@@ -26,7 +26,6 @@ from megatron_ext.layers.settings import Configurable
 
 HAS_TE = Patch(
     "latent attention without Transformer Engine",
-    "megatron-core",
     "megatron.core.transformer.multi_latent_attention:HAVE_TE",
     "megatron-core 0.16 takes its placeholders for Transformer Engine's classes",
 )

@@ -25,7 +25,6 @@ def is_moe_layer(config, index: int) -> bool:
 
 GEMM = Patch(
     "router without Transformer Engine",
-    "megatron-core",
     "megatron.core.transformer.moe.moe_utils:te_general_gemm",
     "megatron-core 0.16 reads the name, and lacks it without Transformer Engine",
     missing=True,

@@ -18,7 +18,6 @@ from coat_kernels.graphs import end_graphs
 ENDS = [
     Patch(
         "end of process groups",
-        "torch",
         f"{module}:destroy_process_group",
         "layers' CUDA graphs end first, since NCCL waits for those that hold its collectives",
         parameters=("group",),

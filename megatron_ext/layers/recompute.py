@@ -16,11 +16,9 @@ from coat_kernels.autograd.checkpointing import packing_function
 
 CHECKPOINT = Patch(
     "Megatron's recompute",
-    "megatron-core",
     "megatron.core.tensor_parallel.random:CheckpointFunction",
     "inputs of recomputed regions are kept in FP8",
     parameters=("ctx", "run_function", "distribute_saved_activations", "args"),
-    method="forward",
     expected="a class that checkpoint() looks up, with forward",
     used_by="checkpoint",
     remedy="or drop coat.fp8_activation_checkpointing",

@@ -52,7 +52,6 @@ _STACKS = "megatron.core.ssm.mamba_block" if _IN_OLD else "megatron.core.models.
 OF_BLOCKS, OF_STACKS = (
     Patch(
         "Megatron's final norm",
-        "megatron-core",
         target,
         "norms that run without Transformer Engine, also under sequence parallelism",
         expected="the class of the final norm",

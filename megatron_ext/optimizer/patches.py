@@ -72,7 +72,7 @@ def _link(optimizer: MegatronOptimizer, model_chunks: Iterable[torch.nn.Module],
 
 
 _MODULE = "megatron.core.optimizer"
-_patch = functools.partial(Patch, "Megatron's optimizer", "megatron-core")
+_patch = functools.partial(Patch, "Megatron's optimizer")
 BUILD = _patch(
     f"{_MODULE}:_get_megatron_optimizer_based_on_param_groups",
     "CoatAdamW in Megatron's optimizers; the watch of their model",
@@ -161,7 +161,7 @@ def install(coat: CoatConfig | None = None) -> None:
     coat = coat or CoatConfig(enabled=True)
     for patch in (*OF_STATES, ADAM, IS_TORCH):
         patch.check()
-    require("megatron-core", f"{_DISTRIBUTED}._get_model_param_range_map", ("param",), OPTIMIZER_OFF)
+    require(f"{_DISTRIBUTED}._get_model_param_range_map", ("param",), OPTIMIZER_OFF)
     # `link` sets which tensors keep FP32 moments: Megatron passes no names
     options = {name: getattr(coat.optimizer, name) for name in (*LAYOUT, "offload")}
     options |= {"keep_fp32": (), "in_framework": True}

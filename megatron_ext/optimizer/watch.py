@@ -30,7 +30,7 @@ _CHAIN = "megatron.core.optimizer.optimizer:ChainedOptimizer"
 _BEFORE = "the last reading is written before a checkpoint"
 # patched on one chain
 STEP, SAVE, SAVE_SHARDED = (
-    Patch("watch of Megatron", "megatron-core", f"{_CHAIN}.{name}", why, parameters=parameters)
+    Patch("watch of Megatron", f"{_CHAIN}.{name}", why, parameters=parameters)
     for name, why, parameters in (
         ("step", "a reading ends with a step", ()),
         ("state_dict", _BEFORE, ()),

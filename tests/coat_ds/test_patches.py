@@ -23,7 +23,7 @@ def declare():
     before = dict(_declared)
 
     def make(target, **options):
-        return Patch("test", options.pop("framework", "deepspeed"), target, "for the test", **options)
+        return Patch("test", target, "for the test", **options)
 
     yield make
     for key in _declared.keys() - before.keys():
@@ -111,7 +111,7 @@ def test_patch_refuses_an_unexpected_framework(declare, target, options, found):
     (row,) = (r for r in patches.table() if r.name == "test")
     assert row.why == said and not row.applied
     with pytest.raises(PatchError):
-        patches.require("deepspeed", NORM, ("params",))
+        patches.require(NORM, ("params",))
     assert len([r for r in patches.table() if r.target == NORM.replace(":", ".")]) <= 2
 
 
@@ -128,10 +128,9 @@ def test_patch_checks_parameters(declare):
 
     names = ("ctx", "run_function", "distribute_saved_activations", "args")
     target = f"{random.__name__}:CheckpointFunction"
-    options = {"framework": "megatron-core", "method": "forward", "used_by": "checkpoint"}
-    declare(target, parameters=names, **options).check()
+    declare(target, parameters=names, used_by="checkpoint").check()
     with pytest.raises(PatchError, match="megatron-core"):
-        declare(target, parameters=names[:-1], **options).check()
+        declare(target, parameters=names[:-1], used_by="checkpoint").check()
 
 
 def test_patch_of_an_inherited_method_and_of_a_value(declare):
@@ -143,7 +142,7 @@ def test_patch_of_an_inherited_method_and_of_a_value(declare):
         assert "zero_grad" in vars(PipelineEngine)
     assert "zero_grad" not in vars(PipelineEngine)
     switch, was = torch._dynamo.config, torch._dynamo.config.disable
-    with declare("torch._dynamo.config:disable", framework="torch").applied(lambda was: not was):
+    with declare("torch._dynamo.config:disable").applied(lambda was: not was):
         assert switch.disable is not was
     assert switch.disable is was
 
