@@ -57,15 +57,14 @@ def run(arguments: argparse.Namespace) -> int:
         raise CoatConfigError(
             f"RUN: expected a folder with {FILE}, found none in {arguments.run!r}. {fix}"
         ) from None
-    except OSError as error:
-        raise CoatConfigError(
-            f"RUN: cannot read {error.filename} ({error.strerror}). Set its permissions, or name another run."
-        ) from error
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise CoatConfigError(f"RUN: {error}. Correct the file, or name another run.") from error
     print(table(readings))
-    if not arguments.pictures and find_spec("matplotlib") is None:
-        print("No pictures: matplotlib is not installed. pip install matplotlib", file=sys.stderr)
+    if find_spec("matplotlib") is None:
+        why = "pictures: matplotlib is not installed. pip install matplotlib"
+        if arguments.pictures:
+            raise CoatConfigError(why)
+        print(f"no {why}", file=sys.stderr)
         return 0
     try:
         written = draw(readings, Path(arguments.pictures or (path if path.is_dir() else path.parent)))
@@ -125,17 +124,12 @@ def _badness(found: tuple[float, Any]) -> tuple:
 
 
 def draw(readings: Sequence[Reading], folder: Path) -> Path:
-    """Writes errors.png, a plot of each figure over the steps.
+    """Writes errors.png, a plot of each figure over the steps."""
+    import matplotlib
 
-    Raises CoatConfigError where matplotlib is not installed.
-    """
-    try:
-        import matplotlib
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
 
-        matplotlib.use("agg")
-        import matplotlib.pyplot as plt
-    except ImportError as error:
-        raise CoatConfigError("pictures: matplotlib is not installed. pip install matplotlib") from error
     folder.mkdir(parents=True, exist_ok=True)
     steps = [reading.step for reading in readings]
     shown = [f for f in FIGURES if any(f in g for r in readings for g in r.groups.values())]

@@ -1,6 +1,5 @@
 """Readings, and the file of a run: `watch.jsonl`."""
 
-import errno
 import json
 import os
 from collections.abc import Callable, Iterable
@@ -33,24 +32,20 @@ Out = Callable[[Reading], None]
 
 
 def append(folder: str, reading: Reading) -> None:
-    """Appends a reading to watch.jsonl in `folder`. Raises OSError where it cannot be written, and leaves no
-    part of a line."""
+    """Appends a reading to watch.jsonl in `folder`. Raises OSError where it cannot be written. A part of a
+    line, as a full disk or a lost machine leaves it, ends before the next reading."""
     path = Path(folder) / FILE
     line = json.dumps(reading._asdict()).encode() + b"\n"
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a+b", buffering=0) as file:
-        # after the part of a line that a lost machine has left
+    with path.open("a+b") as file:
         if file.seek(0, os.SEEK_END) and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n":
             line = b"\n" + line
-        if (written := file.write(line)) < len(line):
-            # only the bytes that the disk had room for
-            file.truncate(file.tell() - written)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        file.write(line)
 
 
 def read(folder: str | Path) -> list[Reading]:
     """The readings of a run's folder by step; of a step that was run twice the last one. A line that was cut
-    off, as a lost machine leaves it, is left out and logged.
+    off, as `append` may leave it, is left out and logged.
 
     Raises FileNotFoundError, and ValueError if there is no reading, or another JSON value.
     """
