@@ -66,6 +66,14 @@ def test_packages_import_those_below_them(imports):
         assert not above or name == "coat_ds.cli", (name, above)
 
 
+def test_folders_of_layers_import_one_way(imports):
+    order = [f"coat_ds.layers.{name}" for name in ("detection", "modules", "parallel")]
+    for name, others in imports.items():
+        for i, folder in enumerate(order):
+            above = [other for other in others for later in order[i + 1 :] if other.startswith(later)]
+            assert not (name.startswith(folder) and above), (name, above)
+
+
 def test_each_room_has_a_page():
     for name, path in modules().items():
         if path.name == "__init__.py" and name != "coat_ds":

@@ -12,10 +12,10 @@ from torch.nn.parameter import is_lazy
 
 from coat_ds.config import ActivationsConfig
 from coat_ds.layers.conversion import ATTRIBUTE, Conversion, conversion_of
-from coat_ds.layers.detection import decoder_parts, probe
+from coat_ds.layers.detection import probe
 from coat_ds.layers.detection.excluded import DISPATCHED, excluded_modules
 from coat_ds.layers.inventory import layers_of
-from coat_ds.layers.modules import attention, decoder_layer, experts, packed
+from coat_ds.layers.modules import attention, decoder_layer, decoder_parts, experts, packed
 from coat_ds.layers.modules.converted_forward import (
     DTYPES,
     ConvertedForward,
@@ -204,9 +204,7 @@ def _check_forwards(holder: nn.Module) -> None:
 def _forwards(model: nn.Module, conversion: Conversion, may: Callable) -> Iterator[ConvertedForward]:
     """The forwards to install; records in `conversion` which modules are converted and which are not."""
     activations, excluded = conversion.activations, excluded_modules(model)
-    projections = {
-        id(child) for m in model.modules() if attention.uses_interface(m) for child in m.children()
-    }
+    projections = {id(child) for m in model.modules() if probe.uses_interface(m) for child in m.children()}
     taken: set[int] = set()
     for name, module in model.named_modules():
         kind = None if id(module) in taken else _kind_of(module)
@@ -362,7 +360,7 @@ def _convert_attention(model: nn.Module, conversion: Conversion, may: Callable) 
     found = [
         (name, module, getattr(module, "config", None))
         for name, module in model.named_modules()
-        if attention.uses_interface(module)
+        if probe.uses_interface(module)
     ]
     # modules with one config have one implementation
     flash = {id(config): why for _, module, config in found if (why := attention.why_keep_flash(module))}

@@ -13,12 +13,12 @@ import functools
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import nn
 
 from coat_ds.layers.modules.converted_forward import attributes_of
+from coat_ds.layers.modules.linear import Gemm
 from coat_kernels.experts import ExpertsState
 from coat_kernels.graphs import Graphs
 from coat_kernels.groups import Grouped, GroupFormat
@@ -126,30 +126,16 @@ def layer_names(model: nn.Module) -> list[str]:
 
 def _scales_of(model: nn.Module) -> Iterator[tuple[PredictedScale, str]]:
     """The scales that each module, or what replaces its forward, holds, and the name of the operand's layer.
-    That of a joint GEMM is the name of what holds its scales."""
+    That of a joint GEMM is the name of what holds its scales. Projections of grouped experts are called
+    `gate_up` and `down`."""
     for name, module in model.named_modules():
         for attribute, value in attributes_of(module):
-            path = name if isinstance(value, PredictedScale) else f"{name}.{attribute}"
-            yield from _scales_in(value, path)
-
-
-def _scales_in(value: Any, path: str) -> Iterator[tuple[PredictedScale, str]]:
-    """Scales in an attribute: in the options of GEMMs, dicts or lists of them, in a `MergedLinear`, or in the
-    state of grouped experts, whose projections are called `gate_up` and `down`."""
-    if isinstance(value, PredictedScale):
-        yield value, path
-    elif isinstance(value, ExpertsState):
-        # `path` ends with the name of the attribute
-        experts = path.rpartition(".")[0]
-        yield value.x_scale, f"{experts}.gate_up"
-        yield value.a_scale, f"{experts}.down"
-    elif isinstance(value, list):
-        for i, item in enumerate(value):
-            yield from _scales_in(item, f"{path}.{i}")
-    elif isinstance(value, dict) or type(value).__name__ == "MergedLinear":
-        for item in value.values() if isinstance(value, dict) else vars(value).values():
-            if isinstance(item, PredictedScale):
-                yield item, path
+            if isinstance(value, PredictedScale):
+                yield value, name
+            elif isinstance(value, Gemm):
+                yield from ((scale, f"{name}.{attribute}") for scale in (value.x_scale, value.grad_scale))
+            elif isinstance(value, ExpertsState):
+                yield from ((value.x_scale, f"{name}.gate_up"), (value.a_scale, f"{name}.down"))
 
 
 def graphs_of(model: nn.Module) -> list[Graphs]:

@@ -1,5 +1,5 @@
 """Which modules of a model can be converted, found by what they compute.
 
-This package may import the converted modules and `coat_kernels`. Start at probe.py: small copies of modules
-are run and compared with what the kernels compute.
+This package may import `coat_kernels`. Start at probe.py: small copies of modules are run and compared with
+what the kernels compute.
 """

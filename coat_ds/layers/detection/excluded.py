@@ -8,8 +8,7 @@ from types import CodeType, FunctionType
 
 from torch import nn
 
-from coat_ds.layers.modules.attention import uses_interface
-from coat_ds.layers.modules.converted_forward import is_dispatched
+from coat_ds.layers.detection.probe import uses_interface
 
 # the reason for modules whose forward accelerate calls
 DISPATCHED = "a hook of accelerate's, as of device_map"
@@ -38,6 +37,11 @@ _HEAD_NAME = re.compile(
 _INPUT_NAME = re.compile(
     r"projector|connector|adapter|adaptor|encoder$|decoder$|tower|embed|qformer|resampler"
 )
+
+
+def is_dispatched(module: nn.Module) -> bool:
+    """Whether accelerate calls the module's forward and moves tensors between devices around it."""
+    return "_hf_hook" in module.__dict__
 
 
 def excluded_modules(model: nn.Module) -> dict[int, str]:

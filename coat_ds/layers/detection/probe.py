@@ -110,6 +110,12 @@ def run(module: nn.Module, x: torch.Tensor) -> torch.Tensor | None:
     return None
 
 
+def uses_interface(module: nn.Module) -> bool:
+    """Whether the module's forward looks up its attention function in transformers."""
+    forward = inspect.unwrap(type(module).forward)
+    return "ALL_ATTENTION_FUNCTIONS" in getattr(getattr(forward, "__code__", None), "co_names", ())
+
+
 def takes_one_input(module: nn.Module) -> bool:
     """Whether its forward has no second argument, such as a gate. A run without the argument would not show
     what the module computes from it."""

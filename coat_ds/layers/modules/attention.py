@@ -68,12 +68,6 @@ def attention_saving(activations: ActivationsConfig) -> AttentionSaving:
     return AttentionSaving(saved_format, evaluates_stock)
 
 
-def uses_interface(module: torch.nn.Module) -> bool:
-    """Whether the module's forward looks up its attention function in transformers."""
-    forward = inspect.unwrap(type(module).forward)
-    return "ALL_ATTENTION_FUNCTIONS" in getattr(getattr(forward, "__code__", None), "co_names", ())
-
-
 def is_flash(implementation: str | None) -> bool:
     """Whether the name is one of FlashAttention's."""
     return implementation is not None and _FLASH.search(implementation) is not None

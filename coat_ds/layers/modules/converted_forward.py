@@ -63,10 +63,10 @@ class ConvertedForward:
             return self.before(*args, **kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)
 
-    def takes(self, x: torch.Tensor) -> bool:
-        """Whether the kernels take `x`, after autocast. Raises TypeError for FP16. For other unsupported
-        types it logs once that layers compute as before. It logs nothing for tensors on "meta", which only
-        propagate shapes, nor for DTensors, which the caller handles."""
+    def check_tensor(self, x: torch.Tensor) -> bool:
+        """Checks an input or a weight, after autocast. Returns whether the kernels take it. Raises TypeError
+        for FP16, and logs once that layers compute as before for other unsupported types. It logs nothing for
+        tensors on "meta", which only propagate shapes, nor for DTensors, which the caller handles."""
         if x.is_meta:
             return False
         dtype = autocast_dtype(x) or x.dtype
@@ -141,11 +141,6 @@ def attributes_of(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 def wraps_compiled(module: torch.nn.Module) -> bool:
     """Whether `module` is the wrapper of `torch.compile`."""
     return "_orig_mod" in module._modules
-
-
-def is_dispatched(module: torch.nn.Module) -> bool:
-    """Whether accelerate calls the module's forward and moves tensors between devices around it."""
-    return "_hf_hook" in module.__dict__
 
 
 def converted_forward(module: torch.nn.Module) -> ConvertedForward | None:

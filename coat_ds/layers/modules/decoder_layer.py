@@ -24,7 +24,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from coat_ds.config import ActivationsConfig
 from coat_ds.layers import fused_layer
-from coat_ds.layers.detection.decoder_parts import PROJECTIONS, DecoderParts, dropout_names, head_norms_of
+from coat_ds.layers.detection.excluded import is_dispatched
 from coat_ds.layers.fused_layer import LayerOptions, LayerWeights
 from coat_ds.layers.modules.attention import STATE, any_attention, is_flash, is_transformers_own
 from coat_ds.layers.modules.converted_forward import (
@@ -32,12 +32,12 @@ from coat_ds.layers.modules.converted_forward import (
     autocast_dtype,
     can_be_read,
     converted_forward,
-    is_dispatched,
     is_evaluated,
 )
+from coat_ds.layers.modules.decoder_parts import PROJECTIONS, DecoderParts, dropout_names, head_norms_of
 from coat_ds.layers.modules.feed_forward import Fp8GatedFeedForward
 from coat_ds.layers.modules.hooks import is_hooked
-from coat_ds.layers.modules.linear import MergedLinear, can_fuse, joined, parameters_of
+from coat_ds.layers.modules.linear import Gemm, can_fuse, joined, parameters_of
 from coat_ds.layers.modules.norm import Fp8Norm
 from coat_ds.layers.modules.packed import PackedMask, Slots, documents_of, packed_mask
 from coat_ds.log import log_once
@@ -89,7 +89,7 @@ class Fp8DecoderLayer(ConvertedForward):
         self.parts, self.recomputes = parts, activations.attention_format == "recompute"
         # dropout rates may be set later, and each class has its own names for them
         self.rates = [(m, n) for m in (module, parts.attention, parts.mlp) for n in dropout_names(m)]
-        self.qkv = MergedLinear(activations, cancels=True)
+        self.qkv = Gemm(activations, cancels=True)
         self.cuda_graphs = activations.cuda_graphs
         # batches may change their shape at any time: hold graphs of one shape at a time
         self.graphs, self.slots = Graphs(one_shape=True), Slots()
@@ -195,11 +195,11 @@ class Fp8DecoderLayer(ConvertedForward):
         return LayerOptions(
             input_norm=converted_forward(input_norm).options,
             qkv=self.qkv.options(qkv),
-            proj=converted_forward(o[0]).options(),
+            proj=converted_forward(o[0]).options(o),
             mlp_norm=converted_forward(mlp_norm).options,
             fc1=feed_forward.first_options(),
             activation=feed_forward.options,
-            fc2=converted_forward(down[0]).options(),
+            fc2=converted_forward(down[0]).options(down),
             head_norms=tuple([converted_forward(norm).options for norm in self.head_norms]),
             groups=qkv[1].weight.shape[0] // d,
             d=d,
@@ -300,7 +300,7 @@ def why_not_fused(layer: Fp8DecoderLayer, x: torch.Tensor, args: tuple, kwargs: 
     for norm in (parts.input_norm, parts.mlp_norm, *head_norms):
         if type(norm.__dict__.get("forward")) is not Fp8Norm:
             return _taken_over(norm)
-    if not x.numel() or not layer.takes(x):
+    if not x.numel() or not layer.check_tensor(x):
         return f"their input is {x.dtype} of {x.numel()} elements"
     if autocast_dtype(x) not in (None, x.dtype):
         return f"their input is {x.dtype} under autocast to {autocast_dtype(x)}"

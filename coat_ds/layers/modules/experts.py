@@ -109,7 +109,7 @@ class Fp8Experts(ConvertedForward):
     def shown(self) -> str:
         return "coat=FP8, 8-bit saved"
 
-    def takes(self, x: torch.Tensor) -> bool:
+    def check_tensor(self, x: torch.Tensor) -> bool:
         """False also if indices may name experts of other ranks, under tensor parallelism, where a rank holds
         a part of each expert, and if the activation or the gate has hooks or was replaced, since the kernels
         call neither."""
@@ -120,7 +120,7 @@ class Fp8Experts(ConvertedForward):
                 return False
         whole = self.own_rows or not getattr(module, "_is_expert_parallel", False)
         whole = whole and is_plain(module.gate_up_proj) and is_plain(module.down_proj)
-        return whole and x.numel() > 0 and super().takes(x)
+        return whole and x.numel() > 0 and super().check_tensor(x)
 
     # a gate that is differentiated in backward cannot be traced, nor can predicted scales
     @torch.compiler.disable
@@ -129,7 +129,7 @@ class Fp8Experts(ConvertedForward):
     ) -> torch.Tensor:
         """hidden_states [t, h], the experts of each token and their weights [t, k] -> [t, h]."""
         module = self.module
-        if not self.takes(hidden_states):
+        if not self.check_tensor(hidden_states):
             return self.stock(hidden_states, top_k_index, top_k_weights)
         biases = {}
         if _is(module, "has_bias"):

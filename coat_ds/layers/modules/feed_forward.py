@@ -8,11 +8,11 @@ from coat_ds.config import ActivationsConfig
 from coat_ds.layers.detection.probe import GatedForm
 from coat_ds.layers.modules.converted_forward import ConvertedForward, converted_forward
 from coat_ds.layers.modules.hooks import after_pre_hooks, before_hooks, has_user_hooks
-from coat_ds.layers.modules.linear import MergedLinear, joined, may_merge, parameters_of
+from coat_ds.layers.modules.linear import Gemm, joined, may_merge, parameters_of
 from coat_kernels.activation import activation
 from coat_kernels.autograd.origin import origin_of
 from coat_kernels.blocks import ActivationOptions, activation_options
-from coat_kernels.linear import LinearOptions, fp8_linear
+from coat_kernels.linear import LinearOptions
 
 
 class Fp8Activation(ConvertedForward):
@@ -23,7 +23,7 @@ class Fp8Activation(ConvertedForward):
         self.function = function
 
     def compute(self, input: torch.Tensor) -> torch.Tensor:
-        if not self.takes(input):
+        if not self.check_tensor(input):
             return self.stock(input)
         dtype = self.dtype_of_output(input)
         y = activation(input.to(dtype), self.function, gated=False, saved_format=self.saved_format)
@@ -42,7 +42,7 @@ class Fp8GatedFeedForward(ConvertedForward):
         # the activation, if it is a module, and dropout modules with rate 0
         self.between = {name: child for name, child in module._modules.items() if name not in products}
         self.within = [m for child in self.between.values() if child is not None for m in child.modules()]
-        self.both = None if form.up is None else MergedLinear(activations)
+        self.both = None if form.up is None else Gemm(activations)
 
     @property
     def first(self) -> tuple[torch.nn.Module, ...]:
@@ -64,7 +64,7 @@ class Fp8GatedFeedForward(ConvertedForward):
         return any(has_user_hooks(m) or (m.training and getattr(m, "p", 0)) for m in self.within)
 
     def compute(self, x: torch.Tensor) -> torch.Tensor:
-        if not self.takes(x) or self.calls_between():
+        if not self.check_tensor(x) or self.calls_between():
             return self.stock(x)
         after_pre_hooks(self.module, x)
         return self.down(
@@ -73,9 +73,7 @@ class Fp8GatedFeedForward(ConvertedForward):
 
     def first_options(self) -> LinearOptions:
         """The options of the GEMM that reads the input, for a fused block."""
-        if self.both is not None:
-            return self.both.options(self.first)
-        return converted_forward(self.first[0]).options()
+        return (self.both or converted_forward(self.first[0])).options(self.first)
 
     @property
     def options(self) -> ActivationOptions:
@@ -89,13 +87,4 @@ class Fp8GatedFeedForward(ConvertedForward):
             return first[0](x)
         if not may_merge(first):
             return torch.cat([linear(x) for linear in first], -1)
-        options = self.both.options(first)
-        return fp8_linear(
-            x,
-            *map(joined, parameters_of(first)),
-            formats=options.formats,
-            origin=origin_of(x),
-            cache=options.cache,
-            x_scale=options.x_scale,
-            grad_scale=options.grad_scale,
-        )
+        return self.both.product(x, *map(joined, parameters_of(first)), origin_of(x))

@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from coat_ds.config import ActivationsConfig
+from coat_ds.layers.modules import dtensor as tensor_parallel
 from coat_ds.layers.modules.attention import attended_origin
 from coat_ds.layers.modules.converted_forward import (
     ConvertedForward,
@@ -17,7 +18,6 @@ from coat_ds.layers.modules.converted_forward import (
 )
 from coat_ds.layers.modules.formats import formats
 from coat_ds.layers.modules.hooks import after_pre_hooks, is_hooked
-from coat_ds.layers.parallel import dtensor as tensor_parallel
 from coat_ds.log import log_once
 from coat_ds.optim.shards import is_distributed
 from coat_kernels.autograd.origin import Origin, origin_of
@@ -26,11 +26,45 @@ from coat_kernels.tensorwise import PredictedScale
 from coat_kernels.weights import WeightCache
 
 
-class Fp8Linear(ConvertedForward):
-    """The forward of torch's Linear or, with `transposed` weights [k, n], of transformers' Conv1D.
+class Gemm:
+    """What a GEMM keeps between steps: the predicted scales of its operands and the cache of its weights.
 
     cancels: large terms cancel in the weight's gradient, as in attention's projections.
     """
+
+    def __init__(self, activations: ActivationsConfig, cancels: bool = False):
+        self.formats = formats(activations, cancels)
+        self.cache = WeightCache(activations.weight_cache)
+        self.x_scale = PredictedScale(self.formats.forward)
+        self.grad_scale = PredictedScale(self.formats.backward)
+
+    def options(self, linears: tuple[nn.Module, ...]) -> LinearOptions:
+        """The options, for a fused block, of the GEMM with the parameters of `linears` (`joined`)."""
+        cache = self.cache.of(tuple(linear.weight for linear in linears))
+        return LinearOptions(self.formats, cache, x_scale=self.x_scale, grad_scale=self.grad_scale)
+
+    def product(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor | tuple[torch.Tensor, ...],
+        bias: torch.Tensor | None,
+        origin: Origin | None,
+    ) -> torch.Tensor:
+        """x W^T + b. origin: how to recompute x in backward."""
+        return fp8_linear(
+            x,
+            weight,
+            bias,
+            formats=self.formats,
+            origin=origin or attended_origin(x),
+            cache=self.cache,
+            x_scale=self.x_scale,
+            grad_scale=self.grad_scale,
+        )
+
+
+class Fp8Linear(ConvertedForward, Gemm):
+    """The forward of torch's Linear or, with `transposed` weights [k, n], of transformers' Conv1D."""
 
     def __init__(
         self,
@@ -40,23 +74,11 @@ class Fp8Linear(ConvertedForward):
         cancels: bool = False,
     ):
         super().__init__(module, activations)
+        Gemm.__init__(self, activations, cancels)
         self.transposed = transposed
-        self.formats = formats(activations, cancels)
-        self.cache = WeightCache(activations.weight_cache)
-        self.x_scale = PredictedScale(self.formats.forward)
-        self.grad_scale = PredictedScale(self.formats.backward)
 
     def shown(self) -> str:
         return f"coat=fp8 {self.formats.forward.name}/{self.formats.backward.name}"
-
-    def options(self) -> LinearOptions:
-        """The options of its GEMMs, for a fused block."""
-        return LinearOptions(
-            self.formats,
-            self.cache.of((self.module.weight,)),
-            x_scale=self.x_scale,
-            grad_scale=self.grad_scale,
-        )
 
     def compute(self, input: torch.Tensor) -> torch.Tensor:
         module, weight = self.module, self.module.weight
@@ -66,14 +88,13 @@ class Fp8Linear(ConvertedForward):
                 "torch.nn.DataParallel cannot copy converted models to other devices: use "
                 "DistributedDataParallel, one process for each GPU."
             )
-        if not (self.takes(input) and can_be_read(weight)):
+        if not (self.check_tensor(input) and can_be_read(weight)):
             if is_distributed(weight):
                 return self._of_parts(input)
-            # logs the reason
-            self.takes(weight)
+            self.check_tensor(weight)
             return self.stock(input)
         after_pre_hooks(module, input)
-        return self._product(input, weight.t() if self.transposed else weight, module.bias, origin_of(input))
+        return self.product(input, weight.t() if self.transposed else weight, module.bias, origin_of(input))
 
     def _of_parts(self, input: torch.Tensor) -> torch.Tensor:
         """`compute` under torch's tensor parallelism, where the weights are DTensors."""
@@ -90,7 +111,7 @@ class Fp8Linear(ConvertedForward):
             )
             return self.stock(input)
         self.log_that_parts_are_not_cached()
-        return tensor_parallel.multiplied(self.module, input, self._product)
+        return tensor_parallel.multiplied(self.module, input, self.product)
 
     def log_that_parts_are_not_cached(self) -> None:
         """Warns if a cache is set: each forward takes a new local tensor from the DTensor."""
@@ -99,20 +120,6 @@ class Fp8Linear(ConvertedForward):
                 f"coat.activations.weight_cache: found {self.cache.keep!r}, of no effect on weights that are "
                 "DTensors, as under tensor parallelism. Drop the key."
             )
-
-    def _product(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, origin: Origin | None
-    ) -> torch.Tensor:
-        return fp8_linear(
-            x,
-            weight,
-            bias,
-            formats=self.formats,
-            origin=origin or attended_origin(x),
-            cache=self.cache,
-            x_scale=self.x_scale,
-            grad_scale=self.grad_scale,
-        )
 
 
 def can_fuse(forward: object) -> bool:
@@ -138,23 +145,6 @@ def may_merge(linears: tuple[nn.Module, ...]) -> bool:
         ):
             return False
     return True
-
-
-class MergedLinear:
-    """The state of a merged GEMM: the predicted scales of its operands and the cache of its weights."""
-
-    def __init__(self, activations: ActivationsConfig, cancels: bool = False):
-        self.formats = formats(activations, cancels)
-        self.cache = WeightCache(activations.weight_cache)
-        self.x_scale = PredictedScale(self.formats.forward)
-        self.grad_scale = PredictedScale(self.formats.backward)
-
-    def options(self, linears: tuple[nn.Module, ...]) -> LinearOptions:
-        """The options of the GEMM with the merged parameters of `joined`."""
-        weights = tuple(linear.weight for linear in linears)
-        return LinearOptions(
-            self.formats, self.cache.of(weights), x_scale=self.x_scale, grad_scale=self.grad_scale
-        )
 
 
 def parameters_of(linears: tuple[nn.Module, ...]) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:

@@ -7,9 +7,9 @@ import torch
 
 from coat_ds.config import ActivationsConfig
 from coat_ds.layers.detection.probe import NormForm
+from coat_ds.layers.modules import dtensor as tensor_parallel
 from coat_ds.layers.modules.converted_forward import DTYPES, ConvertedForward, is_plain
 from coat_ds.layers.modules.hooks import before_hooks
-from coat_ds.layers.parallel import dtensor as tensor_parallel
 from coat_ds.optim.shards import is_distributed
 from coat_kernels.blocks import NormOptions, norm_options
 from coat_kernels.norm import layer_norm, rms_norm
@@ -35,7 +35,7 @@ class Fp8Norm(ConvertedForward):
         return norm_options(form.eps, form.layer_norm, form.zero_centered, saved_format=self.saved_format)
 
     def compute(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        module, takes = self.module, self.takes(hidden_states)
+        module, takes = self.module, self.check_tensor(hidden_states)
         weight, bias = module.weight, module._parameters.get("bias")
         if not (takes and is_plain(weight)):
             y = None

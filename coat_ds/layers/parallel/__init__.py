@@ -1,5 +1,6 @@
-"""Converted layers whose weights are split over ranks.
+"""Converted layers whose weights a framework splits over ranks.
 
-This package may import the converted modules and `coat_kernels`. Start at dtensor.py; DeepSpeed's AutoTP,
-and the tensor-parallel and expert-parallel plans of transformers have a file each.
+This package may import `modules`, `detection` and `coat_kernels`. DeepSpeed's AutoTP and AutoEP, and the
+tensor-parallel and expert-parallel plans of transformers have a file each. Start at autotp.py. Weights that
+are DTensors are in modules/dtensor.py.
 """

@@ -102,7 +102,7 @@ class AutoEPExperts(ConvertedForward):
         """x [n, h] in the order of the experts, and how many rows each has [e] -> [n, h]. Rows after the last
         expert's are zero, and so are their results."""
         module = self.module
-        if not (x.numel() and self.takes(x) and can_be_read(module.w1)):
+        if not (x.numel() and self.check_tensor(x) and can_be_read(module.w1)):
             return self.stock(x, num_tokens_per_expert)
         gate = OwnGate(self._gate, saved_format=self.saved_format)
         if module.activation in _KINDS:

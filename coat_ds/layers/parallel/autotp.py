@@ -44,7 +44,7 @@ class AutoTPLinear(Fp8Linear):
         if (
             torch.compiler.is_compiling()
             or getattr(module, "defer_collectives_to_compiler", False)
-            or not (self.takes(input) and can_be_read(module.weight))
+            or not (self.check_tensor(input) and can_be_read(module.weight))
         ):
             return self.stock(input)
         after_pre_hooks(module, input)
@@ -52,7 +52,7 @@ class AutoTPLinear(Fp8Linear):
         if isinstance(module, layers.LinearLayer):
             # the gradient of the input is summed over ranks
             x = input if group is None else layers.ColumnParallel.apply(group, input)
-            return self._product(x, module.weight, module.bias, origin)
-        y = self._product(input, module.weight, None, origin)
+            return self.product(x, module.weight, module.bias, origin)
+        y = self.product(input, module.weight, None, origin)
         y = layers.RowParallel.apply(group, y, not module.is_training_mode())
         return y if module.bias is None else y + module.bias

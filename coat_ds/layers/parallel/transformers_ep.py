@@ -63,6 +63,6 @@ class TransformersEPExperts(Fp8Experts):
 
     def experts(self, rows: torch.Tensor, expert: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """rows [n, h], the expert of each on this rank and its weight [n, 1] -> [n, h]."""
-        if self.takes(rows):
+        if self.check_tensor(rows):
             return super().compute(rows, expert, weights)
         return type(self.module).forward(self.module, rows, expert, weights)

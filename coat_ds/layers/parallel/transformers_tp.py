@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 
 from coat_ds.config import ActivationsConfig
+from coat_ds.layers.modules import dtensor as tensor_parallel
 from coat_ds.layers.modules.converted_forward import DTYPES
 from coat_ds.layers.modules.linear import Fp8Linear
-from coat_ds.layers.parallel import dtensor as tensor_parallel
 from coat_ds.optim.shards import is_distributed
 from coat_kernels.autograd.origin import origin_of
 
@@ -58,7 +58,7 @@ class TransformersTPLinear(Fp8Linear):
     def compute(self, input: torch.Tensor) -> torch.Tensor:
         module, (style, mesh) = self.module, self.split
         # also raises for FP16
-        self.takes(input)
+        self.check_tensor(input)
         if torch.compiler.is_compiling() or input.dtype not in DTYPES:
             return self.stock(input)
         (x,), _ = style.transform_inputs_pre_forward(module, (input,), {}, mesh)
@@ -66,7 +66,7 @@ class TransformersTPLinear(Fp8Linear):
         with style.context_around_forward(module, mesh):
             if is_distributed(x):
                 self.log_that_parts_are_not_cached()
-                y = tensor_parallel.multiplied(module, x, self._product)
+                y = tensor_parallel.multiplied(module, x, self.product)
             else:
-                y = self._product(x, module.weight, module.bias, origin_of(x))
+                y = self.product(x, module.weight, module.bias, origin_of(x))
         return style.transform_output_post_forward(module, y, mesh)

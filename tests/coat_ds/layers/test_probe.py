@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import coat_ds
-from coat_ds.layers.detection import decoder_parts, probe
+from coat_ds.layers.detection import probe
 from coat_ds.layers.detection.probe import GatedForm, NormForm
+from coat_ds.layers.modules import decoder_parts
 from coat_ds.layers.modules.converted_forward import converted_forward
 from coat_ds.layers.modules.feed_forward import Fp8GatedFeedForward
 from tests.coat_ds.layers.measures import fp8_bound, fused_calls, padded, relative, run, same
