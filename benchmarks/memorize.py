@@ -3,11 +3,11 @@
 import functools
 
 import torch
-import torch.nn.functional as F
 
 import coat_ds
 from benchmarks.common.harness import Table, benchmark
 from benchmarks.common.memory import release
+from benchmarks.common.rounding import BACKWARD, FORWARD, round_operands
 from coat_kernels.fp8 import E4M3, E5M2
 from coat_kernels.tensorwise import largest_magnitude, quantize_tensor
 
@@ -23,47 +23,23 @@ VARIANTS: dict[str, tuple[dict | None, bool]] = {
     "COAT": ({}, True),
     "COAT, E4M3 gradients": ({"backward_format": "e4m3"}, True),
 }
-# the operands of linear layers that are rounded to FP8 and back in stock layers: the forward's input and
-# weight; the gradient, and backward's input and weight
+# the operands of linear layers that are rounded to FP8 and back in stock layers
 ROUNDED = {
-    "rounded: forward": ("x", "weight"),
+    "rounded: forward": FORWARD,
     "rounded: forward input": ("x",),
     "rounded: forward weight": ("weight",),
-    "rounded: backward": ("grad", "backward x", "backward weight"),
-    "rounded: all": ("x", "weight", "grad", "backward x", "backward weight"),
+    "rounded: backward": BACKWARD,
+    "rounded: all": FORWARD + BACKWARD,
 }
 
 
-class _RoundedLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight, rounded):
-        ctx.save_for_backward(x, weight)
-        ctx.rounded = rounded
-        return F.linear(rounded("x", x), rounded("weight", weight))
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
-        grad = ctx.rounded("grad", grad)
-        grad_weight = grad.flatten(0, -2).T @ ctx.rounded("backward x", x).flatten(0, -2)
-        return grad @ ctx.rounded("backward weight", weight), grad_weight, None
-
-
-def _rounded(chosen: tuple[str, ...], name: str, x: torch.Tensor) -> torch.Tensor:
+def _rounded(chosen: tuple[str, ...], layer: str, name: str, x: torch.Tensor) -> torch.Tensor:
     """`x` rounded to E4M3, a gradient to E5M2, if `chosen` has the name of the operand."""
     if name not in chosen:
         return x
-    fmt = E5M2 if name == "grad" else E4M3
-    x2d = x.flatten(0, -2).contiguous()
-    q = quantize_tensor(x2d, largest_magnitude(x2d), fmt)
-    return (q.rows.float() * q.scale).to(x.dtype).view_as(x)
-
-
-def _round_operands(model: torch.nn.Module, chosen: tuple[str, ...]) -> None:
-    for name, layer in model.named_modules():
-        if isinstance(layer, torch.nn.Linear) and name != "lm_head":
-            rounded = functools.partial(_rounded, chosen)
-            layer.forward = lambda x, w=layer.weight, r=rounded: _RoundedLinear.apply(x, w, r)
+    x = x.contiguous()
+    q = quantize_tensor(x, largest_magnitude(x), E5M2 if name.endswith("grad") else E4M3)
+    return (q.rows.float() * q.scale).to(x.dtype)
 
 
 def options(parser) -> None:
@@ -102,7 +78,7 @@ def losses(family: str, variant: str, seed: int, lr: float, steps: int, quick: b
     if activations is not None:
         coat_ds.convert(model, activations)
     if variant in ROUNDED:
-        _round_operands(model, ROUNDED[variant])
+        round_operands(model, functools.partial(_rounded, ROUNDED[variant]))
     weights = list(model.parameters())
     masters = [w.detach().float().requires_grad_() for w in weights]
     adamw = coat_ds.CoatAdamW if states else torch.optim.AdamW
@@ -124,7 +100,7 @@ def losses(family: str, variant: str, seed: int, lr: float, steps: int, quick: b
         if activations is not None:
             coat_ds.unconvert(model)
         if variant in ROUNDED:
-            _round_operands(model, ())
+            round_operands(model, functools.partial(_rounded, ()))
         found.append(model(input_ids=tokens, labels=tokens).loss.item())
     return found
 
