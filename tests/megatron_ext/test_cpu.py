@@ -1,6 +1,6 @@
 """The changes that let Megatron run on a CPU can be applied and fully undone."""
 
-import subprocess
+import runpy
 import sys
 
 import pytest
@@ -8,6 +8,7 @@ import torch
 from megatron.core.tensor_parallel import random
 
 from megatron_ext import cpu
+from tests.util import run_distributed
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
 
@@ -95,12 +96,17 @@ assert torch.rand(4).equal(first)
 """
 
 
+def run_as_module(script):
+    """As `python -m megatron_ext.cpu` does, in a process that has imported the frameworks."""
+    sys.argv = ["megatron_ext/cpu.py", script, "--flag", "value"]
+    runpy.run_module("megatron_ext.cpu", run_name="__main__", alter_sys=True)
+
+
 @without_gpu
 def test_cpu_runs_scripts_as_if_there_were_a_gpu(tmp_path):
     (tmp_path / "beside.py").write_text("NAME = 'beside'")
     (tmp_path / "script.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "megatron_ext.cpu", str(tmp_path / "script.py"), "--flag", "value"]
-    subprocess.run(command, check=True, timeout=300)
+    run_distributed(run_as_module, 1, str(tmp_path / "script.py"))
 
 
 @without_gpu
