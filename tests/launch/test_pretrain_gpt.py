@@ -1,6 +1,5 @@
 """The entry point, started as users start it, through the command line, or in forked ranks."""
 
-import functools
 import json
 import os
 import shutil
@@ -141,47 +140,34 @@ def test_a_watched_run_resumes_with_its_readings(tmp_path):
     assert [reading.groups for reading in read(tmp_path / "coat")] == [r.groups for r in readings]
 
 
-def signalled(number, ready, *arguments):
-    """The exit status and stderr of a run that got this signal when `ready()` was first true."""
-    process = subprocess.Popen(
-        command(*arguments),
-        env=ENV,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        # a shell starts background processes with this signal ignored, and this process would inherit that
-        preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
-    )
-    try:
-        deadline = time.monotonic() + 300
-        while not ready():
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.01)
-        process.send_signal(number)
-        _, stderr = process.communicate(timeout=300)
-    finally:
-        process.kill()
-    return process.returncode, stderr
-
-
-def has_steps(folder, count):
-    return (folder / "metrics.jsonl").exists() and len(losses(folder)) >= count
-
-
 def test_interrupt_keeps_the_metrics(tmp_path):
-    arguments = "--variant", "bf16", "--steps", 100000, "--output", tmp_path
-    status, stderr = signalled(signal.SIGINT, lambda: has_steps(tmp_path, 2), *arguments)
-    assert status == 130
-    assert "stopped after step" in stderr and "metrics.jsonl" in stderr and "Traceback" not in stderr
-    assert has_steps(tmp_path, 2)
+    argv = [*TINY, "--variant", "bf16", "--steps", 100000, "--output", tmp_path]
+    ended = run_ranks(argv, tmp_path, faults={"signal_at_step": [0, 3, signal.SIGINT]})
+    assert ended.codes == [130] and list(losses(tmp_path)) == [1, 2]
+    assert "stopped after step" in ended.text and "metrics.jsonl" in ended.text
+    assert "Traceback" not in ended.text
 
 
 @pytest.mark.long("a run that imports the frameworks")
 def test_a_signal_ends_a_comparison(tmp_path):
     """The current run saves and stops, and the other run does not start."""
-    arguments = "--compare", "--steps", 100000, "--output", tmp_path
-    status, stderr = signalled(signal.SIGTERM, lambda: has_steps(tmp_path, 1), *arguments)
-    assert status == pretrain_gpt.STOPPED and "go on with --resume" in stderr
+    process = subprocess.Popen(
+        command("--compare", "--steps", 100000, "--output", tmp_path),
+        env=ENV,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        deadline = time.monotonic() + 300
+        while not (tmp_path / "metrics.jsonl").exists() or not losses(tmp_path):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.01)
+        process.send_signal(signal.SIGTERM)
+        _, said = process.communicate(timeout=300)
+    finally:
+        process.kill()
+    assert process.returncode == pretrain_gpt.STOPPED and "go on with --resume" in said
     assert (tmp_path / "bf16/checkpoints/latest").exists() and not (tmp_path / "coat").exists()
 
 
