@@ -16,6 +16,7 @@ from benchmarks import (  # noqa: F401  (they register themselves)
     experts,
     finetune,
     first_step,
+    gradients,
     host_states,
     layer,
     log_probs,

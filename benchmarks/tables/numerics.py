@@ -1,10 +1,10 @@
 """Tables of docs/numerics.md, and of formats on docs/design.md."""
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from benchmarks.common.pairs import paired
-from benchmarks.tables.blocks import Results, between, block, data, percent, table
+from benchmarks.tables.blocks import Results, block, data, percent, table
 from coat_launch.report import read_metrics
 
 FASTEST, SMALLEST = '"fastest"', '"smallest"'
@@ -195,52 +195,3 @@ def moments(results: Results) -> str:
         lines.append([name, f"{rows[0]['bytes']:.2f}", *(percent(row["applied"], 1) for row in rows)])
     head = f"{data('state_loop.csv', 'moments')}, 1,000 steps of a GPT of 1M parameters"
     return table([head, "bytes per parameter", "error of updates, β2 0.95", "β2 0.999"], *lines)
-
-
-@block("numerics.md", "gradients")
-def gradients(results: Results) -> str:
-    """A line for each variant: errors of weight gradients, and losses above BF16 of the same seed."""
-    tuned, learned = "sensitivity.csv", "memorize.csv"
-    bf16 = {row["seed"]: row for row in results.rows(tuned, system="bf16")}
-    variants = (
-        # name, in numerics.csv, in converge_stopped.csv, in sensitivity.csv, in memorize.csv
-        ('E5M2 (`"backward_format": "e5m2"`)', "ours", "coat_same_step", "coat", "COAT"),
-        ("E4M3", "ours, gradients E4M3", "val_loss", "coat-e4m3", "COAT, E4M3 gradients"),
-        ("E5M2, first and last layer in BF16", None, None, "coat, first and last layer in BF16", None),
-    )
-    lines = []
-    for title, error, trained, finetuned, memorized in variants:
-        line = [title]
-        if error is None:
-            line += ["", "", ""]
-        else:
-            row = results.row("numerics.csv", data="trained", layer=error, figure="to TE current")
-            line.append(between([row[f"linear_{name}"] for name in ("qkv", "proj", "fc1", "fc2")], "{:.2f}"))
-            for model in ("125m", "1b"):
-                rows = results.rows("converge_stopped.csv", model=model)
-                line.append(_signed(rows, lambda row, key=trained: row[key] - row["bf16_same_step"]))
-        rows = results.rows(tuned, system=finetuned)
-        line.append(_signed(rows, lambda row: row["val_loss"] - bf16[row["seed"]]["val_loss"]))
-        line.append(_signed(rows, lambda row: row["val_loss_bf16"] - bf16[row["seed"]]["val_loss_bf16"]))
-        for family in ("Mistral", "Qwen3"):
-            rows = results.rows(learned, family=family, system=memorized) if memorized else []
-            line.append(_signed(rows, lambda row: row["over_bf16"]))
-        lines.append(line)
-    head = [
-        "gradients in",
-        data("numerics.csv", "error of weight gradients, TransformerEngine's is 1"),
-        data("converge_stopped.csv", "125M, 134M to 150M tokens"),
-        "1B, 32M of 46M tokens",
-        data(tuned, "SmolLM2, 10M tokens"),
-        "in stock layers",
-        data(learned, "one batch, Mistral's layers"),
-        "Qwen3's",
-    ]
-    return table(head, *lines)
-
-
-def _signed(rows: list[dict], value: Callable[[dict], float]) -> str:
-    """The mean over rows, and the number of seeds."""
-    if not rows:
-        return ""
-    return f"{statistics.mean(map(value, rows)):+.4f} ({len(rows)})"

@@ -1,0 +1,148 @@
+"""The table of gradient formats on docs/numerics.md."""
+
+import statistics
+from collections.abc import Callable
+from typing import NamedTuple
+
+from benchmarks.common.harness import read_rows
+from benchmarks.tables.blocks import Results, between, block, data, percent, table
+
+ERRORS, TUNED, LEARNED, LAYER = "gradients_h200.csv", "sensitivity.csv", "memorize.csv", "layer_h200.csv"
+E5M2, ENDS = "E5M2", "first and last layer in BF16"
+# decoder layers of Llama-2-7B, and the first and the last one of them
+LAYERS, AT_ENDS = 32, 2
+LINEARS = "qkv", "o", "gate_up", "down"
+
+
+class Trained(NamedTuple):
+    """Where the losses of a variant are."""
+
+    error: str | None
+    """Layer in numerics.csv."""
+    stopped: str | None
+    """Column of converge_stopped.csv."""
+    tuned: str
+    learned: str | None
+
+
+TRAINED = {
+    E5M2: Trained("ours", "coat_same_step", "coat", "COAT"),
+    "E4M3": Trained("ours, gradients E4M3", "val_loss", "coat-e4m3", "COAT, E4M3 gradients"),
+    f"E5M2, {ENDS}": Trained(None, None, f"coat, {ENDS}", None),
+}
+
+
+class Times:
+    """Milliseconds of a decoder layer of Llama-2-7B, mean over all layers.
+
+    Measured: the layer in E5M2 and in BF16, and each GEMM. Quantizing with row scales or stochastically moves
+    the bytes of E5M2's, so the time of E5M2's is assumed.
+    """
+
+    def __init__(self, results: Results, rows: list[dict]):
+        self.e5m2, self.bf16 = (results.row(LAYER, layer=name)["ms"] for name in ("ours", "BF16"))
+        self.rows = {(row["linear"], row["way"]): row for row in rows}
+
+    def more(
+        self, way: str, *gemms: str, linears: tuple[str, ...] = ("qkv", "o", "gate_up", "down")
+    ) -> float:
+        """What GEMMs of a layer take more than in E5M2."""
+        return sum(
+            self.rows[linear, way][f"{gemm}_ms"] - self.rows[linear, E5M2][f"{gemm}_ms"]
+            for linear in linears
+            for gemm in gemms
+        )
+
+    def of(self, name: str) -> float:
+        ends = AT_ENDS / LAYERS
+        left = {E5M2: 0.0, f"E5M2, {ENDS}": ends * (self.bf16 - self.e5m2), "BF16": self.bf16 - self.e5m2}
+        if name in left:
+            return self.e5m2 + left[name]
+        e4m3 = self.more("E4M3", "dgrad", "wgrad", "quantize")
+        of_name = {
+            "E4M3": e4m3,
+            "E4M3, row scales in dgrad": e4m3
+            + self.more("E4M3, row scales", "dgrad")
+            - self.more("E4M3", "dgrad"),
+            "E4M3, row and column scales": self.more("E4M3, row scales", "dgrad", "wgrad"),
+            "E5M2, stochastic": 0.0,
+            "E4M3, stochastic": e4m3,
+            "E5M2, length restored": 0.0,
+            "E5M2, wgrad of qkv in BF16": self.more("BF16", "wgrad", linears=("qkv",)),
+            "E5M2, wgrad in BF16": self.more("BF16", "wgrad"),
+            "E5M2, wgrad of first and last layer in BF16": ends * self.more("BF16", "wgrad"),
+            f"E4M3, {ENDS}": (1 - ends) * e4m3 + left[f"E5M2, {ENDS}"],
+            "E5M2, down_proj in BF16": self.more("BF16", "forward", "dgrad", "wgrad", linears=("down",))
+            - self.rows["down", E5M2]["quantize_ms"],
+        }
+        return self.e5m2 + of_name[name]
+
+
+@block("numerics.md", "gradients")
+def gradients(results: Results) -> str:
+    """A line for each variant: errors of gradients, time, and losses above BF16 of the same seed."""
+    found = read_rows(results.folder / ERRORS)
+    errors = [row for row in found if row["what"] == "errors"]
+    times = Times(results, [row for row in found if row["what"] == "time"])
+    lines = []
+    for name in dict.fromkeys([row["variant"] for row in errors] or TRAINED):
+        of_name = [row for row in errors if row["variant"] == name]
+        known = not errors and name == "E4M3"
+        line = [name, *_errors(of_name), "" if known else f"{times.of(name):.2f}"]
+        lines.append(line + _losses(results, TRAINED.get(name)))
+    head = ["gradients in"]
+    if errors:
+        head += [
+            data(ERRORS, "error of weight gradients, E5M2's is 1"),
+            "with the forward's error",
+            "of dx",
+            "gradients that become zero",
+        ]
+    head += [
+        data(LAYER, "ms of a layer"),
+        data("numerics.csv", "error of weight gradients, TransformerEngine's is 1"),
+        data("converge_stopped.csv", "125M, 134M to 150M tokens"),
+        "1B, 32M of 46M tokens",
+        data(TUNED, "SmolLM2, 10M tokens"),
+        "in stock layers",
+        data(LEARNED, "one batch, Mistral's layers"),
+        "Qwen3's",
+    ]
+    return table(head, *lines)
+
+
+def _errors(rows: list[dict]) -> list[str]:
+    """Between models; nothing without rows."""
+    if not rows:
+        return []
+    names = "backward_to_e5m2", "total_to_e5m2", "dx_to_e5m2"
+    ratios = [between([row[name] for row in rows], "{:.2f}") for name in names]
+    return [*ratios, f"up to {percent(max(row['flushed'] for row in rows), 2)}"]
+
+
+def _losses(results: Results, where: Trained | None) -> list[str]:
+    """Cells of what was trained; empty ones for what was not."""
+    if where is None:
+        return [""] * 7
+    line = ["", "", ""]
+    if where.error:
+        row = results.row("numerics.csv", data="trained", layer=where.error, figure="to TE current")
+        line = [between([row[f"linear_{name}"] for name in ("qkv", "proj", "fc1", "fc2")], "{:.2f}")]
+        for model in ("125m", "1b"):
+            rows = results.rows("converge_stopped.csv", model=model)
+            line.append(_signed(rows, lambda row: row[where.stopped] - row["bf16_same_step"]))
+    bf16 = {row["seed"]: row for row in results.rows(TUNED, system="bf16")}
+    rows = results.rows(TUNED, system=where.tuned)
+    for loss in ("val_loss", "val_loss_bf16"):
+        line.append(_signed(rows, lambda row, loss=loss: row[loss] - bf16[row["seed"]][loss]))
+    for family in ("Mistral", "Qwen3"):
+        rows = results.rows(LEARNED, family=family, system=where.learned) if where.learned else []
+        line.append(_signed(rows, lambda row: row["over_bf16"]))
+    return line
+
+
+def _signed(rows: list[dict], value: Callable[[dict], float]) -> str:
+    """The mean over rows, and the number of seeds."""
+    if not rows:
+        return ""
+    return f"{statistics.mean(map(value, rows)):+.4f} ({len(rows)})"
