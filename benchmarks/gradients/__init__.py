@@ -15,7 +15,7 @@ from benchmarks.gradients.variants import KINDS, VARIANTS, Emulated
 
 
 def gradients_of(sample: Sample, rounding: Rounding | None) -> dict[str, torch.Tensor]:
-    """Of every linear layer's weight, and `dx`, that of the first layer's input."""
+    """The gradient of every linear layer's weight, and `dx`, the gradient of the first layer's input."""
     model, found = sample.model, {}
     round_operands(model, rounding or (lambda layer, operand, x: x))
 
@@ -93,7 +93,8 @@ def gradients(arguments, table: Table) -> None:
     Operands are rounded to FP8 and back before FP32 GEMMs: inputs and weights to E4M3 with one scale,
     gradients as each variant names; layers in BF16 round to BF16. Embeddings, norms and the head stay exact.
     Models: a Llama that learns the standard library, at the ages --steps, also with some input channels 30 to
-    100 times as large and their weights as much smaller; and a pretrained one. Without a GPU a small Llama.
+    100 times as large and their weights divided by these factors; and a pretrained one. Without a GPU a small
+    Llama.
     Rows of `what` errors have relative RMS errors, geometric means over all weights:
     - total: against exact gradients; backward: against the exact backward of the same rounded forward;
     - to_e5m2: over the error of E5M2; by kind of weight: of `backward`;
