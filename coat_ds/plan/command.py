@@ -25,7 +25,7 @@ EPILOG = """examples:
   coat plan configs/model_llama2_7b.json --vocabulary 32000 --stage 2
   coat plan config.json --megatron --gpus 8 --tensor 2 --fit 80GB"""
 # options that are fields of Layout
-LAYOUT = ("gpus", "micro_batch", "sequence", "stage", "tensor", "pipeline", "accumulation")
+LAYOUT = ("gpus", "micro_batch", "sequence", "stage", "tensor", "pipeline", "expert", "accumulation")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -43,6 +43,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--stage", type=int, choices=range(1, 4), help="ZeRO stage (default: the JSON's, or 2)")
     add("--tensor", type=int, help="tensor parallel size, with sequence parallelism")
     add("--pipeline", type=int, help="pipeline parallel size of Megatron")
+    add("--expert", type=int, help="expert parallel size of Megatron")
     add("--accumulation", type=int, help="micro-batches of a step")
     add("--fit", metavar="GB", help="recommend the fastest that fits, as 80GB, and print its JSON")
     frameworks = ("deepspeed", "trainer")
@@ -94,7 +95,8 @@ def _model_and_layout(arguments: argparse.Namespace, config: dict | None) -> tup
     if arguments.megatron:
         if config is not None:
             raise PlanError("--megatron: it reads no DeepSpeed JSON. Drop --deepspeed.")
-        return as_megatrons(model), Layout(framework="megatron", fp32_gradients=True, **given)
+        layout = Layout(framework="megatron", fp32_gradients=True, **given)
+        return as_megatrons(model, layout), layout
     if config is not None:
         return model, from_deepspeed(config, model, **given)
     return model, Layout(**{"stage": 2} | given)

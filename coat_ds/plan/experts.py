@@ -1,8 +1,13 @@
-"""MoE feed-forward layers of transformers, where each token uses a few experts.
+"""MoE feed-forward layers of transformers and of Megatron, where each token uses a few experts.
 
 Tokens are taken to be spread evenly over experts. A token has a row at each of its experts. Bytes that a row
 saves, with h hidden channels, f after the expert's activation, and g = 17/16, a byte and a group's share of
-its scale: 2 (2 h + 4 f) in BF16; 2 g f with COAT.
+its scale:
+
+| | BF16 | COAT |
+|---|---|---|
+| transformers | 2 (2 h + 4 f) | 2 g f |
+| Megatron, all-to-all dispatcher | 2 (h + 3 f) | h + 2 g f, by `--moe-grouped-gemm` |
 """
 
 from dataclasses import dataclass
@@ -53,11 +58,13 @@ class Experts:
         """Elements of `experts` experts and the shared one."""
         return h * (2 + self.gated) * (experts * self.ffn + self.shared)
 
-    def saved(self, h: int, code: float | None) -> float:
+    def saved(self, h: int, code: float | None, megatron: bool) -> float:
         """Bytes that a layer's experts and router save for a token. code: bytes of COAT's codes; None: BF16.
 
         A router's losses are not counted.
         """
+        if megatron:
+            return self._saved_by_megatron(h, code)
         # all probabilities, and the order that tokens are brought into, which most keep in several ways
         ways = 4 if code is None else 2
         routing = FP32 * self.count + ways * INT64 * self.used
@@ -67,3 +74,14 @@ class Experts:
         # the router reads the norm's output, which other layers recompute
         routing += BF16 * h + code * 2 * self.shared
         return routing + self.used * code * 2 * self.ffn
+
+    def _saved_by_megatron(self, h: int, code: float | None) -> float:
+        # of each expert a probability and whether the token takes it; of each expert taken its number, the
+        # token's row there, and the probability in FP32 and in BF16
+        routing = (BF16 + 1) * self.count + (2 * INT64 + FP32 + BF16) * self.used
+        if code is None:
+            ffn = BF16 * (2 + self.gated)
+            return routing + self.used * (BF16 * h + ffn * self.ffn) + ffn * self.shared
+        # the router reads the norm's output; experts keep their rows in FP8
+        ffn = code * (1 + self.gated)
+        return routing + BF16 * h + self.used * (h + ffn * self.ffn) + ffn * self.shared

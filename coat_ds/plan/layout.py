@@ -29,6 +29,8 @@ class Layout:
     """Tensor parallel size, with sequence parallelism."""
     pipeline: int = 1
     """Pipeline parallel size, Megatron's."""
+    expert: int = 1
+    """Expert parallel size, Megatron's: a part of the data parallel size."""
     accumulation: int = 1
     """Micro-batches of a step."""
     global_batch: int | None = None
@@ -52,7 +54,7 @@ class Layout:
     """Elements of weights that ZeRO-3 gathers ahead (`stage3_max_live_parameters`)."""
 
     def __post_init__(self):
-        for name in ("micro_batch", "sequence", "gpus", "tensor", "pipeline", "accumulation"):
+        for name in ("micro_batch", "sequence", "gpus", "tensor", "pipeline", "expert", "accumulation"):
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise PlanError(f"{name}: expected a whole number above 0, found {value!r}. Correct it.")
@@ -63,12 +65,18 @@ class Layout:
             )
         if self.framework == "megatron" and self.stage != 1:
             raise PlanError("--megatron: it has no ZeRO stages. Drop --stage.")
-        if self.framework != "megatron" and self.pipeline > 1:
-            raise PlanError("--pipeline: planned with --megatron alone. Drop it, or add --megatron.")
+        for name in ("pipeline", "expert"):
+            if self.framework != "megatron" and getattr(self, name) > 1:
+                raise PlanError(f"--{name}: planned with --megatron alone. Drop it, or add --megatron.")
         if self.gpus % (self.tensor * self.pipeline):
             raise PlanError(
                 f"gpus: {self.gpus} is no multiple of tensor times pipeline parallel size, "
                 f"{self.tensor} x {self.pipeline}. Change one of them."
+            )
+        if self.data % self.expert:
+            raise PlanError(
+                f"--expert: {self.expert} does not divide the data parallel size, {self.data}. Change it, or "
+                "--gpus."
             )
         if self.fp32_gradients and self.framework == "deepspeed" and self.stage == 1:
             raise PlanError(
@@ -84,6 +92,11 @@ class Layout:
     def data(self) -> int:
         """Data parallel size."""
         return self.gpus // (self.tensor * self.pipeline)
+
+    @property
+    def elsewhere(self) -> float:
+        """The share of experts that a GPU does not have."""
+        return 1 - 1 / self.expert
 
     @property
     def tokens(self) -> float:

@@ -98,7 +98,7 @@ def _predict(sizes: Sizes, layout: Layout, system: System, first: bool, last: bo
             f"--pipeline: {layout.pipeline} does not divide the {sizes.layers} layers. Planned are equal "
             "stages: change it."
         )
-    sizes = dataclasses.replace(sizes, layers=sizes.layers // layout.pipeline)
+    sizes = sizes.of_stage(layout.pipeline)
     states = ModelStates(sizes, layout, system, first, last)
     leave = not states.in_deepspeed or (layout.stage == 2 and (states.flat or states.on_cpu))
     # 1F1B: the number of micro-batches in flight in the first stage is that of the stages

@@ -9,6 +9,8 @@ Of N parameters a GPU has N' = N / tensor, over D data parallel GPUs; S = N' / D
 | states | 8 S; about 2.07 S with COAT, norms aside |
 | FP8 copies | 2 bytes an element of the layers' matrices, where they are cached |
 | gradients | at stage 3 a buffer of 2 S; Megatron's own, of 4 N' |
+
+Under Megatron's expert parallelism N' has a GPU's part of the experts, and S stays the same.
 """
 
 from coat_ds.optim.host_states import CHUNK, SLOTS
@@ -42,8 +44,10 @@ class ModelStates:
         tables = 1 if sizes.tied and first and last else first + last
         self.norms = sizes.norms - (0 if last else sizes.hidden)
         split = sizes.layers * sizes.layer_matrices + tables * sizes.table + sizes.other_parameters
-        self.parameters = split / layout.tensor + self.norms
-        self.part = self.parameters / layout.data
+        whole = split / layout.tensor + self.norms
+        self.parameters = whole - layout.elsewhere * sizes.expert_weights
+        # of fewer experts a GPU steps a larger share
+        self.part = whole / layout.data
         self.in_deepspeed = layout.framework == "deepspeed" and not system.release
         self.on_cpu = system.offload or layout.offload_optimizer
         # bytes of an element of accumulated gradients
@@ -77,7 +81,8 @@ class ModelStates:
         elif layout.stage == 3:
             held |= {"gradients": self.reduced, "buffers": self.buckets()}
         if system.caches_weights:
-            held["copies"] = COPIES * self.sizes.layers * self.sizes.converted_matrices / layout.tensor
+            converted = self.sizes.layers * self.sizes.converted_matrices / layout.tensor
+            held["copies"] = COPIES * (converted - layout.elsewhere * self.sizes.expert_weights)
         return held
 
     @property

@@ -98,4 +98,4 @@ class Passes:
             return 0
         activations = self.layout.tokens * experts.used * (2 * experts.ffn + h)
         weights = 3 * experts.count * experts.ffn * h
-        return BF16 * (activations + weights / self.layout.tensor)
+        return BF16 * (activations + weights / self.layout.tensor / self.layout.expert)

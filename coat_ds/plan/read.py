@@ -11,6 +11,7 @@ from torch.utils import _device
 
 from coat_ds.plan.errors import PlanError
 from coat_ds.plan.from_transformers import from_module
+from coat_ds.plan.layout import Layout
 from coat_ds.plan.sizes import Sizes, from_shape
 
 
@@ -49,10 +50,16 @@ def meta_model(config: Mapping) -> torch.nn.Module:
     return model.to("meta", torch.bfloat16)
 
 
-def as_megatrons(sizes: Sizes) -> Sizes:
-    """The same model with layers of Megatron. Raises PlanError for a model with experts."""
-    if sizes.experts is not None:
-        raise PlanError("--megatron: Megatron's experts are not planned. Drop it for a plan under DeepSpeed.")
+def as_megatrons(sizes: Sizes, layout: Layout) -> Sizes:
+    """The same model with layers of Megatron. Raises PlanError for an expert parallel size that does not
+    divide the experts, and for tensor parallelism of experts and stages of different layers."""
+    count = sizes.experts.count if sizes.experts else 1
+    if count % layout.expert:
+        raise PlanError(f"--expert: {layout.expert} does not divide the {count} experts. Change it.")
+    if sizes.experts and layout.tensor > 1:
+        raise PlanError("--tensor: not planned with Megatron's experts. Drop it, or give --expert.")
+    if sizes.experts and layout.pipeline > 1 and sizes.experts.layers < sizes.layers:
+        raise PlanError("--pipeline: planned with experts in all layers or in none. Drop it.")
     return dataclasses.replace(sizes, maker="megatron", counted=True)
 
 

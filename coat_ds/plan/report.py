@@ -36,7 +36,11 @@ def as_text(plan: Plan) -> str:
     parts = [_title(plan), "", _table(plan), "", *_notes(plan)]
     parts += [f"not recommended: {line}" for line in plan.refused]
     if plan.best is not None:
-        parts += ["", _recommendation(plan.best, plan), _paste(plan.best, plan.base)]
+        parts += [
+            "",
+            _recommendation(plan.best, plan),
+            _paste(plan.best, plan.base, plan.model.experts is not None),
+        ]
     return "\n".join(parts)
 
 
@@ -51,7 +55,9 @@ def as_json(plan: Plan) -> dict:
         "not_recommended": plan.refused,
     }
     if plan.best is not None:
-        found["recommended"] = _plain(plan.best) | {"paste": _paste(plan.best, plan.base)}
+        found["recommended"] = _plain(plan.best) | {
+            "paste": _paste(plan.best, plan.base, plan.model.experts is not None)
+        }
     return found
 
 
@@ -73,7 +79,7 @@ def _plain(choice: Choice) -> dict:
 
 def _title(plan: Plan) -> str:
     layout = plan.layout
-    sizes = {"tensor": layout.tensor, "pipeline": layout.pipeline}
+    sizes = {"tensor": layout.tensor, "pipeline": layout.pipeline, "expert": layout.expert}
     parallel = "".join(f", {name} {size}" for name, size in sizes.items() if size > 1)
     zero = f"ZeRO-{layout.stage}" if layout.framework == "deepspeed" else "Megatron"
     return (
@@ -155,7 +161,7 @@ def _recommendation(best: Choice, plan: Plan) -> str:
     return line
 
 
-def _paste(best: Choice, base: Mapping) -> str:
+def _paste(best: Choice, base: Mapping, grouped: bool) -> str:
     """The DeepSpeed JSON, lines of Python, or Megatron's arguments and the file of COAT_CONFIG."""
     if best.system.release:
         return (
@@ -172,6 +178,8 @@ def _paste(best: Choice, base: Mapping) -> str:
     block = best.system.block().get("coat")
     if block is None:
         return words
+    if grouped:
+        words += " --moe-grouped-gemm"
     block = json.dumps({"coat": block}, indent=2)
     return (
         f"{words} --spec megatron_ext.spec coat_layer_spec\nand in the file that COAT_CONFIG names\n{block}"

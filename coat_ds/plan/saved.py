@@ -60,7 +60,9 @@ def _by_others(sizes: Sizes, system: System) -> float:
 
 def _feed_forward(sizes: Sizes, dense: float, code: float | None) -> float:
     """The mean of dense layers, each of which saves `dense` bytes, and layers with experts."""
-    return sizes.mean(dense, sizes.experts.saved(sizes.hidden, code) if sizes.experts else 0)
+    if sizes.experts is None:
+        return dense
+    return sizes.mean(dense, sizes.experts.saved(sizes.hidden, code, sizes.maker == "megatron"))
 
 
 def _head_norms(sizes: Sizes) -> tuple[float, float]:

@@ -94,6 +94,16 @@ class Sizes:
         return self.mean(1, 0)
 
     @property
+    def expert_weights(self) -> int:
+        """Elements of all experts' matrices in the model, which expert parallelism divides."""
+        return self.experts.layers * self.experts.weights(self.hidden) if self.experts else 0
+
+    def of_stage(self, stages: int) -> "Sizes":
+        """With the layers of one of `stages` equal parts."""
+        experts = self.experts and dataclasses.replace(self.experts, layers=self.experts.layers // stages)
+        return dataclasses.replace(self, layers=self.layers // stages, experts=experts)
+
+    @property
     def layer_matrices(self) -> float:
         """Elements of a layer's matrices, mean over the layers."""
         return self._of_a_layer(Experts.matrices)
@@ -151,6 +161,7 @@ def from_shape(values: Mapping, vocabulary: int | None) -> Sizes:
             f"num_attention_heads: {heads} does not divide hidden_size, {hidden}. Correct the file."
         )
     return Sizes(
+        experts=_experts_of_shape(values),
         layers=values["num_layers"],
         hidden=hidden,
         ffn=values["ffn_hidden_size"],
@@ -159,4 +170,24 @@ def from_shape(values: Mapping, vocabulary: int | None) -> Sizes:
         head_dim=hidden // heads,
         vocabulary=vocabulary,
         tied=not values.get("untie_embeddings_and_output_weights", True),
+    )
+
+
+def _experts_of_shape(values: Mapping) -> Experts | None:
+    """The experts by Megatron's arguments, with Megatron's defaults."""
+    if not (count := values.get("num_experts")):
+        return None
+    every, layers = values.get("moe_layer_freq", 1), range(values["num_layers"])
+    sparse = [i % every == 0 for i in layers] if isinstance(every, int) else every
+    if len(sparse) != len(layers):
+        raise PlanError(
+            f"moe_layer_freq: expected a whole number or {len(layers)} numbers, found {every!r}. Correct it."
+        )
+    return Experts(
+        layers=sum(map(bool, sparse)),
+        count=count,
+        used=values.get("moe_router_topk", 2),
+        ffn=values.get("moe_ffn_hidden_size") or values["ffn_hidden_size"],
+        shared=values.get("moe_shared_expert_intermediate_size") or 0,
+        shared_gate=bool(values.get("moe_shared_expert_gate")),
     )

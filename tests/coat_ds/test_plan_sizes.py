@@ -147,8 +147,19 @@ def test_plan_command_with_a_mixture(tmp_path, capsys):
     out = capsys.readouterr().out
     assert out.startswith("46.70B parameters, 16 x H200, ZeRO-3")
     assert "experts: 8 in a layer, 2 for a token; under COAT they multiply in FP8" in out
-    assert cli.main([*words[:-2], "--megatron"]) == 2
-    assert "--megatron: Megatron's experts are not planned" in capsys.readouterr().err
+    megatron = [*words[:-2], "--megatron"]
+    assert cli.main([*megatron, "--expert", "8", "--pipeline", "2", "--fit", "140GB"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("46.70B parameters, 16 x H200, Megatron, pipeline 2, expert 8")
+    assert "--moe-grouped-gemm --spec megatron_ext.spec coat_layer_spec" in out
+    for more, found in (
+        (["--expert", "16"], "--expert: 16 does not divide the 8 experts"),
+        (["--expert", "3"], "--expert: 3 does not divide the data parallel size, 16"),
+        (["--tensor", "2"], "--tensor: not planned with Megatron's experts"),
+    ):
+        assert cli.main([*megatron, *more]) == 2 and found in capsys.readouterr().err
+    assert cli.main([*words, "--expert", "2"]) == 2
+    assert "--expert: planned with --megatron alone" in capsys.readouterr().err
 
 
 def test_plan_names_parts_that_it_does_not_plan(tmp_path, capsys):
