@@ -75,10 +75,21 @@ class Made(TorchDispatchMode):
         return found
 
 
+# With this variable ranks of GPU tests share one GPU. NCCL refuses two ranks on a GPU, so gloo carries the
+# messages of tests that take `backend`. Such a run tests kernels and messages, and neither NCCL nor speed.
+SHARED_GPU = bool(os.environ.get("COAT_TEST_SHARED_GPU"))
+
+
 def on_gpus(count: int):
     """Marks a test that needs this number of GPUs."""
+    count = 1 if SHARED_GPU else count
     few = pytest.mark.skipif(torch.cuda.device_count() < count, reason=f"needs {count} GPUs")
     return lambda test: pytest.mark.gpu(few(test))
+
+
+def backend(device: str) -> str:
+    """The backend of torch.distributed for ranks on "cpu" or "cuda"."""
+    return "gloo" if device == "cpu" or SHARED_GPU else "nccl"
 
 
 @contextlib.contextmanager
@@ -133,7 +144,7 @@ def _worker(rank, fn, world_size, folder, gpus, environment, args):
     os.environ.update(environment)
     os.environ.update(
         RANK=str(rank),
-        LOCAL_RANK=str(rank),
+        LOCAL_RANK=str(0 if SHARED_GPU else rank),
         WORLD_SIZE=str(world_size),
         LOCAL_WORLD_SIZE=str(world_size),
         OMP_NUM_THREADS="1",
@@ -144,7 +155,7 @@ def _worker(rank, fn, world_size, folder, gpus, environment, args):
         # Megatron makes dozens of groups for each model of a test, and each group has buffers for every
         # channel
         os.environ.setdefault("NCCL_MAX_NCHANNELS", "2")
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(0 if SHARED_GPU else rank)
     else:
         # Megatron uses Transformer Engine's norms if it is installed, and they need a GPU
         sys.modules["transformer_engine"] = None

@@ -13,7 +13,7 @@ from tests.coat_ds import engines
 from tests.coat_ds.engines import adamw
 from tests.coat_ds.layers.measures import fp8_bound
 from tests.families import FAMILIES
-from tests.util import on_gpus, rel_rms, run_distributed
+from tests.util import backend, on_gpus, rel_rms, run_distributed
 
 MIXTRAL = FAMILIES["mixtral"]
 STEPS, SAVED = 4, 2
@@ -54,7 +54,7 @@ def ranks(device: str) -> dict:
     warnings.simplefilter("ignore")
     import deepspeed
 
-    deepspeed.init_distributed("gloo" if device == "cpu" else "nccl")
+    deepspeed.init_distributed(backend(device))
     repair()
     found = {}
     for stage in (1, 3):

@@ -5,6 +5,7 @@ import torch.distributed as dist
 
 from megatron_ext import cpu
 from megatron_ext.model import initialize_model_parallel
+from tests.util import backend
 
 
 def join(tensor_model_parallel_size: int = 1, **sizes) -> torch.device:
@@ -13,6 +14,6 @@ def join(tensor_model_parallel_size: int = 1, **sizes) -> torch.device:
     cpu.enable()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if not dist.is_initialized():
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        dist.init_process_group(backend(device.type))
     initialize_model_parallel(tensor_model_parallel_size, **sizes)
     return device

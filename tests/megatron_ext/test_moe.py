@@ -18,6 +18,7 @@ from tests.megatron_ext.experts import (
     ALL_TO_ALL,
     DROPPING,
     EACH_ONE,
+    EXPERTS,
     GPT,
     PADDED,
     RANKS,
@@ -28,9 +29,9 @@ from tests.megatron_ext.experts import (
     build_mixture,
     train,
 )
-from tests.megatron_ext.layers import loss_of, rounding_error, without_rounding
+from tests.megatron_ext.layers import loss_of, random_tokens, rounding_error, without_rounding
 from tests.megatron_ext.ranks import join
-from tests.util import rel_rms, run_distributed
+from tests.util import on_gpus, rel_rms, run_distributed
 
 # backward repeats the messages between ranks
 RECOMPUTED = ALL_TO_ALL | {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
@@ -169,3 +170,65 @@ def test_has_experts_of_multi_token_prediction(megatron, every, last):
     # some releases mark these layers with is_mtp_layer, others continue the numbers of the layers
     arguments = {"layer_number": 1, "is_mtp_layer": True}
     assert _has_experts(layer.config, **arguments) == last
+
+
+# every token meets every expert, so that no rounding chooses others; capacities drop no token then
+IN_FP8 = {
+    "allgather": {},
+    "alltoall": ALL_TO_ALL,
+    "alltoall, padded": PADDED | {"moe_expert_capacity_factor": 1.0},
+}
+
+
+def _in_fp8():
+    """Loss and gradients of grouped experts, of experts one after another and of Megatron's own in BF16, by
+    SequentialMLP's names, with FP8 in all layers."""
+    join(expert_model_parallel_size=RANKS)
+    tokens, result = random_tokens(B, S, VOCAB, 5 + dist.get_rank()), {}
+    kinds = {
+        "grouped": (coat_layer_spec, {"moe_grouped_gemm": True}),
+        "one after another": (coat_layer_spec, {}),
+        "stock": (sdpa_layer_spec, {}),
+    }
+    for dispatcher, config in IN_FP8.items():
+        for kind, (spec, more) in kinds.items():
+            every = {"moe_router_topk": EXPERTS["num_moe_experts"]}
+            model = build_mixture(spec, expert_model_parallel_size=RANKS, **(config | every | more))
+            loss = loss_of(model, tokens)
+            loss.backward()
+            grads = {}
+            for name, p in model.named_parameters():
+                before, experts, after = name.partition(".mlp.experts.linear")
+                if experts:
+                    names = (f"{before}.mlp.experts.local_experts.{i}.linear{after}" for i in range(len(p)))
+                    grads |= dict(zip(names, p.grad.cpu(), strict=True))
+                else:
+                    grads[name] = p.grad.cpu()
+            result[dispatcher, kind] = loss.item(), grads
+    return result
+
+
+def _check_in_fp8(results) -> None:
+    # as in test_sequential_experts_equal_megatrons
+    e4m3, e5m2 = (rounding_error(t, "cpu") for t in (torch.float8_e4m3fn, torch.float8_e5m2))
+    bound = 2 * (21 * e4m3**2 + 4 * e5m2**2) ** 0.5
+    loss_bound = 4 * 0.02 * H**0.5 * 14**0.5 * e4m3 / (S * B) ** 0.5
+    for rank in results:
+        for dispatcher in IN_FP8:
+            expected, stock = rank[dispatcher, "stock"]
+            for kind in ("grouped", "one after another"):
+                loss, grads = rank[dispatcher, kind]
+                assert abs(loss - expected) < loss_bound and grads.keys() == stock.keys()
+                for name, grad in stock.items():
+                    error, product = rel_rms(grads[name], grad), ".linear_fc" in name
+                    # the GEMMs of each expert ran in FP8
+                    assert e4m3 / 2 * product < error < bound, (dispatcher, kind, name)
+
+
+def test_experts_in_fp8_on_two_ranks_equal_megatrons():
+    _check_in_fp8(run_distributed(_in_fp8, RANKS))
+
+
+@on_gpus(2)
+def test_experts_in_fp8_on_two_gpus_equal_megatrons():
+    _check_in_fp8(run_distributed(_in_fp8, RANKS, gpus=True))

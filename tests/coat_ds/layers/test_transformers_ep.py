@@ -1,6 +1,5 @@
 """Models whose experts transformers has spread over ranks (`ep_size`), converted, in two processes."""
 
-import os
 import warnings
 
 import pytest
@@ -11,7 +10,7 @@ import coat_ds
 from tests.coat_ds.layers.measures import fp8_bound, relative, run
 from tests.coat_ds.layers.parts import whole
 from tests.families import FAMILIES
-from tests.util import on_gpus, run_distributed
+from tests.util import backend, on_gpus, run_distributed
 
 parallel = pytest.importorskip("transformers.distributed.expert_parallel")
 if not hasattr(parallel, "EPImplementation"):
@@ -47,8 +46,7 @@ def ranks(path, device):
     from transformers import AutoModelForCausalLM
 
     warnings.simplefilter("ignore")
-    dist.init_process_group("gloo" if device == "cpu" else "nccl")
-    os.environ |= {"RANK": str(dist.get_rank()), "LOCAL_RANK": str(dist.get_rank()), "WORLD_SIZE": "2"}
+    dist.init_process_group(backend(device))
     batch = {name: value.to(device) for name, value in QWEN3.batch().items()}
     found = [run(QWEN3.build(**BUILD).to(device), batch)]
     for converts in (False, True):
@@ -116,7 +114,6 @@ def left(path):
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo")
     expert_parallel.EPImplementationInterface.register("other", Other)
-    os.environ |= {"RANK": str(dist.get_rank()), "LOCAL_RANK": str(dist.get_rank()), "WORLD_SIZE": "2"}
     return coat_ds.conversion_of(coat_ds.convert(load(path, "other"))).left
 
 
