@@ -124,7 +124,7 @@ def test_scripts_of_transformers(tmp_path):
     """One process for all of them, since the imports take longest."""
     from transformers import AutoModelForCausalLM
 
-    tune = ("examples/finetune.py", *small_model(tmp_path), "--epochs=2")
+    tune = ("examples/finetune.py", *small_model(tmp_path), "--epochs=2", "--batch=4")
     trained, *tuned = each(
         ("examples/trainer.py", "--plain", "--steps=2"),
         (*tune, f"--output={tmp_path}/whole"),

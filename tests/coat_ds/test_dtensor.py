@@ -69,7 +69,7 @@ def scale(net):
 
 
 def check_runs():
-    """For each mesh, width and format: losses and moments of one process, and of all ranks."""
+    """For each mesh, width and format: losses and moments of the first rank alone, and of all ranks."""
     out = {}
     # of groups that shards cut, HSDP cuts as FSDP does
     for width, compressed, kinds in (
@@ -77,10 +77,11 @@ def check_runs():
         (96, True, ("fsdp", "tp")),
         (96, False, ("fsdp", "tp")),
     ):
-        formats = {} if compressed else FP32
-        net = build(width)
-        optimizer = coat(net, **formats)
-        alone = train(net, optimizer, range(3)), moments(net, optimizer)
+        formats, alone = {} if compressed else FP32, None
+        if dist.get_rank() == 0:
+            net = build(width)
+            optimizer = coat(net, **formats)
+            alone = train(net, optimizer, range(3)), moments(net, optimizer)
         for kind in kinds:
             net = sharded(build(width), kind)
             optimizer = coat(net, **formats)
@@ -89,7 +90,7 @@ def check_runs():
 
 
 def check_steps():
-    """Losses of one process, and of all ranks."""
+    """Losses of the first rank alone, and of all ranks."""
     out = {}
     for name, prepare, options, dtype in (
         ("clip", clip, {}, torch.float32),
@@ -97,7 +98,9 @@ def check_steps():
         ("everything", None, {"min_numel": 0, "keep_fp32": ()}, torch.float32),
         ("bf16", None, {}, torch.bfloat16),
     ):
-        nets = build(dtype=dtype), sharded(build(dtype=dtype))
+        nets = [sharded(build(dtype=dtype))]
+        if dist.get_rank() == 0:
+            nets.insert(0, build(dtype=dtype))
         out[name] = [train(net, coat(net, **options), range(3), prepare) for net in nets]
     return out
 

@@ -22,6 +22,7 @@ from tests.util import rel_rms, run_distributed
 
 # without Transformer Engine, Megatron's own AdamW cannot load the other format
 STOCK = {"distributed": "dp_reshardable", "plain": "fully_reshardable"}
+# and at other sizes, and from other formats, a precision-aware optimizer has the distributed one's states
 SIZES = {"tp2": {"tensor_model_parallel_size": 2}, "pp2": {"pipeline_model_parallel_size": 2}}
 # with these weights frozen, the border of two data-parallel ranks cuts a group of linear_proj's weight;
 # otherwise it is between tensors
@@ -35,7 +36,7 @@ def _train_in_papers_formats(folder):
     """By mode: losses of a run in the paper's formats that resumes a run in today's formats, and of a run in
     today's formats that resumes the former."""
     results = {}
-    for mode in MODES:
+    for mode in STOCK:
         sharding = SHARDINGS[mode][0]
         with installed(optimizer={"exp_avg_sq_format": "fp8_expanded"}):
             old = Trainer(mode).load(f"{folder}/{mode}-{sharding}", sharding)
@@ -106,7 +107,7 @@ def _at_other_sizes(folder, results):
     for name, sizes in SIZES.items():
         parallel_state.destroy_model_parallel()
         join(**sizes)
-        for mode in MODES:
+        for mode in STOCK:
             other = Trainer(mode).load(f"{folder}/{mode}-fully_reshardable", "fully_reshardable")
             other.save(f"{folder}/{mode}-{name}", "fully_reshardable")
             results[mode][name] = plain_states(f"{folder}/{mode}-{name}")
@@ -172,7 +173,7 @@ def test_optimizer_resumes_to_the_bit(ranks, mode, sharding):
         assert "restored to the bit" in arrivals and "encoded" not in arrivals
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", STOCK)
 def test_optimizer_loads_states_of_other_formats(ranks, mode):
     for rank in ranks:
         for losses in rank["formats"][mode]:
@@ -216,7 +217,7 @@ ENCODED_ONCE = 2**-4
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", STOCK)
 def test_optimizer_states_at_other_parallel_sizes(ranks, mode, size):
     saved, found = ranks[0][mode]["saved"], ranks[0][mode][size]
     assert saved.keys() == found.keys()

@@ -142,6 +142,7 @@ def test_shared_parameters_drift_apart_without_sum_shared_gradients(data_paralle
 
 @pytest.mark.parametrize("case", [case for case in data_parallel.MEGATRON if not case[-1]], ids=str)
 def test_megatron_ddp_over_two_tensor_parallel_ranks(data_parallel_ranks, exact_gradients, case):
+    one = data_parallel_ranks[0]["megatron"]["one", False]
     for rank in data_parallel_ranks:
         data_parallel.check_wrapper(rank["megatron"], case)
-        check_gradients(rank["megatron"][case]["grads"], rank["megatron"]["one", False], exact_gradients)
+        check_gradients(rank["megatron"][case]["grads"], one, exact_gradients)
