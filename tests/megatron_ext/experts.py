@@ -62,3 +62,7 @@ def grouped_mixture(**config):
     """A model with grouped experts, and the experts of its second layer."""
     model = build_mixture(coat_layer_spec, **(GROUPED | config))
     return model, model.decoder.layers[1].mlp.experts
+
+
+# backward repeats the messages between ranks
+RECOMPUTED = ALL_TO_ALL | {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
