@@ -15,7 +15,6 @@ one.
 
 import argparse
 import importlib.util
-import json
 import os
 import sys
 import warnings
@@ -96,7 +95,7 @@ def compare(args: argparse.Namespace, argv: list[str]) -> None:
 def conclude(output: Path) -> None:
     """Writes the summary, the table and the plot of all runs in the folder."""
     found = [run for run in RUNS if (output / run / "summary.json").exists()]
-    summary = {run: json.loads((output / run / "summary.json").read_text()) for run in found}
+    summary = {run: report.read_summary(output / run / "summary.json") for run in found}
     report.write_summary(output / "summary.json", summary)
     print(f"\n{report.comparison_table(summary)}\n")
     try:

@@ -18,6 +18,8 @@ from coat_launch.files import writing
 
 # variables of a process of mpirun or srun, with the number of processes
 _OTHERS = ("OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
+# variables that a launcher sets for each process, besides WORLD_SIZE
+_OF_RANKS = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 # NCCL's variables that may differ from node to node
 _OF_NODES = ("NCCL_SOCKET_IFNAME", "NCCL_DEBUG_FILE")
 _PACKAGES = (PYTHON, "torch", "deepspeed", "megatron-core", "triton", "coat-train")
@@ -25,7 +27,14 @@ _ROOMS = ("coat_kernels", "coat_ds", "megatron_ext", "coat_launch")
 
 
 def check_launcher(env: dict[str, str]) -> None:
-    """Raises LaunchError for processes of mpirun or srun alone: each process would train for itself."""
+    """Raises LaunchError for processes of mpirun or srun alone, which would train each for itself, and for
+    WORLD_SIZE without the other variables of a launcher."""
+    missing = [name for name in _OF_RANKS if not env.get(name)]
+    if env.get("WORLD_SIZE") and missing:
+        raise LaunchError(
+            f"{', '.join(missing)}: not set, but WORLD_SIZE is {env['WORLD_SIZE']}. Start the processes by "
+            "torchrun or a script of launch/, which set all of them; or unset WORLD_SIZE"
+        )
     count = max(int(env.get(name, 1)) for name in _OTHERS)
     if count > 1 and not env.get("WORLD_SIZE"):
         raise LaunchError(

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean
 
-from coat_launch.files import atomic_write, writing
+from coat_launch.errors import LaunchError
+from coat_launch.files import atomic_write, read_object, writing
 
 # rows of the comparison: the key in summary.json, the title, its unit and its format
 _ROWS = (
@@ -63,8 +64,20 @@ def _line(record: Mapping) -> bytes:
 
 
 def read_metrics(path: str | os.PathLike) -> list[dict]:
-    """All complete records; a last line that was cut off by a crash is left out."""
-    return [json.loads(line) for line in Path(path).read_bytes().split(b"\n")[:-1]]
+    """All complete records; a last line that was cut off by a crash is left out. Raises LaunchError for
+    another line that is no record."""
+    records = []
+    for number, line in enumerate(Path(path).read_bytes().split(b"\n")[:-1], 1):
+        try:
+            records.append(json.loads(line))
+            if not {"run", "step"} <= records[-1].keys():
+                raise ValueError("a key is missing")
+        except (ValueError, AttributeError) as error:
+            raise LaunchError(
+                f'{path}, line {number}: expected an object with "run" and "step", found {line[:60]!r} '
+                f"({error}). Remove the line, or choose another folder with --output"
+            ) from error
+    return records
 
 
 def plot_runs(metrics: list[dict], path: str | os.PathLike) -> None:
@@ -99,6 +112,17 @@ def _points(metrics: list[dict], run: str, key: str) -> tuple[list[int], list[fl
 def write_summary(path: str | os.PathLike, summary: Mapping) -> None:
     """Writes `summary`, or `{"bf16": {...}, "coat": {...}}`, each with the keys of the comparison."""
     atomic_write(path, json.dumps(summary, indent=2).encode() + b"\n")
+
+
+def read_summary(path: str | os.PathLike) -> dict:
+    """What `write_summary` wrote for one run. Raises LaunchError for any other content."""
+    try:
+        found = read_object(path)
+        if missing := [key for key, *_ in _ROWS if key not in found]:
+            raise ValueError(f"expected the key {missing[0]!r}, found none")
+    except ValueError as error:
+        raise LaunchError(f"{path}: {error}. Remove it: the table then leaves out its run") from error
+    return found
 
 
 def comparison_table(summary: Mapping[str, Mapping]) -> str:

@@ -291,8 +291,13 @@ class Trainer:
         state = checkpoints.load(self.engine, checkpoint)
         # the pass that measured saved_bytes has used other weights
         invalidate_weight_caches()
+        saved = state.get("identity", {})
+        if missing := [key for key in IDENTITY if key not in saved]:
+            raise LaunchError(
+                f"--resume {checkpoint}: expected the settings of its run, found no {', '.join(missing)}: an "
+                "older version wrote it. Go on with that version, or start anew with another --output"
+            )
         with checkpoints.reading(checkpoint):
-            saved = {key: state["identity"][key] for key in IDENTITY}
             self.step, self.val_loss_start = state["step"], float(state["val_loss_start"])
         for key, value in self._identity().items():
             if saved[key] != value:

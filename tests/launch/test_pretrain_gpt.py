@@ -249,11 +249,15 @@ def test_weights_of_both_runs_decay_alike(given):
 @pytest.mark.parametrize("name", ["OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"])
 def test_processes_of_mpirun_or_srun_alone_are_refused(tmp_path, capsys, monkeypatch, name):
     """A batch script of Slurm and an interactive step are one process each, whatever the job requested."""
-    for env in ({}, {name: "1"}, {name: "2", "WORLD_SIZE": "2"}):
+    rank = {"WORLD_SIZE": "4", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    for env in ({}, {name: "1"}, {name: "4", **rank}):
         check_launcher(env)
     monkeypatch.setenv(name, "4")
     assert "WORLD_SIZE: not set, but this is one of 4 processes" in fails(capsys, tmp_path)
     monkeypatch.setenv("WORLD_SIZE", "4")
+    assert "MASTER_PORT: not set, but WORLD_SIZE is 4" in fails(capsys, tmp_path)
+    for variable, value in rank.items():
+        monkeypatch.setenv(variable, value)
     assert "--compare: trains in one process" in fails(capsys, tmp_path, "--compare")
 
 

@@ -55,6 +55,16 @@ def test_metrics_survive_a_crash_and_a_resume(tmp_path):
     assert [r["run"] for r in report.read_metrics(path)] == ["bf16", "bf16"]
 
 
+@pytest.mark.parametrize("line", ["{", "[]", "3", '{"run": "coat"}'])
+def test_damaged_outputs_of_an_earlier_run_are_named(tmp_path, line):
+    (tmp_path / "metrics.jsonl").write_text(f'{{"run": "coat", "step": 1}}\n{line}\n')
+    with pytest.raises(LaunchError, match="metrics.jsonl, line 2: expected"):
+        report.MetricsWriter(tmp_path / "metrics.jsonl", "coat")
+    (tmp_path / "summary.json").write_text(line)
+    with pytest.raises(LaunchError, match="summary.json: .*Remove it"):
+        report.read_summary(tmp_path / "summary.json")
+
+
 def test_comparison_table():
     lines = report.comparison_table(SUMMARY).splitlines()
     cells = {line[:45].strip(): line[45:].split() for line in lines[2:-2]}
