@@ -60,19 +60,23 @@ def agreed(vote: bool, group: dist.ProcessGroup) -> bool:
     return bool(votes.item())
 
 
+def _after(work: dist.Work, result: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Returns a function that waits for `work` and returns its `result`."""
+
+    def wait() -> torch.Tensor:
+        work.wait()
+        return result
+
+    return wait
+
+
 def gather_rows(codes: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], torch.Tensor]:
     """Starts the all-gather of `codes` [m, n]. The returned function waits for the result [ranks * m, n]."""
     m, n = codes.shape
     gathered = torch.empty(group.size() * m, n, dtype=codes.dtype, device=codes.device)
     # as bytes, because not every backend supports FP8
     pair = gathered.view(torch.uint8), codes.contiguous().view(torch.uint8)
-    work = dist.all_gather_into_tensor(*pair, group=group, async_op=True)
-
-    def wait() -> torch.Tensor:
-        work.wait()
-        return gathered
-
-    return wait
+    return _after(dist.all_gather_into_tensor(*pair, group=group, async_op=True), gathered)
 
 
 def gather_columns(codes: torch.Tensor, m: int, group: dist.ProcessGroup) -> Callable[[], torch.Tensor]:
@@ -99,21 +103,9 @@ def gather_columns(codes: torch.Tensor, m: int, group: dist.ProcessGroup) -> Cal
 def reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], torch.Tensor]:
     """Starts the reduce-scatter of `x` [ranks * m, n]. The returned function waits for this rank's [m, n]."""
     part = torch.empty(x.shape[0] // group.size(), x.shape[1], dtype=x.dtype, device=x.device)
-    work = dist.reduce_scatter_tensor(part, x, group=group, async_op=True)
-
-    def wait() -> torch.Tensor:
-        work.wait()
-        return part
-
-    return wait
+    return _after(dist.reduce_scatter_tensor(part, x, group=group, async_op=True), part)
 
 
 def all_reduce(x: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], torch.Tensor]:
     """Starts the all-reduce of `x`, in place. The returned function waits for it."""
-    work = dist.all_reduce(x, group=group, async_op=True)
-
-    def wait() -> torch.Tensor:
-        work.wait()
-        return x
-
-    return wait
+    return _after(dist.all_reduce(x, group=group, async_op=True), x)

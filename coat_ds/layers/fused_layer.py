@@ -18,7 +18,7 @@ import torch
 from coat_ds.log import log_once
 from coat_kernels.attention import origin_in_groups
 from coat_kernels.autograd.origin import origin_of
-from coat_kernels.blocks import ActivationOptions, NormOptions, attention_block, mlp_block, qkv_block
+from coat_kernels.blocks import MlpOptions, NormOptions, QkvOptions, mlp_block, qkv_block
 from coat_kernels.graphs import gradient_moves_in_backward, graphed_work
 from coat_kernels.groups import GROUP_SIZE, quantize_groups
 from coat_kernels.head_norm import head_norm
@@ -30,35 +30,24 @@ from coat_kernels.weights import Weights
 class LayerOptions(NamedTuple):
     """The options of a decoder layer: everything except its tensors and its attention."""
 
-    input_norm: NormOptions
-    qkv: LinearOptions
-    proj: LinearOptions
-    mlp_norm: NormOptions
-    fc1: LinearOptions
-    activation: ActivationOptions
-    fc2: LinearOptions
+    qkv: QkvOptions
+    mlp: MlpOptions
     head_norms: tuple[NormOptions, ...]
     """Norms of each head of queries and of keys, before the rotation; or empty."""
-    groups: int
-    """Number of key-value groups on this rank."""
-    d: int
-    """Channels of a head."""
     recomputed: str | None
     """The format in which attention's output is saved while backward recomputes attention; None saves what
     attention saves."""
     batch_first: bool = False
     """The layer takes [b, s, h] and angles [b * s, d], instead of [s, b, h] and [s, d]."""
-    apart: bool = False
-    """All queries come first in the rows of the qkv weight, then all keys, then all values."""
 
     @property
     def linears(self) -> tuple[LinearOptions, ...]:
-        return self.qkv, self.proj, self.fc1, self.fc2
+        return self.qkv.linear, self.mlp.proj, self.mlp.fc1, self.mlp.fc2
 
     def graph_key(self, weights: Sequence[Weights], *attention: Hashable) -> tuple:
         """What a CUDA graph of the layer depends on, except its tensors. `weights`: those of each GEMM.
         `attention`: what attention depends on."""
-        found = [self.input_norm, self.mlp_norm, *self.head_norms, self.activation, self.recomputed]
+        found = [self.qkv.norm, self.mlp.norm, *self.head_norms, self.mlp.activation, self.recomputed]
         for linear, weight in zip(self.linears, weights, strict=True):
             found += linear.graph_key(weight)
         return *found, *attention
@@ -114,15 +103,13 @@ def fused_layer(
         tensors = cos, sin, w.q_norm, w.k_norm, *constants
         cos, sin = no_rotation(cos, sin)
 
-    inputs = by_token, w.input_norm, w.input_norm_bias, w.qkv, w.qkv_bias, cos, sin
-    how = {"norm": options.input_norm, "linear": options.qkv, "groups": options.groups, "d": options.d}
-    how["apart"] = options.apart
+    inputs = by_token, w.input_norm, w.input_norm_bias, w.qkv, w.qkv_bias, cos, sin, options.qkv
     if options.recomputed is None:
-        q, k, v, residual = qkv_block(*inputs, **how)
+        q, k, v, residual = qkv_block(*inputs)
         o = attention(q, k, v, *tensors)
         origin = origin_of(o)
     else:
-        o, residual = attention_block(*inputs, **how, attend=attention, beside=tensors)
+        o, residual = qkv_block(*inputs, attention, tensors)
         saved = quantize_groups(o.detach().flatten(0, 1), GROUP_SIZE, options.recomputed)
         origin = origin_in_groups(saved, o.dtype)
     y = mlp_block(
@@ -136,12 +123,8 @@ def fused_layer(
         w.fc1_bias,
         w.fc2,
         w.fc2_bias,
-        origin=origin,
-        proj=options.proj,
-        norm=options.mlp_norm,
-        fc1=options.fc1,
-        activation=options.activation,
-        fc2=options.fc2,
+        options.mlp,
+        origin,
     )
     return y.view(x.shape) if options.batch_first else y
 
@@ -153,16 +136,10 @@ def _attention(
     and the constants of `attend`; all are arguments, since tensors in a partial would outlive backward."""
     if options.head_norms:
         (of_q, of_k), (cos, sin, q_norm, k_norm, *tensors) = options.head_norms, tensors
-        q, k = _normed(of_q, q, q_norm, cos, sin), _normed(of_k, k, k_norm, cos, sin)
+        q, k = head_norm(q, q_norm, cos, sin, of_q), head_norm(k, k_norm, cos, sin, of_k)
     if options.batch_first:
-        q, k, v = (t.view(*shape[:2], -1, options.d) for t in (q, k, v))
+        q, k, v = (t.view(*shape[:2], -1, options.qkv.d) for t in (q, k, v))
     return attend(q, k, v, *tensors)
-
-
-def _normed(norm: NormOptions, x, weight, cos, sin) -> torch.Tensor:
-    """Heads x [..., heads, d], normed with this weight, then rotated by the angles."""
-    how = {"saved_format": norm.saved_format}
-    return head_norm(x, weight, cos, sin, norm.eps, zero_centered=norm.zero_centered, **how)
 
 
 def log_why_not_fused(why: str) -> None:

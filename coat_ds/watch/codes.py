@@ -133,7 +133,9 @@ def _scales_of(model: nn.Module) -> Iterator[tuple[PredictedScale, str]]:
             if isinstance(value, PredictedScale):
                 yield value, name
             elif isinstance(value, Gemm):
-                yield from ((scale, f"{name}.{attribute}") for scale in (value.x_scale, value.grad_scale))
+                # a module without a weight of its own holds a joint GEMM
+                path = name if hasattr(module, "weight") else f"{name}.{attribute}"
+                yield from ((scale, path) for scale in (value.x_scale, value.grad_scale))
             elif isinstance(value, ExpertsState):
                 yield from ((value.x_scale, f"{name}.gate_up"), (value.a_scale, f"{name}.down"))
 

@@ -247,9 +247,9 @@ def launch_forward(
     q: Grouped | None,
     kind: str,
     gated: bool,
-    y: torch.Tensor | None = None,
     out: Quantized | None = None,
     scales: Scales = NO_SCALES,
+    y: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
     """Writes y or, with `scales`, its row-major codes. The first launch also writes q and returns maxima."""
     rows, f = x.shape[0], x.shape[1] // (1 + gated)
@@ -293,9 +293,9 @@ def launch_backward(
     q: Grouped,
     kind: str,
     gated: bool,
-    grad_x: torch.Tensor | None = None,
     out: Quantized | None = None,
     scales: Scales = NO_SCALES,
+    grad_x: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
     """Writes grad_x or, with `scales`, its codes. The first launch also writes column sums and returns
     maxima."""
@@ -345,7 +345,7 @@ def activation_columns_triton(q: Grouped, largest, kind: str, gated: bool, fmt: 
     """`activation_columns_reference` in one kernel."""
     rows, parts = q.codes.shape[0], 1 + gated
     f = q.codes.shape[1] // parts
-    columns = empty_columns(rows, f, fmt, largest.device)
+    columns = empty_columns(rows, f, fmt.dtype, largest.device)
     scale = torch.empty(1, dtype=torch.float32, device=largest.device)
     down, across = tiling(columns.shape[1], f, COLUMNS_M, COLUMNS_N)
     activation_columns_kernel[across, down](

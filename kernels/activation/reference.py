@@ -12,6 +12,8 @@ one of
 - squared_relu: max(x, 0)^2 (So et al., arXiv 2109.08668).
 """
 
+from collections.abc import Sequence
+
 import torch
 import triton.language as tl
 
@@ -62,7 +64,15 @@ def _parts(x: torch.Tensor, gated: bool) -> tuple[torch.Tensor, ...]:
     return x.chunk(2, dim=1) if gated else (x,)
 
 
-def _dequantize(q: Grouped, gated: bool) -> list[torch.Tensor]:
+def quantize_parts(parts: Sequence[torch.Tensor], saved_format: str) -> Grouped:
+    """Gate and up, or one part, side by side, each in groups of its own."""
+    saved = [quantize_groups_reference(part, GROUP_SIZE, saved_format) for part in parts]
+    codes, exponent = (torch.cat(tensors, 1) for tensors in zip(*(q.tensors for q in saved), strict=True))
+    return Grouped(codes, exponent, saved[0].format)
+
+
+def dequantize_parts(q: Grouped, gated: bool) -> list[torch.Tensor]:
+    """What `quantize_parts` took, FP32."""
     parts = zip(_parts(q.codes, gated), _parts(q.exponent, gated), strict=True)
     return [dequantize_groups_reference(Grouped(*part, q.format), GROUP_SIZE) for part in parts]
 
@@ -77,14 +87,12 @@ def activation_forward_reference(x, kind: str, gated: bool, saved_format: str | 
     y = y.to(x.dtype)
     if not saved_format:
         return y, row_maxima(y), None
-    saved = [quantize_groups_reference(part, GROUP_SIZE, saved_format) for part in parts]
-    codes, exponent = (torch.cat(tensors, 1) for tensors in zip(*(q.tensors for q in saved), strict=True))
-    return y, row_maxima(y), Grouped(codes, exponent, saved[0].format)
+    return y, row_maxima(y), quantize_parts(parts, saved_format)
 
 
 def activation_backward_reference(grad_y, q: Grouped, kind: str, gated: bool):
     """grad_y [rows, f] -> (grad of x in grad_y's dtype, its maxima)."""
-    parts = _dequantize(q, gated)
+    parts = dequantize_parts(q, gated)
     value, slope = value_and_slope_reference(parts[0], kind)
     grad = grad_y.float()
     if gated:
@@ -97,7 +105,7 @@ def activation_backward_reference(grad_y, q: Grouped, kind: str, gated: bool):
 
 def activation_columns_reference(q: Grouped, largest, kind: str, gated: bool, fmt: Fp8Format) -> Quantized:
     """y, recomputed from the saved input, as column-major FP8 codes with the scale of the amax `largest`."""
-    parts = _dequantize(q, gated)
+    parts = dequantize_parts(q, gated)
     y, _ = value_and_slope_reference(parts[0], kind)
     if gated:
         y = y * parts[1]

@@ -1,8 +1,8 @@
 """AdamW over stored moments, in one pass.
 
-reference.py specifies the step, and computes it on a CPU. On a GPU, kernel.py updates tensors in the chunks
-that chunks.py computes. step.py is what optimizers call. storing.py measures the error that storing
-adds to a step.
+It may import `codecs` and the files of `coat_kernels`. Start at step.py, which optimizers call. reference.py
+specifies the step, and computes it on a CPU. On a GPU, kernel.py updates tensors in the chunks that chunks.py
+computes. storing.py measures the error that storing adds to a step.
 """
 
 from coat_kernels.adamw.options import AdamWOptions

@@ -1,8 +1,9 @@
 """The dense transformer layer as two fused blocks around attention, one autograd function each.
 
-    qkv_block         norm, qkv projection, rotary positions
-    attention_block   the same and attention, recomputed in backward: it saves the norm's input alone
-    mlp_block         output projection, residual addition, norm, fc1, activation, fc2, residual addition
+It may import every other folder of `coat_kernels` but `attention`, `experts` and `graphs`. Start at qkv.py.
+
+    qkv_block    norm, qkv projection, rotary positions; with attention, it saves the norm's input alone
+    mlp_block    output projection, residual addition, norm, fc1, activation, fc2, residual addition
 
 Each is a flat sequence of launches, forward and backward. Local variables pass results from one launch to the
 next. Activations that only an FP8 GEMM reads exist only as FP8 codes. Backward saves the norms' inputs, the
@@ -13,16 +14,16 @@ The blocks need every parameter to be trained. Layers with features that the blo
 between the operations, use the separate operations.
 """
 
-from coat_kernels.blocks.mlp import mlp_block
-from coat_kernels.blocks.options import ActivationOptions, NormOptions, activation_options, norm_options
-from coat_kernels.blocks.qkv import attention_block, qkv_block
+from coat_kernels.activation import ActivationOptions
+from coat_kernels.blocks.mlp import MlpOptions, mlp_block
+from coat_kernels.blocks.qkv import QkvOptions, qkv_block
+from coat_kernels.norm import NormOptions
 
 __all__ = [
     "ActivationOptions",
+    "MlpOptions",
     "NormOptions",
-    "activation_options",
-    "attention_block",
+    "QkvOptions",
     "mlp_block",
-    "norm_options",
     "qkv_block",
 ]

@@ -1,15 +1,19 @@
 """The layer after attention in one autograd function: output projection, residual addition, norm, fc1,
 activation, fc2 and residual addition."""
 
+from typing import NamedTuple
+
 import torch
 
-from coat_kernels.activation.op import activation_backward_operands, activation_columns, activation_operands
+from coat_kernels.activation.op import (
+    ActivationOptions,
+    activation_backward_operands,
+    activation_columns,
+    activation_operands,
+)
 from coat_kernels.autograd.derivatives import once_differentiable
 from coat_kernels.autograd.origin import Origin
-from coat_kernels.blocks.options import ActivationOptions, NormOptions
-from coat_kernels.blocks.qkv import normed_again
-from coat_kernels.device import require_fp8
-from coat_kernels.groups.reference import GROUP_FORMATS, Grouped
+from coat_kernels.device import require_fp8, uses_kernels
 from coat_kernels.linear.op import (
     LinearOptions,
     gathered_columns,
@@ -17,7 +21,7 @@ from coat_kernels.linear.op import (
     multiply_backward,
     quantized_grad,
 )
-from coat_kernels.norm.op import norm_gradients, norm_operands
+from coat_kernels.norm.op import NormOptions, norm_columns, norm_gradients, norm_operands
 from coat_kernels.norm.residual import Addends
 from coat_kernels.parallel import all_reduce
 from coat_kernels.tensorwise.operands import fp8_operands
@@ -33,8 +37,10 @@ def _summed(z: torch.Tensor, linear: LinearOptions) -> torch.Tensor:
 
 
 def _go_together(products: tuple[Weights, ...], linears: tuple[LinearOptions, ...]) -> bool:
-    """Whether one launch may quantize the weights of all these GEMMs: each has a single weight without a
-    cached copy, and all have one format and one dtype."""
+    """Whether one launch quantizes the weights of all these GEMMs: on a GPU, if each has a single weight
+    without a cached copy, and all have one format and one dtype."""
+    if not uses_kernels(products[0][0]):
+        return False
     for (weight, *others), linear in zip(products, linears, strict=True):
         if (
             others
@@ -88,12 +94,24 @@ def _by_columns(
     ]
 
 
+class MlpOptions(NamedTuple):
+    """The options of the block: everything except its tensors. Those of linear layers have both scales."""
+
+    proj: LinearOptions
+    norm: NormOptions
+    fc1: LinearOptions
+    activation: ActivationOptions
+    fc2: LinearOptions
+
+
 class _MlpBlock(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, o, residual, w_proj, b_proj, norm_weight, norm_bias, b_fc1, w_fc2, b_fc2, origin, options, *w_fc1
+        ctx, o, residual, w_proj, b_proj, norm_weight, norm_bias, b_fc1, w_fc2, b_fc2, origin, call, *w_fc1
     ):
-        may_train, proj, norm, fc1, activation, fc2 = options
+        """call: the options, and whether a backward may follow."""
+        options, may_train = call
+        proj, norm, fc1, activation, fc2 = options
         h, dtype = residual.shape[-1], residual.dtype
         by_rows = residual.reshape(-1, h).contiguous()
 
@@ -119,16 +137,14 @@ class _MlpBlock(torch.autograd.Function):
         del z
         u = multiply(y.rows, y.scale, rows_fc1, b_fc1, dtype, fc1)
         del y, rows_fc1
-        p, largest_p, saved_u = activation_operands(
-            u, activation.arithmetic, activation.saved_format, fc2.x_scale
-        )
+        p, largest_p, saved_u = activation_operands(u, activation, fc2.x_scale)
         del u
         bias, late_bias = (b_fc2, None) if fc2.parallel is None else (None, b_fc2)
         out = _summed(multiply(p.rows, p.scale, rows_fc2, bias, dtype, fc2), fc2)
         if late_bias is not None:
             out = out + late_bias
 
-        ctx.options, ctx.shape, ctx.count = (proj, norm, fc1, activation, fc2), o.shape, len(w_fc1)
+        ctx.options, ctx.shape, ctx.count = options, o.shape, len(w_fc1)
         if origin is None:
             ctx.columns_of_o, saved_o = None, (operands.columns, operands.scale)
         else:
@@ -146,47 +162,48 @@ class _MlpBlock(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         (w_proj, b_proj, norm_weight, norm_bias, b_fc1, w_fc2, b_fc2,
-         largest_proj, largest_y, largest_fc1, largest_p, largest_fc2, *rest) = ctx.saved_tensors  # fmt: skip
-        saved_x, saved_u, rest = rest[:3], rest[3:5], rest[5:]
+         largest_proj, largest_y, largest_fc1, largest_p, largest_fc2,
+         codes_x, exponent_x, rstd, codes_u, exponent_u, *rest) = ctx.saved_tensors  # fmt: skip
         w_fc1, saved_o = tuple(rest[: ctx.count]), rest[ctx.count :]
+        saved_x, saved_u = (codes_x, exponent_x, rstd), (codes_u, exponent_u)
         del rest
         proj, norm, fc1, activation, fc2 = ctx.options
-        dtype, tokens, arithmetic = grad.dtype, saved_x[0].shape[0], activation.arithmetic
+        dtype, tokens = grad.dtype, codes_x.shape[0]
 
         # operands are in lists, so the GEMMs can free parts of them as soon as they are used
         weights = [fc2.cache.columns((w_fc2,), largest_fc2, fc2.formats.forward)]
         operands = [quantized_grad(grad, fc2, sums=b_fc2 is not None and fc2.parallel is None)]
         grad_b_fc2 = None if b_fc2 is None else _bias_grad(b_fc2, operands[0].sums, grad)
-        columns = activation_columns.eager(
-            *saved_u, largest_p, *arithmetic, activation.saved_format, fc2.formats.forward.name
-        )
-        columns = gathered_columns(*columns, tokens, fc2)
+        columns = activation_columns(saved_u, largest_p, activation, fc2.formats.forward)
+        columns = gathered_columns(columns, tokens, fc2)
         grad_p, (grad_w_fc2,) = multiply_backward(
             operands.pop(), (w_fc2,), weights.pop(), columns, dtype, fc2
         )
         del columns
 
-        q = Grouped(*saved_u, GROUP_FORMATS[activation.saved_format])
-        operands = [activation_backward_operands(grad_p(), q, arithmetic, fc1.grad_scale, b_fc1 is not None)]
+        sums = b_fc1 is not None
+        operands = [activation_backward_operands(grad_p(), saved_u, activation, fc1.grad_scale, sums)]
         del grad_p
         # not quantized with fc2's weight: memory peaks before this line
         weights = _by_columns(((w_proj,), w_fc1), (largest_proj, largest_fc1), (proj, fc1))
         grad_b_fc1 = None if b_fc1 is None else operands[0].sums.to(b_fc1.dtype)
-        columns = normed_again(*saved_x, norm_weight, norm_bias, largest_y, norm, fc1)
-        columns = gathered_columns(*columns, tokens, fc1)
+        columns = norm_columns(saved_x, norm_weight, norm_bias, largest_y, norm, fc1.formats.forward)
+        columns = gathered_columns(columns, tokens, fc1)
         grad_y, grads_w_fc1 = multiply_backward(operands.pop(), w_fc1, weights.pop(), columns, dtype, fc1)
         del columns
+        bias_dtype, needs = (None, False) if norm_bias is None else (norm_bias.dtype, True)
         grad_x, grad_norm_weight, grad_norm_bias = norm_gradients(
-            grad_y(), grad, saved_x, norm_weight, norm_bias, norm
+            grad_y(), grad, grad.shape, saved_x, norm_weight, bias_dtype, norm, (True, True, needs)
         )
         del grad_y
 
         operands = [quantized_grad(grad_x, proj, sums=b_proj is not None and proj.parallel is None)]
         grad_b_proj = None if b_proj is None else _bias_grad(b_proj, operands[0].sums, grad_x)
-        columns = saved_o
-        if ctx.columns_of_o is not None:
-            columns = ctx.columns_of_o(*saved_o, proj.formats.forward)[1:3]
-        columns = gathered_columns(*columns, tokens, proj)
+        if ctx.columns_of_o is None:
+            columns = Quantized(None, *saved_o)
+        else:
+            columns = ctx.columns_of_o(*saved_o, proj.formats.forward)
+        columns = gathered_columns(columns, tokens, proj)
         grad_o, (grad_w_proj,) = multiply_backward(
             operands.pop(), (w_proj,), weights.pop(), columns, dtype, proj
         )
@@ -213,13 +230,8 @@ def mlp_block(
     b_fc1: torch.Tensor | None,
     w_fc2: torch.Tensor,
     b_fc2: torch.Tensor | None,
-    *,
+    options: MlpOptions,
     origin: Origin | None,
-    proj: LinearOptions,
-    norm: NormOptions,
-    fc1: LinearOptions,
-    activation: ActivationOptions,
-    fc2: LinearOptions,
 ) -> torch.Tensor:
     """The layer from attention's output on: x = residual + proj(o); returns x + fc2(a(fc1(norm(x)))).
 
@@ -231,7 +243,6 @@ def mlp_block(
             as in `fp8_linear`. Biases have the length of the first dimension, or are None. If several ranks
             hold parts, the biases of proj and fc2 are added after the sum over the ranks.
         origin: how to recompute o; without it o is saved column-major in FP8.
-        proj, fc1, fc2: options with both scales given.
 
     Returns [s, b, h] in the residual's dtype.
     """
@@ -239,6 +250,6 @@ def mlp_block(
         require_fp8(o.device)
     return _MlpBlock.apply(
         o, residual, w_proj, b_proj, norm_weight, norm_bias, b_fc1, w_fc2, b_fc2,
-        origin, (torch.is_grad_enabled(), proj, norm, fc1, activation, fc2),
+        origin, (options, torch.is_grad_enabled()),
         *(w_fc1 if isinstance(w_fc1, tuple) else (w_fc1,)),
     )  # fmt: skip

@@ -1,7 +1,7 @@
 """The layer before attention in one autograd function: norm, qkv projection and rotary positions, with or
 without attention."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -11,11 +11,23 @@ from coat_kernels.device import require_fp8
 from coat_kernels.linear.op import LinearOptions, gathered_columns, multiply, multiply_backward
 from coat_kernels.norm.op import NormOptions, norm_columns, norm_gradients, norm_operands
 from coat_kernels.rope.op import rotate_qkv_backward_operands, rotate_qkv_forward
+from coat_kernels.tensorwise.quantize import Quantized
 from coat_kernels.tensorwise.transpose import transpose_codes
 from coat_kernels.weights import Weights
 
-# groups, d and apart
-Heads = tuple[int, int, bool]
+
+class QkvOptions(NamedTuple):
+    """The options of the block: everything except its tensors and its attention."""
+
+    norm: NormOptions
+    linear: LinearOptions
+    """With both scales given."""
+    kv_groups: int
+    """Number of key-value groups on this rank."""
+    d: int
+    """Channels of a head."""
+    apart: bool = False
+    """In the projection's output all queries come first, then all keys, then all values."""
 
 
 class _Saved(NamedTuple):
@@ -33,129 +45,106 @@ class _Saved(NamedTuple):
     largest_w: torch.Tensor
     weights: Weights
 
-    def normed(self, norm: NormOptions, linear: LinearOptions) -> tuple[torch.Tensor, torch.Tensor]:
-        """`normed_again` of these tensors."""
-        saved = self.codes, self.exponent, self.rstd, self.norm_weight, self.norm_bias, self.largest_y
-        return normed_again(*saved, norm, linear)
+    def normed(self, options: QkvOptions) -> Quantized:
+        """The norm's output, which is the projection's input, recomputed column-major."""
+        saved, fmt = (self.codes, self.exponent, self.rstd), options.linear.formats.forward
+        return norm_columns(saved, self.norm_weight, self.norm_bias, self.largest_y, options.norm, fmt)
 
 
 # number of saved tensors before the weights
 _BEFORE = len(_Saved._fields) - 1
 
 
-def normed_again(
-    codes, exponent, rstd, weight, bias, largest, norm: NormOptions, linear: LinearOptions
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The norm's output, which is the input of `linear`, recomputed column-major, and its scale."""
-    how = norm.zero_centered, norm.saved_format, linear.formats.forward.name
-    return norm_columns.eager(codes, exponent, rstd, weight, bias, largest, *how)
-
-
 def _qkv_forward(
-    x, norm_weight, norm_bias, bias, cos, sin, weights: Weights, norm: NormOptions, linear: LinearOptions,
-    heads: Heads, may_train: bool,
-):  # fmt: skip
+    x, norm_weight, norm_bias, bias, cos, sin, weights: Weights, options: QkvOptions, may_train: bool
+):
     """(q, k, v), and the tensors of `_Saved`. may_train: a backward may follow, so a
     cached copy of the weights may be used."""
-    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    linear, rows = options.linear, x.reshape(-1, x.shape[-1]).contiguous()
     y, largest_y, saved, rstd = norm_operands(
-        rows, norm_weight, norm_bias, norm, linear.x_scale, linear.input_group
+        rows, norm_weight, norm_bias, options.norm, linear.x_scale, linear.input_group
     )
     w, largest_w = linear.cache.forward(weights, linear.formats.forward, may_train)
     mixed = multiply(y.rows, y.scale, w, bias, x.dtype, linear)
-    qkv = rotate_qkv_forward.eager(mixed.view(-1, x.shape[1], mixed.shape[1]), cos, sin, *heads)
+    mixed = mixed.view(-1, x.shape[1], mixed.shape[1])
+    qkv = rotate_qkv_forward(mixed, cos, sin, options.kv_groups, options.d, options.apart)
     parameters = norm_weight, norm_bias, bias, cos, sin
     return qkv, (*parameters, *saved.tensors, rstd, largest_y, largest_w, *weights)
 
 
-def _qkv_again(columns, scale, saved: _Saved, batch: int, dtype, linear: LinearOptions, heads: Heads):
+def _qkv_again(y: Quantized, saved: _Saved, batch: int, dtype, options: QkvOptions):
     """(q, k, v), recomputed from the column-major output of the norm."""
-    tokens, h = saved.codes.shape
-    rows = transpose_codes(columns)[:tokens, :h]
+    linear, (tokens, h) = options.linear, saved.codes.shape
+    rows = transpose_codes(y.columns)[:tokens, :h]
     w = linear.cache.rows(saved.weights, saved.largest_w, linear.formats.forward)
-    mixed = multiply(rows, scale, w, saved.bias, dtype, linear)
-    return rotate_qkv_forward.eager(mixed.view(-1, batch, mixed.shape[1]), saved.cos, saved.sin, *heads)
+    mixed = multiply(rows, y.scale, w, saved.bias, dtype, linear)
+    mixed = mixed.view(-1, batch, mixed.shape[1])
+    how = options.kv_groups, options.d, options.apart
+    return rotate_qkv_forward(mixed, saved.cos, saved.sin, *how)
 
 
-def _qkv_backward(
-    dq, dk, dv, grad_residual, columns, saved: _Saved, norm: NormOptions, linear: LinearOptions, heads: Heads,
-    needs_x: bool,
-):  # fmt: skip
-    """The gradients of x, of both parameters of the norm and of the bias, and those of the weights.
-    `columns`: the norm's output and its scale, from `normed_again`."""
-    weights, bias, (_, _, apart) = saved.weights, saved.bias, heads
+def _attention_backward(
+    attend: Callable, qkv: Sequence[torch.Tensor], beside: Sequence[torch.Tensor], grad_o: torch.Tensor
+) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+    """The gradients of q, k and v, and of `beside`, by running attention again."""
+    with torch.enable_grad():
+        qkv = tuple(t.requires_grad_() for t in qkv)
+        # Separate leaves. With the original parameters, a parameter's hook would run here and again after
+        # this function, and a parameter that appears twice would get its full gradient twice.
+        beside = [t.detach().requires_grad_() if t.requires_grad else t for t in beside]
+        trained = [t for t in beside if t.requires_grad]
+        grads = list(torch.autograd.grad(attend(*qkv, *beside), (*qkv, *trained), grad_o))
+    return grads[:3], [grads.pop(3) if t.requires_grad else None for t in beside]
+
+
+def _qkv_backward(dq, dk, dv, grad_residual, y: Quantized, saved: _Saved, options: QkvOptions, needs_x: bool):
+    """The gradients of x, of both parameters of the norm and of the bias, and those of the weights. y: the
+    norm's output, column-major."""
+    weights, bias, linear = saved.weights, saved.bias, options.linear
     # in a list, so the GEMMs can free parts of it as soon as they are used
     grad = [
         rotate_qkv_backward_operands(
-            dq, dk, dv, saved.cos, saved.sin, linear.grad_scale, bias is not None, apart
+            dq, dk, dv, saved.cos, saved.sin, linear.grad_scale, bias is not None, options.apart
         )
     ]
     grad_bias = None if bias is None else grad[0].sums.to(bias.dtype)
-    columns = gathered_columns(*columns, saved.codes.shape[0], linear)
+    columns = gathered_columns(y, saved.codes.shape[0], linear)
     w = [linear.cache.columns(weights, saved.largest_w, linear.formats.forward)]
     grad_y, grads = multiply_backward(grad.pop(), weights, w.pop(), columns, grad_residual.dtype, linear)
-    grad_x, grad_norm_weight, grad_norm_bias = norm_gradients(
-        grad_y(),
-        grad_residual,
-        (saved.codes, saved.exponent, saved.rstd),
-        saved.norm_weight,
-        saved.norm_bias,
-        norm,
-        needs_x,
-    )
-    return (grad_x, grad_norm_weight, grad_norm_bias, grad_bias), grads
+    norm_bias, codes = saved.norm_bias, (saved.codes, saved.exponent, saved.rstd)
+    bias_dtype, needs_bias = (None, False) if norm_bias is None else (norm_bias.dtype, True)
+    how = saved.norm_weight, bias_dtype, options.norm, (needs_x, True, needs_bias)
+    found = norm_gradients(grad_y(), grad_residual, grad_residual.shape, codes, *how)
+    return (*found, grad_bias), grads
 
 
 class _QkvBlock(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, norm_weight, norm_bias, bias, cos, sin, options, *weights):
-        qkv, saved = _qkv_forward(x, norm_weight, norm_bias, bias, cos, sin, weights, *options)
-        *ctx.options, _ = options
-        ctx.save_for_backward(*saved)
-        # detach(): autograd forbids in-place additions to a view that a function returns
-        return *qkv, x.detach()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dq, dk, dv, grad_residual):
-        tensors, (norm, linear, _) = ctx.saved_tensors, ctx.options
-        saved = _Saved(*tensors[:_BEFORE], tensors[_BEFORE:])
-        columns = saved.normed(norm, linear)
-        needs_x = ctx.needs_input_grad[0]
-        found, grads = _qkv_backward(dq, dk, dv, grad_residual, columns, saved, *ctx.options, needs_x)
-        return *found, None, None, None, *grads
-
-
-class _AttentionBlock(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, norm_weight, norm_bias, bias, cos, sin, options, attend, count, *tensors):
-        """tensors: `count` weights, then the tensors that `attend` takes after q, k and v."""
+    def forward(ctx, x, norm_weight, norm_bias, bias, cos, sin, call, *tensors):
+        """call: the options, whether a backward may follow, attention, and the number of weights. tensors:
+        the weights, then the tensors that attention takes after q, k and v."""
+        options, may_train, attend, count = call
         weights, beside = tensors[:count], tensors[count:]
-        qkv, saved = _qkv_forward(x, norm_weight, norm_bias, bias, cos, sin, weights, *options)
-        (*ctx.options, _), ctx.attend, ctx.batch, ctx.end = options, attend, x.shape[1], _BEFORE + count
+        qkv, saved = _qkv_forward(x, norm_weight, norm_bias, bias, cos, sin, weights, options, may_train)
+        ctx.options, ctx.attend, ctx.batch, ctx.end = options, attend, x.shape[1], _BEFORE + count
         ctx.save_for_backward(*saved, *beside)
-        return attend(*qkv, *beside), x.detach()
+        # detach(): autograd forbids in-place additions to a view that a function returns
+        return *(qkv if attend is None else (attend(*qkv, *beside),)), x.detach()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_o, grad_residual):
-        tensors, (norm, linear, heads) = ctx.saved_tensors, ctx.options
+    def backward(ctx, *grads):
+        *grads, grad_residual = grads
+        tensors, options, of_beside = ctx.saved_tensors, ctx.options, ()
         saved, beside = _Saved(*tensors[:_BEFORE], tensors[_BEFORE : ctx.end]), tensors[ctx.end :]
-        columns = saved.normed(norm, linear)
-        qkv = _qkv_again(*columns, saved, ctx.batch, grad_o.dtype, linear, heads)
-        with torch.enable_grad():
-            qkv = tuple(t.requires_grad_() for t in qkv)
-            # Separate leaves. With the original parameters, a parameter's hook would run here and again after
-            # this function, and a parameter that appears twice would get its full gradient twice.
-            beside = [t.detach().requires_grad_() if t.requires_grad else t for t in beside]
-            trained = [t for t in beside if t.requires_grad]
-            o = ctx.attend(*qkv, *beside)
-            grads = list(torch.autograd.grad(o, (*qkv, *trained), grad_o))
-        del qkv, o
-        of_beside = [grads.pop(3) if t.requires_grad else None for t in beside]
+        y = saved.normed(options)
+        if ctx.attend is not None:
+            again = _qkv_again(y, saved, ctx.batch, grads[0].dtype, options)
+            grads, of_beside = _attention_backward(ctx.attend, again, beside, *grads)
+            del again
         needs_x = ctx.needs_input_grad[0]
-        found, grads = _qkv_backward(*grads, grad_residual, columns, saved, *ctx.options, needs_x)
-        return *found, *(None,) * 5, *grads, *of_beside
+        found, of_weights = _qkv_backward(*grads, grad_residual, y, saved, options, needs_x)
+        return *found, *(None,) * 3, *of_weights, *of_beside
 
 
 def qkv_block(
@@ -166,65 +155,32 @@ def qkv_block(
     bias: torch.Tensor | None,
     cos: torch.Tensor,
     sin: torch.Tensor,
-    *,
-    norm: NormOptions,
-    linear: LinearOptions,
-    groups: int,
-    d: int,
-    apart: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns queries, keys and values of `x`, and `x` itself, which the residual addition must read in place
-    of its input.
+    options: QkvOptions,
+    attend: Callable[..., torch.Tensor] | None = None,
+    beside: tuple[torch.Tensor, ...] = (),
+) -> tuple[torch.Tensor, ...]:
+    """Returns queries, keys and values of `x`, or attention's output, and `x` itself, which the residual
+    addition must read in place of its input.
 
     Args:
         x: [s, b, h], BF16 or FP32.
         norm_weight, norm_bias: [h]; the bias is None for RMSNorm and may be None for LayerNorm.
-        weight, bias: of the fused projection, [groups * (m + 2) * d, h] and [groups * (m + 2) * d] or None.
-            The weight may be several, as in `fp8_linear`.
+        weight, bias: of the fused projection, [kv_groups * (m + 2) * d, h] and [kv_groups * (m + 2) * d] or
+            None. The weight may be several, as in `fp8_linear`.
         cos, sin: as in `rotate_qkv`.
-        linear: options with both scales given.
-        groups, d: number of key-value groups on this rank, and of channels per head.
-        apart: in the projection's output all queries come first, then all keys, then all values.
+        attend: attend(q, k, v, *beside) is attention, part of the block. Backward recomputes queries, keys
+            and values from the saved x, by one more GEMM, and runs attention again. So it must return the
+            same result each time, and cannot have dropout. The block then saves no queries, keys, values and
+            attention output.
+        beside: saved tensors: constants that attention reads, such as a mask, and parameters of its own.
 
-    Returns q [s, b, groups * m, d], k and v [s, b, groups, d], under sequence parallelism of the whole
-    sequence. The gradient of the returned x is added inside the norm's backward.
+    Returns (q, k, v, x) with q [s, b, kv_groups * m, d], k and v [s, b, kv_groups, d], under sequence
+    parallelism of the whole sequence; or, with `attend`, (attention's output, x). The gradient of the
+    returned x is added inside the norm's backward.
     """
     if x.is_cuda:
         require_fp8(x.device)
-    options = norm, linear, (groups, d, apart), torch.is_grad_enabled()
     weights = weight if isinstance(weight, tuple) else (weight,)
-    return _QkvBlock.apply(x, norm_weight, norm_bias, bias, cos, sin, options, *weights)
-
-
-def attention_block(
-    x: torch.Tensor,
-    norm_weight: torch.Tensor,
-    norm_bias: torch.Tensor | None,
-    weight: torch.Tensor | Weights,
-    bias: torch.Tensor | None,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    *,
-    norm: NormOptions,
-    linear: LinearOptions,
-    groups: int,
-    d: int,
-    apart: bool = False,
-    attend: Callable[..., torch.Tensor],
-    beside: tuple[torch.Tensor, ...] = (),
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`qkv_block` and attention in one function. It saves no queries, keys, values and attention output.
-
-    Backward recomputes queries, keys and values from the saved x, by one more GEMM, and runs attention again.
-    attend(q, k, v, *beside) is attention. It must return the same result each time, so it cannot have
-    dropout. `beside` are saved tensors: constants that attention reads, such as a mask, and parameters of its
-    own.
-
-    Returns attention's output, and x, which the residual addition must read in place of its input.
-    """
-    if x.is_cuda:
-        require_fp8(x.device)
-    options = norm, linear, (groups, d, apart), torch.is_grad_enabled()
-    weights = weight if isinstance(weight, tuple) else (weight,)
-    inputs = x, norm_weight, norm_bias, bias, cos, sin
-    return _AttentionBlock.apply(*inputs, options, attend, len(weights), *weights, *beside)
+    tensors = x, norm_weight, norm_bias, bias, cos, sin
+    call = options, torch.is_grad_enabled(), attend, len(weights)
+    return _QkvBlock.apply(*tensors, call, *weights, *beside)

@@ -1,4 +1,7 @@
-"""Storage formats of optimizer moments, by name. A new format is one file here and its entry below."""
+"""Storage formats of optimizer moments, by name. A new format is one file here and its entry below.
+
+It may import the files of `coat_kernels`. Start at codec.py, which defines what a format computes.
+"""
 
 from coat_kernels.codecs import expanded, log, plain, ratio
 from coat_kernels.codecs.codec import AT_ONCE, GROUP_SIZE, Codec, Storage, Stored, parts_of

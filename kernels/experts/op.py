@@ -116,25 +116,20 @@ class _Experts(torch.autograd.Function):
         if trained and ctx.needs_input_grad[2]:
             of_x = (codes, scale) if saves == "codes" else (x, largest_x)
         ctx.save_for_backward(
-            *(weights, gate_up, down, gate_up_bias, down_bias, *rows),
-            *(largest_1, largest_2, largest_a, *saved, *of_x),
-        )
+            weights, gate_up, down, gate_up_bias, down_bias, *rows,
+            largest_1, largest_2, largest_a, *saved, *of_x,
+        )  # fmt: skip
         ctx.gate, ctx.transposed, ctx.state, ctx.saves = gate, transposed, state, saves
         return rows.to_tokens(y, weights, down_bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_y):
-        weights, gate_up, down, gate_up_bias, down_bias, *saved = ctx.saved_tensors
-        rows, (largest_1, largest_2, largest_a), saved, of_x = (
-            Rows(*saved[:3]),
-            saved[3:6],
-            saved[6:8],
-            saved[8:],
-        )
-        needs_x, needs_weights, needs_gate_up, needs_down, needs_bias, needs_down_bias = ctx.needs_input_grad[
-            :6
-        ]
+        (weights, gate_up, down, gate_up_bias, down_bias, ends, order, back,
+         largest_1, largest_2, largest_a, codes, exponent, *of_x) = ctx.saved_tensors  # fmt: skip
+        (needs_x, needs_weights, needs_gate_up, needs_down, needs_bias, needs_down_bias,
+         *_) = ctx.needs_input_grad  # fmt: skip
+        rows = Rows(ends, order, back)
         state, fast = ctx.state, ctx.state.fast
         first = _Weight(state.gate_up, gate_up, ctx.transposed)
         second = _Weight(state.down, down, ctx.transposed)
@@ -145,7 +140,7 @@ class _Experts(torch.autograd.Function):
         grad_a = matmul_of_rows(grad_rows, second.backward(largest_2), rows.ends, fast)
         del grad_rows
         needs = Needs(needs_weights, needs_down, needs_x, needs_gate_up or needs_bias)
-        given = Gradient(grad_a, weights, saved, largest_a, dots)
+        given = Gradient(grad_a, weights, (codes, exponent), largest_a, dots)
         found = ctx.gate.backward(given, rows, places, needs)
         del grad_a, given
         if needs_down:

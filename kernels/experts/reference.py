@@ -5,14 +5,13 @@ from collections.abc import Callable
 
 import torch
 
-from coat_kernels.activation.reference import value_and_slope_reference
-from coat_kernels.fp8 import ALIGNMENT, E4M3
-from coat_kernels.groups.reference import (
-    GROUP_SIZE,
-    Grouped,
-    dequantize_groups_reference,
-    quantize_groups_reference,
+from coat_kernels.activation.reference import (
+    dequantize_parts,
+    quantize_parts,
+    value_and_slope_reference,
 )
+from coat_kernels.fp8 import ALIGNMENT, E4M3
+from coat_kernels.groups.reference import Grouped
 from coat_kernels.tensorwise.quantize import quantize_tensor_reference, to_tensor_codes_reference
 from coat_kernels.tensorwise.scale import row_maxima, tensor_scale_reference
 
@@ -121,7 +120,7 @@ def sum_to_tokens_reference(rows_of, rows, weights, bias) -> torch.Tensor:
     return found.sum(1).to(rows_of.dtype)
 
 
-def gate_reference(x: torch.Tensor, up: torch.Tensor | None, gate) -> tuple[torch.Tensor, ...]:
+def gate_reference(x: torch.Tensor, up: torch.Tensor | None = None, *, gate) -> tuple[torch.Tensor, ...]:
     """The output of a gate of `x` and `up`, FP32, and its derivatives by both; without a gate, up is None."""
     near = x if gate.limit is None else x.clamp(max=gate.limit)
     value, slope = value_and_slope_reference(near, gate.kind)
@@ -148,21 +147,11 @@ def gate_forward_reference(
         parts = both, None
     else:
         parts = (both[:, ::2], both[:, 1::2]) if gate.interleaved else both.chunk(2, 1)
-    output, _, _ = gate_reference(*parts, gate)
+    output, _, _ = gate_reference(*parts, gate=gate)
     a = (output * rows.of_rows(weights)[:, None].float()).to(dtype)
     if not trained:
         return a, None
-    saved = [quantize_groups_reference(x, GROUP_SIZE, gate.saved_format) for x in parts if x is not None]
-    codes, exponent = (torch.cat(tensors, 1) for tensors in zip(*(q.tensors for q in saved), strict=True))
-    return a, Grouped(codes, exponent, saved[0].format)
-
-
-def _saved(q: Grouped, gate) -> list[torch.Tensor | None]:
-    """gate and up, FP32 [n, f] each; without a gate, the input and None."""
-    if not gate.gated:
-        return [dequantize_groups_reference(q, GROUP_SIZE), None]
-    parts = zip(q.codes.chunk(2, 1), q.exponent.chunk(2, 1), strict=True)
-    return [dequantize_groups_reference(Grouped(*p, q.format), GROUP_SIZE) for p in parts]
+    return a, quantize_parts(parts[: 1 + gate.gated], gate.saved_format)
 
 
 def gate_output_reference(grad_a, q: Grouped, weights, rows, source, largest, dots, gate):
@@ -175,7 +164,7 @@ def gate_output_reference(grad_a, q: Grouped, weights, rows, source, largest, do
     in their shape and dtype; the amax of each row of the gradient of the gate's input, FP32 [n]; and the
     largest of them, FP32 [1].
     """
-    output, _, _ = gate_reference(*_saved(q, gate), gate)
+    output, _, _ = gate_reference(*dequantize_parts(q, gate.gated), gate=gate)
     columns, scale = gather_columns_reference(
         output * rows.of_rows(weights)[:, None].float(), source, largest
     )
@@ -206,7 +195,7 @@ def gate_grad_reference(grad_a, q: Grouped, weights, rows, source, maxima, large
 
 
 def _gate_grad(grad_a, q: Grouped, weights, rows, gate) -> torch.Tensor:
-    _, by_gate, by_up = gate_reference(*_saved(q, gate), gate)
+    _, by_gate, by_up = gate_reference(*dequantize_parts(q, gate.gated), gate=gate)
     grad = grad_a.float() * rows.of_rows(weights)[:, None].float()
     if not gate.gated:
         return grad * by_gate

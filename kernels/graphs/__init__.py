@@ -1,5 +1,7 @@
 """Layers as CUDA graphs: one graph of the forward and one of the backward, recorded at a call of the layer.
 
+It may import `autograd` and `libraries` of `coat_kernels`. Start at calls.py.
+
 A replay costs the CPU a few launches, for any number of kernels. It costs the GPU copies: inputs and results
 pass through buffers at addresses that the graphs contain. Tensors that a forward saves for its backward stay
 allocated; an eager step needs the same memory at its peak. Graphs share the rest of their memory.

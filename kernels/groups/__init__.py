@@ -1,8 +1,9 @@
 """Formats of saved activations: eight bits per element in groups of 1 x G, each with a power-of-two scale.
 
-format.py defines a format; each format is one file (e4m3.py, sqrt8.py) and an entry in `GROUP_FORMATS` of
-reference.py. kernels.py stores groups on a GPU and provides tiles to other kernels, op.py calls the kernels
-or the references.
+It may import the observers of `autograd` and the files of `coat_kernels`. Start at format.py, which defines a
+format; each format is one file (e4m3.py, sqrt8.py) and an entry in `GROUP_FORMATS` of reference.py.
+kernels.py stores groups on a GPU and provides tiles to other kernels, op.py calls the kernels or the
+references.
 """
 
 from coat_kernels.groups.format import GroupFormat

@@ -4,9 +4,10 @@ import torch
 
 from coat_kernels.autograd.derivatives import once_differentiable, refuse_forward_mode
 from coat_kernels.device import uses_kernels
-from coat_kernels.groups.reference import DEFAULT_FORMAT, Grouped
+from coat_kernels.groups.reference import Grouped
 from coat_kernels.head_norm.kernels import head_norm_backward_triton, head_norm_forward_triton
 from coat_kernels.head_norm.reference import head_norm_backward_reference, head_norm_forward_reference
+from coat_kernels.norm import NormOptions
 
 
 def _forward(x, *rest):
@@ -35,14 +36,7 @@ class _HeadNorm(torch.autograd.Function):
 
 
 def head_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    eps: float,
-    *,
-    zero_centered: bool = False,
-    saved_format: str = DEFAULT_FORMAT,
+    x: torch.Tensor, weight: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, options: NormOptions
 ) -> torch.Tensor:
     """RMSNorm of every head of queries or keys, then its rotary positions. Saves x in groups of 16, and
     rstd in FP32.
@@ -51,8 +45,6 @@ def head_norm(
         x: [s, b, heads, d], BF16 or FP32; copied if it is not contiguous.
         weight: [d], BF16 or FP32.
         cos, sin: FP32 [s, d], d even: channel i rotates with channel i + d / 2; or [any, 0]: no rotation.
-        zero_centered: the weight is w + 1.
-        saved_format: one of `coat_kernels.groups.GROUP_FORMATS`.
 
     Returns y, in x's shape and dtype. Raises ValueError for shapes that do not match.
     """
@@ -68,9 +60,9 @@ def head_norm(
             f"head_norm: x has shape {list(x.shape)} and the weight {list(weight.shape)}; expected "
             "[s, b, heads, d] and an element of the weight for each of the d channels"
         )
-    x, options = x.contiguous(), (cos, sin, eps, zero_centered)
+    x, how = x.contiguous(), (cos, sin, options.eps, options.zero_centered, options.saved_format)
     refuse_forward_mode(x, weight)
     if not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)):
         # the saved tensors are computed as well: without them the kernel would sum in another order
-        return _forward(x, weight, *options, saved_format)[0]
-    return _HeadNorm.apply(x, weight, *options, saved_format)
+        return _forward(x, weight, *how)[0]
+    return _HeadNorm.apply(x, weight, *how)

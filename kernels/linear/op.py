@@ -7,6 +7,7 @@ column-major, for the wgrad GEMM, and only that copy is saved.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -43,11 +44,18 @@ class LinearFormats:
 DEFAULT_FORMATS = LinearFormats()
 
 
-@dataclass(frozen=True, slots=True)
-class LinearOptions:
-    """The options of a linear layer: everything except its tensors. Fields are the arguments of `fp8_linear`.
+class LinearOptions(NamedTuple):
+    """How one call of a linear layer multiplies: everything except its tensors.
 
-    torch.compile of torch 2.11 cannot create an instance whose fields default to objects.
+    formats: the FP8 formats. cache: what the caller keeps of the quantized weights; not used while a model is
+        compiled.
+    parallel: how the layer is split over ranks. All-gathered tensors have one scale on all ranks; any other
+        tensor has one scale per rank. If the layer is split by input, the caller must sum the partial
+        results, except under sequence parallelism, where the first dimension is that of the tokens.
+    weight_grad_into: returns, in backward, the tensor [N, K], of any floating-point type, to which the
+        weight's gradient is added. Autograd gets zeros that take no memory.
+    x_scale, grad_scale: predict the scales of x and of the output's gradient if they are plain tensors, which
+        saves a pass over each. Not used while a model is compiled.
     """
 
     formats: LinearFormats
@@ -69,6 +77,33 @@ class LinearOptions:
         """The ranks that must use the same scale for the input, because its codes are gathered into one
         operand."""
         return self.parallel.group if self.parallel and self.parallel.gathers_input else None
+
+
+DEFAULT_OPTIONS = LinearOptions(DEFAULT_FORMATS, NO_CACHE)
+
+
+class LinearState:
+    """What a linear layer, or several that are one GEMM, keeps from one call to the next: FP8 copies of its
+    weights, and the last scales of its input and of its output's gradient. It belongs to the caller.
+
+    weight_cache: as `keep` of `WeightCache`.
+    """
+
+    def __init__(self, formats: LinearFormats = DEFAULT_FORMATS, weight_cache: str = "none"):
+        self.formats, self.cache = formats, WeightCache(weight_cache)
+        self.x_scale, self.grad_scale = PredictedScale(formats.forward), PredictedScale(formats.backward)
+
+    def options(
+        self,
+        weight: torch.Tensor | Weights,
+        parallel: TensorParallel | None = None,
+        weight_grad_into: Callable[[], torch.Tensor] | None = None,
+    ) -> LinearOptions:
+        """The options of a call with this weight, or with these."""
+        cache = self.cache
+        if cache.keep != "none" and not torch.compiler.is_compiling():
+            cache = cache.of(weight if isinstance(weight, tuple) else (weight,))
+        return LinearOptions(self.formats, cache, parallel, weight_grad_into, self.x_scale, self.grad_scale)
 
 
 def multiply(
@@ -139,7 +174,8 @@ class _Fp8Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, bias, origin, options, trains, dtype, *weights):
         # all or none of them
-        trains_weight = trains and ctx.needs_input_grad[6]
+        *_, needs_weight = ctx.needs_input_grad
+        trains_weight = trains and needs_weight
         saves_x = trains_weight and origin is None
         fmt = options.formats.forward
         whole = _shared(x) if saves_x and options.parallel is None else None
@@ -168,7 +204,7 @@ class _Fp8Linear(torch.autograd.Function):
     def backward(ctx, grad_y):
         saved = ctx.saved_tensors
         weights, (largest_w, *saved) = saved[: ctx.count], saved[ctx.count :]
-        needs_x, needs_bias, *_, needs_w = ctx.needs_input_grad[:7]
+        needs_x, needs_bias, *_, needs_w = ctx.needs_input_grad
         options, grad_x, grads, sums = ctx.options, None, [None] * ctx.count, None
         if needs_x or needs_w:
             # in a list, so the GEMMs can free parts of it as soon as they are used
@@ -179,8 +215,9 @@ class _Fp8Linear(torch.autograd.Function):
                 # the all-gather overlaps with the dgrad GEMM. The gradient's scale is already known, so no
                 # other collective waits for the all-gather
                 fmt, tokens = options.formats.forward, ctx.shape[:-1].numel()
-                columns, scale = saved if ctx.columns is None else ctx.columns(*saved, fmt)[1:3]
-                columns = gathered_columns(columns, scale, tokens, options)
+                whole = Quantized(None, *saved) if ctx.columns is None else ctx.columns(*saved, fmt)
+                columns = gathered_columns(whole, tokens, options)
+                del whole
             w = [options.cache.columns(weights, largest_w, options.formats.forward) if needs_x else None]
             grad_x, grads = multiply_backward(grad.pop(), weights, w.pop(), columns, ctx.dtype, options)
         elif needs_bias:
@@ -221,11 +258,11 @@ def _noted_codes(x: torch.Tensor, fmt: Fp8Format) -> tuple[torch.Tensor, ...]:
 
 
 def gathered_columns(
-    columns: torch.Tensor, scale: torch.Tensor, m: int, options: LinearOptions
+    x: Quantized, m: int, options: LinearOptions
 ) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
     """Returns a function that returns the column-major input of `m` tokens per rank for `multiply_backward`.
     The all-gather, if one is needed, starts at once."""
-    parallel = options.parallel
+    columns, scale, parallel = x.columns, x.scale, options.parallel
     if parallel is None or not parallel.gathers_input:
         return lambda: (columns, scale)
     wait = gather_columns(columns, m, parallel.group)
@@ -273,14 +310,9 @@ def fp8_linear(
     x: torch.Tensor,
     weight: torch.Tensor | Weights,
     bias: torch.Tensor | None = None,
+    options: LinearOptions = DEFAULT_OPTIONS,
     *,
-    formats: LinearFormats | None = None,
     origin: Origin | None = None,
-    cache: WeightCache | None = None,
-    parallel: TensorParallel | None = None,
-    weight_grad_into: Callable[[], torch.Tensor] | None = None,
-    x_scale: PredictedScale | None = None,
-    grad_scale: PredictedScale | None = None,
 ) -> torch.Tensor:
     """x W^T + b with FP8 GEMMs.
 
@@ -289,23 +321,12 @@ def fp8_linear(
         weight: [N, K], or several [N_i, K] of one dtype that are stacked along the rows, all or none of them
             trained, without `weight_grad_into`. Backward keeps references, not copies.
         bias: [N] or None. Its gradient is summed in FP32, by the kernel that quantizes the output's gradient.
-        formats: the FP8 formats; E4M3 forward and E5M2 backward by default.
+        options: by default E4M3 forward and E5M2 backward, and nothing is kept.
         origin: how to recompute x in backward; without it x is saved as FP8 and one FP32 scale.
-        cache: what the caller keeps of the quantized weight; nothing by default.
-        parallel: how the layer is split over ranks. All-gathered tensors have one scale on all ranks; any
-            other tensor has one scale per rank. If the layer is split by input, the caller must sum the
-            partial results, except under sequence parallelism, where the first dimension is that of the
-            tokens.
-        weight_grad_into: returns, in backward, the tensor [N, K], of any floating-point type, to which the
-            weight's gradient is added. Autograd gets zeros that take no memory.
-        x_scale, grad_scale: predict the scales of x and of the output's gradient if they are plain tensors,
-            which saves a pass over each. They belong to the caller, one each per call site. Not used while a
-            model is compiled.
 
     Returns [..., N] in the dtype of x, or in autocast's. Raises ValueError for shapes that do not match and,
     on CUDA, if K or N is not a multiple of 16; RuntimeError on a GPU without FP8.
     """
-    formats = formats or DEFAULT_FORMATS
     require_fp8(x.device)
     weights = weight if isinstance(weight, tuple) else (weight,)
     _check_sizes(x, weights, bias)
@@ -313,13 +334,13 @@ def fp8_linear(
     if torch.is_autocast_enabled(device) and dtype != torch.get_autocast_dtype(device):
         # x is quantized without a cast
         dtype = torch.get_autocast_dtype(device)
-    cache = NO_CACHE if cache is None or torch.compiler.is_compiling() else cache.of(weights)
-    if parallel is None and x.numel() == 0:
+    if torch.compiler.is_compiling():
+        options = options._replace(cache=NO_CACHE)
+    if options.parallel is None and x.numel() == 0:
         # Nothing to quantize, and GPUs refuse empty GEMMs; the gradients are zeros. Backward keeps a copy: a
         # view, for example of an expert's tokens, would keep the whole tensor alive.
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
         return F.linear(x.to(dtype, copy=True), weight.to(dtype), None if bias is None else bias.to(dtype))
-    options = LinearOptions(formats, cache, parallel, weight_grad_into, x_scale, grad_scale)
     tokens = x if x.ndim > 1 else x[None]
     y = _Fp8Linear.apply(tokens, bias, origin, options, torch.is_grad_enabled(), dtype, *weights)
     return y if x.ndim > 1 else y[0]

@@ -1,8 +1,9 @@
 """RMSNorm and LayerNorm that save their input in 8 bits, and the residual addition before them.
 
-reference.py specifies the ops, kernels.py computes them on a GPU, op.py is what layers call.
+It may import `tensorwise`, `groups`, `autograd` and the files of `coat_kernels`. Start at op.py, which layers
+call; reference.py specifies the ops, and kernels.py computes them on a GPU.
 """
 
-from coat_kernels.norm.op import layer_norm, rms_norm
+from coat_kernels.norm.op import NormOptions, normalize
 
-__all__ = ["layer_norm", "rms_norm"]
+__all__ = ["NormOptions", "normalize"]

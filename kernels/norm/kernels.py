@@ -190,17 +190,6 @@ def row_tiles(rows: int, h: int, least: int, elements: int) -> tuple[dict, int, 
     return tile, cdiv(rows, tile["ROWS"]), cdiv(h, GROUP_SIZE), tile["H"] == h and rows % tile["ROWS"] == 0
 
 
-def forward_programs(rows: int, h: int) -> int:
-    """Number of programs of forward; each writes one maximum."""
-    return cdiv(rows, _tile(h, FORWARD_TILE, FORWARD_ELEMENTS)["ROWS"])
-
-
-def backward_programs(rows: int, h: int) -> int:
-    """Number of programs of backward; each writes one maximum. Without rows, one program stores zeros."""
-    tiles = cdiv(rows, _tile(h, BACKWARD_TILE, BACKWARD_ELEMENTS)["ROWS"])
-    return max(min(tiles, PROGRAMS), 1)
-
-
 def norm_forward_triton(
     x, weight, bias, eps: float, layer_norm: bool, zero_centered: bool, saved_format: str
 ):
@@ -226,20 +215,20 @@ def launch_forward(
     eps: float,
     layer_norm: bool,
     zero_centered: bool,
-    y: torch.Tensor | None = None,
+    addends: Addends = NO_ADDENDS,
     out: Quantized | None = None,
     scales: Scales = NO_SCALES,
-    addends: Addends = NO_ADDENDS,
+    y: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
     """Writes y or, with `scales`, its row-major codes. The first launch also writes q and rstd and returns
-    maxima. If x is the sum of `addends`, x is written as well."""
+    maxima. If x is the sum of `addends`, the first launch writes it, and the second reads it."""
     rows, h = x.shape
     tile, tiles, groups, even = row_tiles(rows, h, FORWARD_TILE, FORWARD_ELEMENTS)
     first = scales.maxima is None
     maxima = torch.empty(tiles, dtype=torch.float32, device=x.device) if first else None
     norm_forward_kernel[(scales.programs(tiles),)](
         x,
-        *addends,
+        *(addends if first else NO_ADDENDS),
         weight,
         bias,
         y,
@@ -281,7 +270,7 @@ def norm_backward_triton(
     needs_x: bool = True,
     needs_weight: bool = True,
     needs_bias: bool = True,
-    in_weights_dtype: bool = False,
+    dtype: torch.dtype = torch.float32,
 ):
     """`norm_backward_reference`, with None for results that are not needed. Each program loops over many rows
     and sums their parameter gradients. A second kernel sums over programs, in an order that depends on the
@@ -321,7 +310,7 @@ def norm_backward_triton(
     )
     if not count:
         return grad_x, maxima, None, None
-    sums = sum_parts(parts, weight.dtype if in_weights_dtype else torch.float32)
+    sums = sum_parts(parts, dtype)
     return grad_x, maxima, sums[0] if needs_weight else None, sums[-1] if needs_bias else None
 
 
@@ -349,7 +338,7 @@ def norm_columns_triton(
 ) -> Quantized:
     """`norm_columns_reference` in one kernel."""
     rows, h = q.codes.shape
-    columns = empty_columns(rows, h, fmt, rstd.device)
+    columns = empty_columns(rows, h, fmt.dtype, rstd.device)
     scale = torch.empty(1, dtype=torch.float32, device=rstd.device)
     down, across = tiling(columns.shape[1], h, COLUMNS_M, COLUMNS_N)
     norm_columns_kernel[across, down](

@@ -5,6 +5,7 @@ maxima, quantizing needs no extra read to find the scale. The gradient carries i
 """
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,12 +14,10 @@ import torch.distributed as dist
 from coat_kernels.autograd.derivatives import once_differentiable, refuse_forward_mode
 from coat_kernels.autograd.origin import Origin, with_maxima, with_origin
 from coat_kernels.device import uses_kernels
-from coat_kernels.fp8 import Fp8Format, fp8_format
+from coat_kernels.fp8 import Fp8Format
 from coat_kernels.groups.reference import DEFAULT_FORMAT, GROUP_FORMATS, GROUP_SIZE, Grouped, empty_grouped
 from coat_kernels.norm.kernels import (
-    backward_programs,
     empty_saved,
-    forward_programs,
     launch_forward,
     norm_backward_triton,
     norm_columns_triton,
@@ -30,30 +29,29 @@ from coat_kernels.norm.reference import (
     norm_forward_reference,
 )
 from coat_kernels.norm.residual import NO_ADDENDS, Addends, residual_add_reference
-from coat_kernels.ops import compilable, without_none
+from coat_kernels.ops import compilable
 from coat_kernels.tensorwise.predicted import PredictedScale, quantize_predicted, write_reference
 from coat_kernels.tensorwise.quantize import Quantized
-from coat_kernels.tensorwise.transpose import empty_columns
 
 
 class NormOptions(NamedTuple):
-    """How a norm computes and saves its input; fields are the arguments of `rms_norm`, in the order of
-    `norm_forward`."""
+    """How a norm computes and saves its input, in the order of `norm_forward`.
+
+    zero_centered: the weight is w + 1. saved_format: one of `coat_kernels.groups.GROUP_FORMATS`.
+    """
 
     eps: float
-    layer_norm: bool
-    zero_centered: bool
-    saved_format: str
+    layer_norm: bool = False
+    zero_centered: bool = False
+    saved_format: str = DEFAULT_FORMAT
 
 
 def _forward_fake(x, weight, bias, eps, layer_norm, zero_centered, saved_format):
-    rows, h = x.shape
-    maxima = x.new_empty(forward_programs(rows, int(h)) if uses_kernels(x) else rows, dtype=torch.float32)
-    q = empty_grouped(rows, h, GROUP_SIZE, saved_format, x.device)
-    return torch.empty_like(x), maxima, *q.tensors, x.new_empty(rows, dtype=torch.float32)
+    q = empty_grouped(*x.shape, GROUP_SIZE, saved_format, x.device)
+    return torch.empty_like(x), None, *q.tensors, x.new_empty(x.shape[0], dtype=torch.float32)
 
 
-@compilable(_forward_fake)
+@compilable(_forward_fake, unread=1)
 def norm_forward(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -73,19 +71,17 @@ def norm_forward(
     return y, maxima, *q.tensors, rstd
 
 
-def _backward_fake(grad_y, grad_residual, codes, exponent, rstd, *rest):
-    (rows, h), (*_, needs_x, needs_weight, needs_bias) = grad_y.shape, rest
-    programs = backward_programs(rows, int(h)) if uses_kernels(grad_y) else rows
-    return without_none(
+def _backward_fake(grad_y, grad_residual, codes, exponent, rstd, weight, *options):
+    *_, needs_x, needs_weight, needs_bias, dtype = options
+    return (
         torch.empty_like(grad_y) if needs_x else None,
-        rstd.new_empty(programs) if needs_x else None,
-        rstd.new_empty(h) if needs_weight else None,
-        rstd.new_empty(h) if needs_bias else None,
-        like=grad_y,
+        None,
+        weight.new_empty(weight.shape, dtype=dtype) if needs_weight else None,
+        weight.new_empty(weight.shape, dtype=dtype) if needs_bias else None,
     )
 
 
-@compilable(_backward_fake)
+@compilable(_backward_fake, unread=1)
 def norm_backward(
     grad_y: torch.Tensor,
     grad_residual: torch.Tensor | None,
@@ -99,61 +95,58 @@ def norm_backward(
     needs_x: bool,
     needs_weight: bool,
     needs_bias: bool,
+    dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns (grad_x, maxima, grad_weight, grad_bias), empty where not needed; gradients are contiguous."""
+    """Returns (grad_x, maxima, grad_weight, grad_bias), the last two in `dtype`; None where not needed.
+    Gradients are contiguous."""
     saved = grad_y, grad_residual, Grouped(codes, exponent, GROUP_FORMATS[saved_format]), rstd, weight
-    options = layer_norm, zero_centered
-    needs = needs_x, needs_x, needs_weight, needs_bias
-    if uses_kernels(grad_y):
-        found = norm_backward_triton(*saved, *options, *needs[1:])
-    else:
-        found = norm_backward_reference(*saved, *options)
-    return without_none(*(f if need else None for f, need in zip(found, needs, strict=True)), like=grad_y)
+    how = layer_norm, zero_centered, needs_x, needs_weight, needs_bias, dtype
+    return (norm_backward_triton if uses_kernels(grad_y) else norm_backward_reference)(*saved, *how)
 
 
-def norm_gradients(grad_y, grad_residual, saved, weight, bias, options: NormOptions, needs_x: bool = True):
-    """The gradients of x, with its maxima noted, of the weight and of the bias, in their dtypes; None for an
-    absent bias, and for x if it is not needed.
+def norm_gradients(
+    grad_y: torch.Tensor,
+    grad_residual: torch.Tensor | None,
+    shape: torch.Size,
+    saved: Sequence[torch.Tensor],
+    weight: torch.Tensor,
+    bias_dtype: torch.dtype | None,
+    options: NormOptions,
+    needs: tuple[bool, bool, bool],
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """The gradients of x, of this `shape`, with its maxima noted, of the weight and of the bias, in their
+    dtypes; None where not needed.
 
-    Inputs: the gradients of y [rows, h] and of the residual [s, b, h], and the saved codes, exponent and
-    rstd.
+    grad_y, grad_residual: the gradients of y, contiguous [rows, h], and of the residual, [..., h]. saved:
+    codes, exponent and rstd. bias_dtype: None without a bias.
     """
+    # the kernel rounds both sums to one dtype
+    dtype = weight.dtype if bias_dtype in (None, weight.dtype) else torch.float32
+    grad_x, maxima, grad_weight, grad_bias = norm_backward(
+        grad_y,
+        None if grad_residual is None else grad_residual.reshape(grad_y.shape).contiguous(),
+        *saved,
+        weight,
+        *options[1:],
+        *needs,
+        dtype,
+    )
+    needs_x, needs_weight, needs_bias = needs
+    return (
+        with_maxima(grad_x.view(shape), maxima) if needs_x else None,
+        grad_weight.to(weight.dtype) if needs_weight else None,
+        grad_bias.to(bias_dtype) if needs_bias else None,
+    )
+
+
+def norm_columns(
+    saved: Sequence[torch.Tensor], weight, bias, largest, options: NormOptions, fmt: Fp8Format
+) -> Quantized:
+    """y, recomputed from the codes, exponent and rstd that are `saved`, column-major in `fmt`."""
     codes, exponent, rstd = saved
     q = Grouped(codes, exponent, GROUP_FORMATS[options.saved_format])
-    inputs = grad_y, grad_residual.reshape(grad_y.shape).contiguous(), q, rstd, weight
-    how = options.layer_norm, options.zero_centered
-    if uses_kernels(grad_y):
-        same = bias is None or bias.dtype == weight.dtype
-        found = norm_backward_triton(*inputs, *how, needs_x, True, bias is not None, same)
-    else:
-        found = norm_backward_reference(*inputs, *how)
-    grad_x, maxima, grad_weight, grad_bias = found
-    grad_bias = None if bias is None else grad_bias.to(bias.dtype)
-    grad_x = with_maxima(grad_x.view(grad_residual.shape), maxima) if needs_x else None
-    return grad_x, grad_weight.to(weight.dtype), grad_bias
-
-
-def _columns_fake(codes, exponent, rstd, weight, bias, largest, zero_centered, saved_format, fmt):
-    return empty_columns(*codes.shape, fp8_format(fmt), codes.device), largest.new_empty(1)
-
-
-@compilable(_columns_fake)
-def norm_columns(
-    codes: torch.Tensor,
-    exponent: torch.Tensor,
-    rstd: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    largest: torch.Tensor,
-    zero_centered: bool,
-    saved_format: str,
-    fmt: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(column-major codes, scale) of y, recomputed."""
     make = norm_columns_triton if uses_kernels(codes) else norm_columns_reference
-    q = Grouped(codes, exponent, GROUP_FORMATS[saved_format])
-    made = make(q, rstd, weight, bias, largest, zero_centered, fp8_format(fmt))
-    return made.columns, made.scale
+    return make(q, rstd, weight, bias, largest, options.zero_centered, fmt)
 
 
 class _Norm(torch.autograd.Function):
@@ -175,31 +168,14 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_y, *rest):
-        grad_residual, options = rest[-1], ctx.options
+        *_, grad_residual = rest
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         if grad_y is None:
             return grad_residual if needs_x else None, None, None, None, None
         weight, *saved = ctx.saved_tensors
-        h = grad_y.shape[-1]
-        grad_x, maxima, grad_weight, grad_bias = norm_backward(
-            grad_y.reshape(-1, h).contiguous(),
-            None if grad_residual is None else grad_residual.reshape(-1, h).contiguous(),
-            *saved,
-            weight,
-            options.layer_norm,
-            options.zero_centered,
-            options.saved_format,
-            needs_x,
-            needs_weight,
-            needs_bias,
-        )
-        return (
-            with_maxima(grad_x.view(grad_y.shape), maxima) if needs_x else None,
-            grad_weight.to(weight.dtype) if needs_weight else None,
-            grad_bias.to(ctx.bias_dtype) if needs_bias else None,
-            None,
-            None,
-        )
+        grads = grad_y.reshape(-1, grad_y.shape[-1]).contiguous(), grad_residual, grad_y.shape
+        how = weight, ctx.bias_dtype, ctx.options, (needs_x, needs_weight, needs_bias)
+        return *norm_gradients(*grads, saved, *how), None, None
 
 
 def norm_operands(
@@ -219,12 +195,7 @@ def norm_operands(
     if uses_kernels(x):
         *arithmetic, saved_format = options
         q, rstd = empty_saved(x, saved_format)
-
-        def write(out, scales):
-            # the first launch writes the sum, the second reads it
-            summed = addends if scales.maxima is None else NO_ADDENDS
-            how = {"out": out, "scales": scales, "addends": summed}
-            return launch_forward(x, weight, bias, q, rstd, *arithmetic, **how)
+        write = functools.partial(launch_forward, x, weight, bias, q, rstd, *arithmetic, addends)
     else:
         if addends is not NO_ADDENDS:
             x.copy_(residual_add_reference(*addends))
@@ -233,7 +204,26 @@ def norm_operands(
     return *quantize_predicted(write, scale, x.shape, x.device, group=group), q, rstd
 
 
-def _norm(x, weight, bias, options: NormOptions, residual: bool):
+def normalize(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    options: NormOptions,
+    *,
+    residual: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """RMSNorm or LayerNorm over the last dimension. RMSNorm saves x, and LayerNorm x - mean(x), in groups of
+    16; both save rstd in FP32.
+
+    Args:
+        x: [..., h], BF16 or FP32.
+        weight, bias: [h], BF16 or FP32. The bias is None for RMSNorm and may be None for LayerNorm.
+        residual: also return x, passed through this node in the same memory. The gradient of an operation
+            that reads this x is added inside the norm's backward, which saves a pass.
+
+    Returns y, in x's shape and dtype, with its maxima and, if something is trained, its origin; with
+    `residual` (y, x). Raises ValueError if the weight or the bias and x have different widths.
+    """
     width = x.shape[-1:]
     if weight.shape != width or (bias is not None and bias.shape != width):
         found = "" if bias is None else f", the bias {list(bias.shape)}"
@@ -262,49 +252,7 @@ def _norm(x, weight, bias, options: NormOptions, residual: bool):
                     "operation: a weight or bias of a norm, needed to recompute a linear layer's input, "
                     f"{t.dtype} {list(t.shape)}, is at version {t._version}; expected version {version}."
                 )
-        how = options.zero_centered, options.saved_format, fmt.name
-        return Quantized(None, *norm_columns(codes, exponent, rstd, *parameters, largest, *how))
+        return norm_columns((codes, exponent, rstd), *parameters, largest, options, fmt)
 
     y = with_maxima(with_origin(y, Origin((codes, exponent, rstd), columns, guarded)), maxima)
     return (y, handed_on) if residual else y
-
-
-def rms_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    *,
-    zero_centered: bool = False,
-    saved_format: str = DEFAULT_FORMAT,
-    residual: bool = False,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """RMSNorm over the last dimension. Saves x in groups of 16, and rstd in FP32.
-
-    Args:
-        x: [..., h], BF16 or FP32.
-        weight: [h], BF16 or FP32.
-        zero_centered: the weight is w + 1.
-        saved_format: one of `coat_kernels.groups.GROUP_FORMATS`.
-        residual: also return x, passed through this node in the same memory. The gradient of an operation
-            that reads this x is added inside the norm's backward, which saves a pass.
-
-    Returns y, in x's shape and dtype, with its maxima and, if something is trained, its origin; with
-    `residual` (y, x). Raises ValueError if the weight and x have different widths.
-    """
-    options = NormOptions(eps, False, zero_centered, saved_format)
-    return _norm(x, weight, None, options, residual)
-
-
-def layer_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    eps: float,
-    *,
-    zero_centered: bool = False,
-    saved_format: str = DEFAULT_FORMAT,
-    residual: bool = False,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """LayerNorm over the last dimension. Saves x - mean(x); otherwise like `rms_norm`. bias: [h] or None."""
-    options = NormOptions(eps, True, zero_centered, saved_format)
-    return _norm(x, weight, bias, options, residual)

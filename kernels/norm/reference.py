@@ -48,8 +48,13 @@ def norm_backward_reference(
     weight,
     layer_norm: bool,
     zero_centered: bool,
+    needs_x: bool = True,
+    needs_weight: bool = True,
+    needs_bias: bool = True,
+    dtype: torch.dtype = torch.float32,
 ):
-    """(grad_x in grad_y's dtype, its maxima, grad_weight, grad_bias, both FP32 [h]).
+    """(grad_x in grad_y's dtype, its maxima, grad_weight, grad_bias, both [h] in `dtype`); None for what is
+    not needed.
 
     grad_residual, [rows, h] or None, is added to grad_x before grad_x is rounded.
     """
@@ -63,7 +68,9 @@ def norm_backward_reference(
     if grad_residual is not None:
         grad_x = grad_x + grad_residual.float()
     grad_x = grad_x.to(grad_y.dtype)
-    return grad_x, row_maxima(grad_x), (grad * normed).sum(0), grad.sum(0)
+    found = (grad_x, row_maxima(grad_x)) if needs_x else (None, None)
+    grad_weight = (grad * normed).sum(0).to(dtype) if needs_weight else None
+    return *found, grad_weight, grad.sum(0).to(dtype) if needs_bias else None
 
 
 def norm_columns_reference(

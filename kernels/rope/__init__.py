@@ -1,6 +1,7 @@
 """Rotary positions between a fused query-key-value projection and attention.
 
-reference.py specifies the op, kernels.py computes it on a GPU, op.py is what layers call.
+It may import `tensorwise`, `autograd` and the files of `coat_kernels`. Start at op.py, which layers call;
+reference.py specifies the op, and kernels.py computes it on a GPU.
 """
 
 from coat_kernels.rope.op import rotate_qkv

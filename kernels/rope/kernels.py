@@ -25,10 +25,10 @@ def place_of_head(head, heads, M: tl.constexpr, APART: tl.constexpr):
     """The place of a head in the projection's order: its index among the queries, its group, whether it is a
     query, and whether it is a key."""
     if APART:
-        groups = heads // (M + 2)
-        query, behind = head, head - groups * M
+        kv_groups = heads // (M + 2)
+        query, behind = head, head - kv_groups * M
         # keys, then values
-        group, is_q, is_k = behind % groups, behind < 0, (behind >= 0) & (behind < groups)
+        group, is_q, is_k = behind % kv_groups, behind < 0, (behind >= 0) & (behind < kv_groups)
     else:
         group, member = head // (M + 2), head % (M + 2)
         query, is_q, is_k = group * M + member, member < M, member == M
@@ -75,15 +75,15 @@ def load_tables(p_cos, p_sin, o_table, m_turns, D: tl.constexpr):
 
 @PreparedKernel
 @triton.jit
-def rotate_qkv_kernel(p_mixed, p_cos, p_sin, p_q, p_k, p_v, batch, heads, groups,
+def rotate_qkv_kernel(p_mixed, p_cos, p_sin, p_q, p_k, p_v, batch, heads, kv_groups,
                       M: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, TURNS: tl.constexpr,
                       HEADS: tl.constexpr, APART: tl.constexpr):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     o_head, o_query, o_group, m_q, m_k, m_v = head_offsets(tl.program_id(1), heads, M, HEADS, APART)
     p_x = p_mixed + (token * heads + o_head[:, None]) * D
-    p_q += (token * groups * M + o_query[:, None]) * D
-    p_k += (token * groups + o_group[:, None]) * D
-    p_v += (token * groups + o_group[:, None]) * D
+    p_q += (token * kv_groups * M + o_query[:, None]) * D
+    p_k += (token * kv_groups + o_group[:, None]) * D
+    p_v += (token * kv_groups + o_group[:, None]) * D
     m_head = (o_head < heads)[:, None]
     o_half = tl.arange(0, HALF)
     m_half = o_half < D // 2
@@ -219,17 +219,17 @@ def _tile(d: int, r: int, heads: int) -> dict[str, int]:
     return {"D": d, "HALF": next_power_of_2(d // 2), "TURNS": r > 0, "HEADS": heads}
 
 
-def empty_qkv(mixed: torch.Tensor, groups: int, d: int):
+def empty_qkv(mixed: torch.Tensor, kv_groups: int, d: int):
     s, b, width = mixed.shape
-    q = mixed.new_empty(s, b, width // d - 2 * groups, d)
-    return q, mixed.new_empty(s, b, groups, d), mixed.new_empty(s, b, groups, d)
+    q = mixed.new_empty(s, b, width // d - 2 * kv_groups, d)
+    return q, mixed.new_empty(s, b, kv_groups, d), mixed.new_empty(s, b, kv_groups, d)
 
 
-def rotate_qkv_triton(mixed, cos, sin, groups: int, d: int, apart: bool = False):
+def rotate_qkv_triton(mixed, cos, sin, kv_groups: int, d: int, apart: bool = False):
     """`rotate_qkv_reference` as a kernel; `mixed` is contiguous."""
     s, b, width = mixed.shape
     heads = width // d
-    q, k, v = empty_qkv(mixed, groups, d)
+    q, k, v = empty_qkv(mixed, kv_groups, d)
     rotate_qkv_kernel[s * b, cdiv(heads, HEADS)](
         mixed,
         cos,
@@ -239,8 +239,8 @@ def rotate_qkv_triton(mixed, cos, sin, groups: int, d: int, apart: bool = False)
         v,
         b,
         heads,
-        groups,
-        M=heads // groups - 2,
+        kv_groups,
+        M=heads // kv_groups - 2,
         **_tile(d, cos.shape[1], HEADS),
         APART=apart,
     )
@@ -249,10 +249,10 @@ def rotate_qkv_triton(mixed, cos, sin, groups: int, d: int, apart: bool = False)
 
 def rotate_qkv_backward_triton(dq, dk, dv, cos, sin):
     """`rotate_qkv_backward_reference` as a kernel, with one maximum per tile."""
-    s, b, groups, d = dk.shape
+    s, b, kv_groups, d = dk.shape
     dq, dk, dv = [t if t.stride(3) == 1 else t.contiguous() for t in (dq, dk, dv)]
-    m = dq.shape[2] // groups
-    heads = groups * (m + 2)
+    m = dq.shape[2] // kv_groups
+    heads = kv_groups * (m + 2)
     grad = dq.new_empty(s, b, heads * d)
     grid = s * b, cdiv(heads, BACKWARD_HEADS)
     maxima = torch.empty(grid[0] * grid[1], dtype=torch.float32, device=dq.device)
@@ -278,9 +278,9 @@ def launch_operands(
     dq, dk, dv, cos, sin, out: Quantized, scales: Scales, apart: bool = False
 ) -> torch.Tensor | None:
     """Writes the FP8 codes of the gradient. The first launch also writes column sums and returns maxima."""
-    s, b, groups, d = dk.shape
-    m = dq.shape[2] // groups
-    heads, tokens = groups * (m + 2), s * b
+    s, b, kv_groups, d = dk.shape
+    m = dq.shape[2] // kv_groups
+    heads, tokens = kv_groups * (m + 2), s * b
     down, across = tiling(tokens, heads, OPERANDS_TOKENS, OPERANDS_HEADS)
     tiles = down * across
     first = scales.maxima is None

@@ -11,11 +11,7 @@ import torch
 from coat_kernels.autograd.derivatives import once_differentiable
 from coat_kernels.autograd.origin import with_maxima
 from coat_kernels.device import uses_kernels
-from coat_kernels.ops import compilable
-from coat_kernels.prepared import cdiv
-from coat_kernels.rope import kernels
 from coat_kernels.rope.kernels import (
-    empty_qkv,
     launch_operands,
     rotate_qkv_backward_triton,
     rotate_qkv_triton,
@@ -31,8 +27,8 @@ def rotate_qkv_backward_operands(
     """Returns the gradient of the projection's output [s * b, width] as row-major and column-major FP8 codes
     only, with its column sums if `sums`."""
     dq, dk, dv = [t if t.stride(3) == 1 else t.contiguous() for t in (dq, dk, dv)]
-    s, b, groups, d = dk.shape
-    width = (dq.shape[2] + 2 * groups) * d
+    s, b, kv_groups, d = dk.shape
+    width = (dq.shape[2] + 2 * kv_groups) * d
     if uses_kernels(dq):
         write = functools.partial(launch_operands, dq, dk, dv, cos, sin, apart=apart)
     else:
@@ -42,23 +38,14 @@ def rotate_qkv_backward_operands(
     return quantize_predicted(write, scale, (s * b, width), dq.device, **how)[0]
 
 
-@compilable(lambda mixed, cos, sin, groups, d, apart=False: empty_qkv(mixed, groups, d))
 def rotate_qkv_forward(
-    mixed: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, groups: int, d: int, apart: bool = False
+    mixed: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, kv_groups: int, d: int, apart: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Runs the kernel for CUDA tensors, else the reference."""
     run = rotate_qkv_triton if uses_kernels(mixed) else rotate_qkv_reference
-    return run(mixed, cos, sin, groups, d, apart)
+    return run(mixed, cos, sin, kv_groups, d, apart)
 
 
-def _backward_fake(dq, dk, dv, cos, sin):
-    s, b, groups, d = dk.shape
-    programs = s * b * cdiv(dq.shape[2] + 2 * groups, kernels.BACKWARD_HEADS) if uses_kernels(dq) else 1
-    maxima = dq.new_empty(programs, dtype=torch.float32)
-    return dq.new_empty(s, b, (dq.shape[2] + 2 * groups) * d), maxima
-
-
-@compilable(_backward_fake)
 def rotate_qkv_backward(
     dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -69,9 +56,9 @@ def rotate_qkv_backward(
 
 class _RotateQKV(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, mixed, cos, sin, groups, d):
+    def forward(ctx, mixed, cos, sin, kv_groups, d):
         ctx.save_for_backward(cos, sin)
-        return rotate_qkv_forward(mixed.contiguous(), cos, sin, groups, d)
+        return rotate_qkv_forward(mixed.contiguous(), cos, sin, kv_groups, d)
 
     @staticmethod
     @once_differentiable
@@ -81,17 +68,17 @@ class _RotateQKV(torch.autograd.Function):
 
 
 def rotate_qkv(
-    mixed: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, groups: int, d: int
+    mixed: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, kv_groups: int, d: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Splits the output of a fused projection and rotates its queries and keys.
 
-    mixed: [s, b, groups * (m + 2) * d] in BF16 or FP32; each group holds m queries, a key and a value.
+    mixed: [s, b, kv_groups * (m + 2) * d] in BF16 or FP32; each group holds m queries, a key and a value.
     cos, sin: FP32 [s, d], d even: channel i rotates with channel i + d / 2; or those of
     `no_rotation`: only split. There is no kernel for rotary positions on a part of the channels: split
     and rotate with torch operations.
 
-    Returns q [s, b, groups * m, d], k and v [s, b, groups, d]. Backward saves cos and sin. Raises ValueError
-    for shapes that do not match.
+    Returns q [s, b, kv_groups * m, d], k and v [s, b, kv_groups, d]. Backward saves cos and sin. Raises
+    ValueError for shapes that do not match.
     """
     s, b, width = mixed.shape
     r = cos.shape[-1]
@@ -100,9 +87,9 @@ def rotate_qkv(
             f"rotate_qkv: expected cosines and sines of shape [{s}, {d}], of an even number of channels, or "
             f"[any, 0]; found {list(cos.shape)} and {list(sin.shape)}"
         )
-    if width % (groups * d) or width < 3 * groups * d:
+    if width % (kv_groups * d) or width < 3 * kv_groups * d:
         raise ValueError(
-            f"rotate_qkv: expected a multiple of {groups} groups x {d} channels, at least three times that; "
-            f"found {width} columns"
+            f"rotate_qkv: expected a multiple of {kv_groups} groups x {d} channels, at least three times "
+            f"that; found {width} columns"
         )
-    return _RotateQKV.apply(mixed, cos, sin, groups, d)
+    return _RotateQKV.apply(mixed, cos, sin, kv_groups, d)

@@ -1,10 +1,10 @@
 """Rotary positions (RoFormer, arXiv 2104.09864, equation 34, in halves) between a fused query-key-value
 projection and attention.
 
-Each group of the projection's output [s, b, groups * (m + 2) * d] holds m query heads, a key and a value. If
-they lie `apart`, all queries come first, then all keys, then all values. Forward rotates queries and keys and
-writes queries, keys and values to separate tensors. Backward reads their gradients in any layout, and returns
-the gradient of the projection's output.
+Each key-value group of the projection's output [s, b, kv_groups * (m + 2) * d] holds m query heads, a key and
+a value. If they lie `apart`, all queries come first, then all keys, then all values. Forward rotates queries
+and keys and writes queries, keys and values to separate tensors. Backward reads their gradients in any
+layout, and returns the gradient of the projection's output.
 """
 
 import torch
@@ -35,24 +35,24 @@ def rotate_back(grad: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tor
     return (value + torch.cat((second, -first), -1)).to(grad.dtype)
 
 
-def rotate_qkv_reference(mixed, cos, sin, groups: int, d: int, apart: bool = False):
-    """mixed [s, b, groups * (m + 2) * d] -> q [s, b, groups * m, d], k and v [s, b, groups, d]."""
+def rotate_qkv_reference(mixed, cos, sin, kv_groups: int, d: int, apart: bool = False):
+    """mixed [s, b, kv_groups * (m + 2) * d] -> q [s, b, kv_groups * m, d], k and v [s, b, kv_groups, d]."""
     if apart:
         heads = mixed.unflatten(2, (-1, d))
-        q, k, v = heads.split((heads.shape[2] - 2 * groups, groups, groups), dim=2)
+        q, k, v = heads.split((heads.shape[2] - 2 * kv_groups, kv_groups, kv_groups), dim=2)
     else:
-        heads = mixed.unflatten(2, (groups, mixed.shape[2] // (groups * d), d))
+        heads = mixed.unflatten(2, (kv_groups, mixed.shape[2] // (kv_groups * d), d))
         q, k, v = (part.flatten(2, 3) for part in heads.split((heads.shape[3] - 2, 1, 1), dim=3))
     return rotate(q, cos, sin), rotate(k, cos, sin), v.clone()
 
 
 def rotate_qkv_backward_reference(dq, dk, dv, cos, sin, apart: bool = False):
     """The gradients of `rotate_qkv_reference`'s results -> the gradient of mixed, its maxima."""
-    s, b, groups, d = dk.shape
+    s, b, kv_groups, d = dk.shape
     dq, dk = rotate_back(dq, cos, sin), rotate_back(dk, cos, sin)
     if apart:
         grad = torch.cat((dq, dk, dv), 2).flatten(2)
     else:
-        dq = dq.reshape(s, b, groups, dq.shape[2] // groups, d)
+        dq = dq.reshape(s, b, kv_groups, dq.shape[2] // kv_groups, d)
         grad = torch.cat((dq, dk.unsqueeze(3), dv.unsqueeze(3)), 3).flatten(2)
     return grad, maxima_reference(grad)

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from coat_kernels.device import uses_kernels
 from coat_kernels.fp8 import ALIGNMENT, Fp8Format, finite_or_nan, fp8_format, to_fp8, to_fp8_words
-from coat_kernels.ops import compilable, without_none
+from coat_kernels.ops import compilable
 from coat_kernels.prepared import PreparedKernel, cdiv, tiling
 from coat_kernels.tensorwise.scale import BLOCK, Scales, scale_and_tiles, tensor_scale_reference
 from coat_kernels.tensorwise.transpose import (
@@ -205,17 +205,16 @@ def quantize_tensor_triton(
 
 
 def _quantize_fake(x, largest, fmt, *requested):
-    return without_none(*empty_operands(*x.shape, fp8_format(fmt), x.device, *requested), like=x)
+    return tuple(empty_operands(*x.shape, fp8_format(fmt), x.device, *requested))
 
 
 @compilable(_quantize_fake)
 def quantize_codes(
     x: torch.Tensor, largest: torch.Tensor, fmt: str, rows: bool, columns: bool, sums: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Runs the kernel for CUDA tensors, else the reference. Results that are not requested are empty
-    tensors."""
+    """Runs the kernel for CUDA tensors, else the reference. Results that are not requested are None."""
     quantize = quantize_tensor_triton if uses_kernels(x) else quantize_tensor_reference
-    return without_none(*quantize(x, largest, fp8_format(fmt), rows, columns, sums), like=x)
+    return tuple(quantize(x, largest, fp8_format(fmt), rows, columns, sums))
 
 
 def quantize_tensor(

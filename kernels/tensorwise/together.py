@@ -10,24 +10,11 @@ import torch
 import triton
 import triton.language as tl
 
-from coat_kernels.device import uses_kernels
 from coat_kernels.fp8 import ALIGNMENT, Fp8Format
 from coat_kernels.prepared import PreparedKernel, cdiv, tiling
 from coat_kernels.tensorwise.predicted import PredictedScale
-from coat_kernels.tensorwise.quantize import (
-    Quantized,
-    quantize_tensor_reference,
-    to_tensor_codes,
-    to_tensor_words,
-)
-from coat_kernels.tensorwise.scale import (
-    BLOCK,
-    CORRECTING_PROGRAMS,
-    largest_of_maxima_reference,
-    maxima_reference,
-    scale_and_tiles,
-    tensor_scale,
-)
+from coat_kernels.tensorwise.quantize import Quantized, to_tensor_codes, to_tensor_words
+from coat_kernels.tensorwise.scale import BLOCK, CORRECTING_PROGRAMS, scale_and_tiles, tensor_scale
 from coat_kernels.tensorwise.transpose import COLUMNS_TILE, empty_columns, store_words
 from coat_kernels.tiles import finite_max
 
@@ -35,25 +22,6 @@ from coat_kernels.tiles import finite_max
 SLOTS = 4
 # number of elements between the scales of two slots: cuBLASLt needs scales at multiples of 16 bytes
 APART = tl.constexpr(4)
-
-
-def rows_together_reference(
-    xs: Sequence[torch.Tensor], fmt: Fp8Format
-) -> list[tuple[Quantized, torch.Tensor]]:
-    """Each of `xs` [m, n] quantized row-major, and its amax, FP32 [1]."""
-    found = []
-    for x in xs:
-        largest = largest_of_maxima_reference(maxima_reference(x))
-        found.append((quantize_tensor_reference(x, largest, fmt), largest))
-    return found
-
-
-def columns_together_reference(
-    xs: Sequence[torch.Tensor], largest: Sequence[torch.Tensor], fmt: Fp8Format
-) -> list[Quantized]:
-    """Each of `xs` [m, n], whose amaxes are `largest`, quantized column-major."""
-    pairs = zip(xs, largest, strict=True)
-    return [quantize_tensor_reference(x, most, fmt, rows=False, columns=True) for x, most in pairs]
 
 
 @triton.jit
@@ -140,10 +108,14 @@ def columns_together_kernel(p_x_0, p_x_1, p_x_2, p_x_3, p_columns_0, p_columns_1
     store_words(p_columns, b_words, o_word, o_n, n, tl.cdiv(m, ALIGNMENT) * ALIGNMENT)
 
 
-def rows_together_triton(
+def rows_together(
     xs: Sequence[torch.Tensor], predictions: Sequence[PredictedScale], fmt: Fp8Format
 ) -> list[tuple[Quantized, torch.Tensor]]:
-    """`rows_together_reference` as a kernel, with one read where the predicted scales are right."""
+    """Each of `xs` quantized row-major by a kernel, as by `quantize_tensor_reference`, and its amax, FP32
+    [1]; with one read where the predicted scales are right.
+
+    xs: up to four tensors [m, n], contiguous, not empty, of one dtype and on one device.
+    """
     count, device, spare = len(xs), xs[0].device, SLOTS - len(xs)
     sizes = [x.numel() for x in xs]
     tiles = 0
@@ -183,17 +155,17 @@ def _apart(numbers: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
     return numbers.as_strided((count, 1), (APART.value, 1)).unbind(0)
 
 
-def columns_together_triton(
+def columns_together(
     xs: Sequence[torch.Tensor], largest: Sequence[torch.Tensor], fmt: Fp8Format
 ) -> list[Quantized]:
-    """`columns_together_reference` as a kernel."""
+    """Each of `xs`, as in `rows_together` with the amaxes found there, quantized column-major."""
     device, (tile_m, tile_n), spare = xs[0].device, COLUMNS_TILE, SLOTS - len(xs)
     tiles, columns, words, heights, widths = 0, [], [], [], []
     for x in xs:
         m, n = x.shape
         down, across = tiling(m, n, tile_m, tile_n)
         tiles += down * across
-        columns.append(empty_columns(m, n, fmt, device))
+        columns.append(empty_columns(m, n, fmt.dtype, device))
         words.append(columns[-1].view(torch.int32))
         heights.append(m)
         widths.append(n)
@@ -219,23 +191,3 @@ def columns_together_triton(
     return [
         Quantized(None, codes, scale) for codes, scale in zip(columns, _apart(scales, len(xs)), strict=True)
     ]
-
-
-def rows_together(
-    xs: Sequence[torch.Tensor], predictions: Sequence[PredictedScale], fmt: Fp8Format
-) -> list[tuple[Quantized, torch.Tensor]]:
-    """Each of `xs` quantized row-major, and its amax, FP32 [1].
-
-    xs: up to four tensors [m, n], contiguous, not empty, of one dtype and on one device. predictions:
-    predicted scales; kernels quantize with them first.
-    """
-    if uses_kernels(xs[0]):
-        return rows_together_triton(xs, predictions, fmt)
-    return rows_together_reference(xs, fmt)
-
-
-def columns_together(
-    xs: Sequence[torch.Tensor], largest: Sequence[torch.Tensor], fmt: Fp8Format
-) -> list[Quantized]:
-    """Each of `xs`, as in `rows_together` with the amaxes found there, quantized column-major."""
-    return (columns_together_triton if uses_kernels(xs[0]) else columns_together_reference)(xs, largest, fmt)

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from coat_kernels.device import uses_kernels
-from coat_kernels.fp8 import ALIGNMENT, Fp8Format
+from coat_kernels.fp8 import ALIGNMENT
 from coat_kernels.prepared import PreparedKernel, cdiv
 
 # tile of a program that transposes
@@ -30,9 +30,9 @@ def store_words(p_columns, b_words, o_word, o_n, n, padded_m, EVEN: tl.constexpr
         tl.store(p_words, tl.trans(b_words), mask=(o_n[:, None] < n) & (o_word[None, :] < words))
 
 
-def empty_columns(m: int, n: int, fmt: Fp8Format, device: torch.device) -> torch.Tensor:
+def empty_columns(m: int, n: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Uninitialised codes for the transpose of [m, n]."""
-    return torch.empty(n, m + -m % ALIGNMENT, dtype=fmt.dtype, device=device)
+    return torch.empty(n, m + -m % ALIGNMENT, dtype=dtype, device=device)
 
 
 @PreparedKernel
@@ -60,7 +60,7 @@ def transpose_codes_reference(codes: torch.Tensor) -> torch.Tensor:
 def transpose_codes_triton(codes: torch.Tensor) -> torch.Tensor:
     """`transpose_codes_reference` as a kernel."""
     m, n = codes.shape
-    columns = torch.empty(n, m + -m % ALIGNMENT, dtype=codes.dtype, device=codes.device)
+    columns = empty_columns(m, n, codes.dtype, codes.device)
     tile_m, tile_n = COLUMNS_TILE
     grid = max(cdiv(n, tile_n), 1), max(cdiv(columns.shape[1], tile_m), 1)
     transpose_kernel[grid](

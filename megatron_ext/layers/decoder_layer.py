@@ -18,6 +18,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from coat_ds.layers import fused_layer
 from coat_ds.layers.fused_layer import LayerOptions
 from coat_kernels.attention import Packed
+from coat_kernels.blocks import MlpOptions, QkvOptions
 from coat_kernels.parallel import agreed
 from megatron_ext.layers.attention import CoatCoreAttention, NoCrossAttention
 from megatron_ext.layers.linear import CoatColumnParallelLinear, CoatRowParallelLinear
@@ -284,12 +285,13 @@ def _gathered(parts: Parts) -> tuple[tuple, LayerOptions]:
     if parts.head_norms:
         of_q, of_k = parts.head_norms
         head_norms, weights_of_heads = (of_q.options, of_k.options), (of_q.weight, of_k.weight)
+    heads = attention.num_query_groups_per_partition, attention.hidden_size_per_attention_head
     options = LayerOptions(
-        first.options, qkv, proj, second.options, fc1, parts.mlp.options, fc2, head_norms,
-        groups=attention.num_query_groups_per_partition,
-        d=attention.hidden_size_per_attention_head,
+        QkvOptions(first.options, qkv, *heads),
+        MlpOptions(proj, second.options, fc1, parts.mlp.options, fc2),
+        head_norms,
         recomputed=core.saved_format if _recomputes(core) else None,
-    )  # fmt: skip
+    )
     return (
         first.weight, first.bias, w_qkv, parts.qkv.bias,
         w_proj, parts.proj.bias, second.weight, second.bias, w_fc1, parts.fc1.bias, w_fc2, parts.fc2.bias,

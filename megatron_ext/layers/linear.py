@@ -15,16 +15,14 @@ from coat_ds.layers.conversion import multiplied
 from coat_ds.layers.inventory import Part
 from coat_ds.layers.modules.attention import attended_origin
 from coat_ds.layers.modules.converted_forward import is_evaluated
-from coat_ds.layers.modules.formats import formats
 from coat_ds.layers.modules.hooks import after_pre_hooks
+from coat_ds.layers.modules.linear import Gemm
 from coat_ds.log import log_once
 from coat_kernels.autograd.derivatives import once_differentiable
 from coat_kernels.autograd.origin import Origin, maxima_of, origin_of, with_maxima
 from coat_kernels.fp8 import ALIGNMENT
 from coat_kernels.linear import LinearOptions, fp8_linear
 from coat_kernels.parallel import TensorParallel
-from coat_kernels.tensorwise import PredictedScale
-from coat_kernels.weights import WeightCache
 from megatron_ext.layers.settings import Configurable
 from megatron_ext.options import layer_activations
 
@@ -137,10 +135,7 @@ class _CoatLinear(Configurable):
         activations = layer_activations(self._quant_config, activations)
         self._in_fp8 = self._fits and activations.enabled
         self._evaluates_stock = activations.evaluation == "stock"
-        self._formats = formats(activations, self._name in _CANCELS)
-        self._cache = WeightCache(activations.weight_cache)
-        self._x_scale = PredictedScale(self._formats.forward)
-        self._grad_scale = PredictedScale(self._formats.backward)
+        self._gemm = Gemm(activations, self._name in _CANCELS)
 
     def multiplies_in_fp8(self) -> bool:
         """Whether a forward computes in FP8 now."""
@@ -164,21 +159,18 @@ class _CoatLinear(Configurable):
             sequence = self.sequence_parallel if sequence is None else sequence
             reduces = self._by_output and self.allreduce_dgrad
             parallel = TensorParallel(self.tp_group, self._by_output, sequence, reduces)
-        cache = self._cache
-        if cache.keep != "none" and not torch.compiler.is_compiling():
-            cache = cache.of((weight,))
-        return weight, LinearOptions(self._formats, cache, parallel, into, self._x_scale, self._grad_scale)
+        return weight, self._gemm.options(weight, parallel, into)
 
     def coat_part(self) -> Part:
         if self._in_fp8:
-            return Part("linear", multiplied(self._formats, self.activations))
+            return Part("linear", multiplied(self._gemm.formats, self.activations))
         why = "--te-precision-config-file" if self._fits else f"sizes that {ALIGNMENT} does not divide"
         return Part("linear", None, why)
 
     @property
     def cached_bytes(self) -> int:
         """Bytes of the copies of the weight that are held now."""
-        return self._cache.nbytes
+        return self._gemm.cache.nbytes
 
     def forward(self, input_: torch.Tensor, *args, **kwargs):
         after_pre_hooks(self, input_)
@@ -202,21 +194,10 @@ class _CoatLinear(Configurable):
         return self._product(input, weight, bias, sequence, **self._attached)
 
     def _product(self, input, weight, bias, sequence: bool, origin=None, maxima=None) -> torch.Tensor:
-        weight, how = self.options(weight, sequence)
+        weight, options = self.options(weight, sequence)
         if maxima is not None:
             with_maxima(input, maxima)
-        return fp8_linear(
-            input,
-            weight,
-            bias,
-            formats=how.formats,
-            origin=origin,
-            cache=how.cache,
-            parallel=how.parallel,
-            weight_grad_into=how.weight_grad_into,
-            x_scale=how.x_scale,
-            grad_scale=how.grad_scale,
-        )
+        return fp8_linear(input, weight, bias, options, origin=origin)
 
 
 class CoatColumnParallelLinear(_CoatLinear, ColumnParallelLinear):

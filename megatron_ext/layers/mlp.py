@@ -9,8 +9,7 @@ from coat_ds.config import ActivationsConfig
 from coat_ds.layers.conversion import grouped
 from coat_ds.layers.inventory import Part
 from coat_ds.layers.modules.hooks import after_pre_hooks
-from coat_kernels.activation import activation
-from coat_kernels.blocks import ActivationOptions, activation_options
+from coat_kernels.activation import ActivationOptions, activation
 from megatron_ext.layers.linear import CoatColumnParallelLinear, CoatRowParallelLinear, keep_bias
 from megatron_ext.layers.settings import Configurable
 
@@ -84,11 +83,9 @@ class CoatMLP(Configurable, MLP):
     def coat_part(self) -> Part:
         return Part("feed_forward", grouped(self.activations))
 
-    @property
-    def options(self) -> ActivationOptions:
-        """How the activation computes, for a fused block."""
-        activations, gated = self.activations, self.config.gated_linear_unit
-        return activation_options(self._kind, gated, activations.saved_format)
+    def apply_activations(self, activations: ActivationsConfig) -> None:
+        super().apply_activations(activations)
+        self.options = ActivationOptions(self._kind, self.config.gated_linear_unit, activations.saved_format)
 
     def forward(self, hidden_states, per_token_scale=None, **_) -> tuple[torch.Tensor, torch.Tensor | None]:
         """hidden_states [s, b, h] -> [s, b, h] and the bias that is still to be added, [h] or None. For an
@@ -97,12 +94,7 @@ class CoatMLP(Configurable, MLP):
         after_pre_hooks(self, hidden_states)
         intermediate, _ = self.linear_fc1(hidden_states)
         if intermediate.numel():
-            product = activation(
-                intermediate,
-                self._kind,
-                gated=self.config.gated_linear_unit,
-                saved_format=self.activations.saved_format,
-            )
+            product = activation(intermediate, self.options)
         else:
             # an expert without tokens: its weights still get gradients, of zeros
             product = intermediate[..., : self.linear_fc2.weight.shape[1]]

@@ -9,9 +9,8 @@ from coat_ds.layers.conversion import grouped
 from coat_ds.layers.inventory import Part
 from coat_ds.layers.modules.hooks import before_hooks
 from coat_kernels.autograd.origin import take_stand_in, with_stand_in
-from coat_kernels.blocks import NormOptions, norm_options
 from coat_kernels.head_norm import head_norm
-from coat_kernels.norm import layer_norm, rms_norm
+from coat_kernels.norm import NormOptions, normalize
 from megatron_ext.layers.settings import Configurable
 
 
@@ -30,7 +29,6 @@ class CoatNorm(Configurable, torch.nn.Module):
                 'Use one of them, or "activations": false for Megatron\'s own layers.'
             )
         self.eps = eps
-        self.apply_activations(ActivationsConfig())
         self.zero_centered = config.layernorm_zero_centered_gamma
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         settings = {"dtype": config.params_dtype, "device": device}
@@ -43,27 +41,20 @@ class CoatNorm(Configurable, torch.nn.Module):
             # each rank processes its own part of the sequence: Megatron then sums this gradient over the
             # ranks
             parameter.sequence_parallel = config.sequence_parallel
+        self.apply_activations(ActivationsConfig())
 
     def apply_activations(self, activations: ActivationsConfig) -> None:
         super().apply_activations(activations)
-        self.saved_format = activations.saved_format
+        layer_norm, saved = self.bias is not None, activations.saved_format
+        self.options = NormOptions(self.eps, layer_norm, self.zero_centered, saved)
 
     def coat_part(self) -> Part:
         return Part("norm", grouped(self.activations))
 
-    @property
-    def options(self) -> NormOptions:
-        """The norm's options, for a fused block."""
-        layer_norm = self.bias is not None
-        return norm_options(self.eps, layer_norm, self.zero_centered, self.saved_format)
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., hidden_size], BF16 or FP32 -> the same shape and dtype, carrying its origin."""
         adds = torch.is_grad_enabled() and x.requires_grad and not torch.compiler.is_compiling()
-        if self.bias is None:
-            y = rms_norm(x, self.weight, self.eps, **self._how(), residual=adds)
-        else:
-            y = layer_norm(x, self.weight, self.bias, self.eps, **self._how(), residual=adds)
+        y = normalize(x, self.weight, self.bias, self.options, residual=adds)
         if adds:
             # Megatron adds x to the branch after this norm. It reads x through this node, so that both
             # gradients of x are added in the norm's backward, without another pass.
@@ -71,9 +62,6 @@ class CoatNorm(Configurable, torch.nn.Module):
             with_stand_in(x, handed_on, y)
         before_hooks(self, y)
         return y
-
-    def _how(self) -> dict:
-        return {"zero_centered": self.zero_centered, "saved_format": self.saved_format}
 
     def extra_repr(self) -> str:
         return f"{self.weight.numel()}, eps={self.eps}, zero_centered={self.zero_centered}"
@@ -88,8 +76,8 @@ class CoatHeadNorm(CoatNorm):
         """x [s, b, heads, hidden_size], BF16 or FP32 -> the same, and rotated by `cos` and `sin` if given
         (see `coat_kernels.head_norm`)."""
         if cos is None:
-            return rms_norm(x, self.weight, self.eps, **self._how())
-        return head_norm(x, self.weight, cos, sin, self.eps, **self._how())
+            return normalize(x, self.weight, None, self.options)
+        return head_norm(x, self.weight, cos, sin, self.options)
 
 
 def coat_bias_dropout_add(training: bool, fused: bool):

@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.graph import saved_tensors_hooks
 
-from coat_kernels.activation import activation
+from coat_kernels.activation import ActivationOptions, activation
 from coat_kernels.autograd.origin import origin_of
 from coat_kernels.linear import fp8_linear
-from coat_kernels.norm import layer_norm
+from coat_kernels.norm import NormOptions, normalize
 from tests.hostile.conftest import EXAMPLES
 from tests.util import rel_rms
 
@@ -185,11 +185,11 @@ class Stack:
             editor.see("activation", activation=z)
             out = F.linear(z, down)
         else:
-            y = layer_norm(x, weight, bias, 1e-5)
+            y = normalize(x, weight, bias, NormOptions(1e-5, True))
             editor.see("norm", norm=y)
             u = fp8_linear(y, up, origin=origin_of(y))
             editor.see("up", up=u)
-            z = activation(u, "silu", gated=True)
+            z = activation(u, ActivationOptions("silu", True))
             editor.see("activation", activation=z)
             out = fp8_linear(z, down, origin=origin_of(z))
         editor.see("down", down=out)

@@ -88,10 +88,9 @@ def norms() -> None:
     for layer_norm in (False, True):
         options = norm.op.NormOptions(1e-5, layer_norm, False, "sqrt8")
         norm.op.norm_operands(x, weight.detach(), None, options, scale)
-        (norm.layer_norm if layer_norm else norm.rms_norm)(x, weight, *((None,) if layer_norm else ()), 1e-5)
-    with torch.no_grad():
-        norm.rms_norm(x, weight, 1e-5)
-        norm.layer_norm(x, weight, None, 1e-5)
+        norm.normalize(x, weight, None, options)
+        with torch.no_grad():
+            norm.normalize(x, weight, None, options)
     # rows as wide as in the largest models: these need the most shared memory
     for dtype, h in ((torch.bfloat16, 8192), (torch.bfloat16, 16384), (torch.float32, 8192)):
         wide = torch.empty(64, h, dtype=dtype)

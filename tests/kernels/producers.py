@@ -5,7 +5,6 @@ import torch
 from coat_kernels import activation as act
 from coat_kernels import norm, rope
 from coat_kernels.fp8 import E4M3, E5M2
-from coat_kernels.groups import GROUP_FORMATS, Grouped
 from coat_kernels.tensorwise import PredictedScale
 from coat_kernels.tensorwise.quantize import Quantized
 
@@ -44,27 +43,27 @@ class SumNorm(Norm):
 
 class Activation:
     fmt, sums = E4M3, False
-    options = "silu", True
+    options = act.ActivationOptions("silu", True, KEEP)
 
     def __init__(self, device, rows=21, f=48):
         self.x = torch.randn(rows, 2 * f, device=device, dtype=torch.bfloat16)
         self.grad = torch.randn(rows, f, device=device, dtype=torch.bfloat16)
 
     def plain(self) -> torch.Tensor:
-        return act.op.activation_forward(self.x, *self.options, KEEP)[0]
+        return act.op.activation_forward(self.x, *self.options)[0]
 
     def operands(self, scale: PredictedScale) -> Quantized:
-        return act.op.activation_operands(self.x, self.options, KEEP, scale)[0]
+        return act.op.activation_operands(self.x, self.options, scale)[0]
 
 
 class ActivationGradient(Activation):
     fmt, sums = E5M2, True
 
-    def _kept(self) -> Grouped:
-        return Grouped(*act.op.activation_forward(self.x, *self.options, KEEP)[2:], GROUP_FORMATS[KEEP])
+    def _kept(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return act.op.activation_forward(self.x, *self.options)[2:]
 
     def plain(self) -> torch.Tensor:
-        return act.op.activation_backward(self.grad, *self._kept()[:2], *self.options, KEEP)[0]
+        return act.op.activation_backward(self.grad, *self._kept(), *self.options)[0]
 
     def operands(self, scale: PredictedScale) -> Quantized:
         return act.op.activation_backward_operands(self.grad, self._kept(), self.options, scale, True)

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from coat_kernels.activation import activation
+from coat_kernels.activation import ActivationOptions, activation
 from coat_kernels.autograd.origin import maxima_of, origin_of
 from coat_kernels.linear import fp8_linear
-from coat_kernels.norm import layer_norm, rms_norm
+from coat_kernels.norm import NormOptions, normalize
 from coat_kernels.rope import rotate_qkv
 from tests.interpreter import take_kernels
 from tests.util import rel_rms
@@ -54,17 +54,17 @@ def operations(device) -> dict:
     angles = torch.rand(ROWS, 16, device=device)
 
     def stack(x):
-        y = rms_norm(x, weight, 1e-5)
+        y = normalize(x, weight, None, NormOptions(1e-5))
         up = fp8_linear(y, gated, origin=origin_of(y))
-        z = activation(up, "silu", gated=True)
+        z = activation(up, ActivationOptions("silu", True))
         return x + fp8_linear(z, down, origin=origin_of(z))
 
     return {
-        "rms_norm": lambda x: rms_norm(x, weight, 1e-5),
-        "layer_norm": lambda x: layer_norm(x, weight, bias, 1e-5),
+        "rms_norm": lambda x: normalize(x, weight, None, NormOptions(1e-5)),
+        "layer_norm": lambda x: normalize(x, weight, bias, NormOptions(1e-5, True)),
         "linear": lambda x: fp8_linear(x, square),
-        "activation": lambda x: activation(x, "gelu", gated=False),
-        "swiglu": lambda x: activation(x, "silu", gated=True),
+        "activation": lambda x: activation(x, ActivationOptions("gelu", False)),
+        "swiglu": lambda x: activation(x, ActivationOptions("silu", True)),
         "rope": lambda x: torch.cat(rotate_qkv(x.view(ROWS, 1, H), angles.cos(), angles.sin(), 1, 16), 2),
         "stack": stack,
     }
@@ -109,9 +109,9 @@ class Stack:
             changed = self.hooks.get(name, lambda t: None)(t)
             return t if changed is None else changed
 
-        y = seen("norm", layer_norm(x, self.norm_weight, self.norm_bias, 1e-5))
+        y = seen("norm", normalize(x, self.norm_weight, self.norm_bias, NormOptions(1e-5, True)))
         up = seen("up", fp8_linear(y, self.up, origin=origin_of(y)))
-        z = seen("activation", activation(up, "silu", gated=True))
+        z = seen("activation", activation(up, ActivationOptions("silu", True)))
         return seen("down", fp8_linear(z, self.down, origin=origin_of(z)))
 
 
@@ -162,7 +162,7 @@ def test_outputs_are_saved_and_copied_without_notes(device):
         # weights_only reads only tensors and types that torch allows
         again = torch.load(file, weights_only=True)
         assert again.equal(y) and origin_of(again) is None and maxima_of(again) is None
-    y = rms_norm(x.detach(), stack.norm_weight.detach(), 1e-5)
+    y = normalize(x.detach(), stack.norm_weight.detach(), None, NormOptions(1e-5))
     assert maxima_of(y) is not None and maxima_of(copy.deepcopy(y)) is None
 
 
@@ -175,9 +175,9 @@ def test_operations_on_empty_tensors(shape, takes_kernels, device, monkeypatch):
     stack, x = Stack(device, with_bias=True), leaf(*shape, device=device)
 
     def whole(x):
-        y = rms_norm(x, stack.norm_weight, 1e-5)
-        gated = activation(y, "silu", gated=True)
-        parts = [stack(x), activation(x, "gelu", gated=False), gated]
+        y = normalize(x, stack.norm_weight, None, NormOptions(1e-5))
+        gated = activation(y, ActivationOptions("silu", True))
+        parts = [stack(x), activation(x, ActivationOptions("gelu", False)), gated]
         if x.ndim == 3:
             angles = torch.rand(shape[0], 16, device=device)
             parts += rotate_qkv(x, angles.cos(), angles.sin(), 1, 16)
@@ -205,13 +205,16 @@ def wrong_shapes(device) -> dict:
 
     x = t(ROWS, H)
     return {
-        "norm, short weight": (lambda: rms_norm(x, t(H // 2), 1e-5), "64.*32"),
-        "norm, long weight": (lambda: rms_norm(x, t(2 * H), 1e-5), "64.*128"),
-        "norm, matrix": (lambda: rms_norm(x, t(1, H), 1e-5), r"64.*\[1, 64\]"),
-        "norm, short bias": (lambda: layer_norm(x, t(H), t(H // 2), 1e-5), r"64.*bias \[32\]"),
+        "norm, short weight": (lambda: normalize(x, t(H // 2), None, NormOptions(1e-5)), "64.*32"),
+        "norm, long weight": (lambda: normalize(x, t(2 * H), None, NormOptions(1e-5)), "64.*128"),
+        "norm, matrix": (lambda: normalize(x, t(1, H), None, NormOptions(1e-5)), r"64.*\[1, 64\]"),
+        "norm, short bias": (
+            lambda: normalize(x, t(H), t(H // 2), NormOptions(1e-5, True)),
+            r"64.*bias \[32\]",
+        ),
         "linear, weight": (lambda: fp8_linear(x, t(H, 2 * H)), "128.*64"),
         "linear, bias": (lambda: fp8_linear(x, t(H, H), t(H // 2)), "32.*64"),
-        "activation, odd": (lambda: activation(t(ROWS, 65), "silu", gated=True), "65"),
+        "activation, odd": (lambda: activation(t(ROWS, 65), ActivationOptions("silu", True)), "65"),
         "rope, short tables": (rope_of(t(8, 1, H), t(7, 16), t(7, 16)), r"\[8, 16\].*\[7, 16\]"),
         "rope, two tables": (rope_of(t(8, 1, H), t(8, 16), t(8, 8)), r"\[8, 16\] and \[8, 8\]"),
         "rope, wide tables": (rope_of(t(8, 1, H), t(8, 32), t(8, 32)), r"\[8, 16\].*\[8, 32\]"),
@@ -238,10 +241,10 @@ def test_kernels_read_no_further_than_their_inputs(device):
         x, weight = leaf(rows, h, device=device), leaf(h, device=device)
         for wrong in (h - 8, h + 8):
             with pytest.raises(ValueError, match=f"{h}.*{wrong}"):
-                rms_norm(x, leaf(wrong, device=device), 1e-5)
+                normalize(x, leaf(wrong, device=device), None, NormOptions(1e-5))
         up, down = leaf(2 * h, h, device=device), leaf(h, h, device=device)
-        y = rms_norm(x, weight, 1e-5)
+        y = normalize(x, weight, None, NormOptions(1e-5))
         u = fp8_linear(y, up, origin=origin_of(y))
-        z = activation(u, "silu", gated=True)
+        z = activation(u, ActivationOptions("silu", True))
         fp8_linear(z, down, origin=origin_of(z)).sum().backward()
     torch.cuda.synchronize()

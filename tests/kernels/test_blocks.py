@@ -11,10 +11,17 @@ import torch
 from coat_kernels import blocks, norm, tensorwise
 from coat_kernels.activation import activation
 from coat_kernels.autograd.origin import Origin, origin_of, with_origin
-from coat_kernels.blocks import ActivationOptions, mlp_block, norm_options, qkv_block
+from coat_kernels.blocks import (
+    ActivationOptions,
+    MlpOptions,
+    NormOptions,
+    QkvOptions,
+    mlp_block,
+    qkv_block,
+)
 from coat_kernels.fp8 import E4M3, E5M2
 from coat_kernels.linear import LinearFormats, LinearOptions, fp8_linear
-from coat_kernels.norm import layer_norm, rms_norm
+from coat_kernels.norm import normalize
 from coat_kernels.rope import rotate_qkv
 from coat_kernels.tensorwise import PredictedScale, quantize_tensor, together
 from coat_kernels.weights import WeightCache
@@ -73,7 +80,7 @@ class Model:
         self.biases = {name: biases.get(name) for name in self.weights}
         angles = torch.randn(S, R, device=self.device)
         self.tables = angles.cos(), angles.sin()
-        self.norm = norm_options(1e-5, not self.llama, False, "sqrt8")
+        self.norm = NormOptions(1e-5, not self.llama)
         self.activation = ActivationOptions("silu" if self.llama else "gelu_tanh", self.llama, "sqrt8")
         self.linears = {name: linear_options(self.cache) for name in ("qkv", "proj", "fc1", "fc2")}
 
@@ -85,16 +92,12 @@ class Model:
         return [t for name in names for t in (self.weights[name], self.biases[name])]
 
     def by_blocks(self, x: torch.Tensor, origin: Origin | None = None) -> torch.Tensor:
-        q, k, v, residual = qkv_block(
-            x, *self.both("norm1", "qkv"), *self.tables, norm=self.norm, linear=self.linears["qkv"],
-            groups=GROUPS, d=D,
-        )  # fmt: skip
-        rest = {name: self.linears[name] for name in ("proj", "fc1", "fc2")}
-        o = self.attention(q, k, v)
-        return mlp_block(
-            o, residual, *self.both("proj", "norm2", "fc1", "fc2"), origin=origin or origin_of(o),
-            norm=self.norm, activation=self.activation, **rest,
-        )  # fmt: skip
+        qkv, proj, fc1, fc2 = self.linears.values()
+        options = QkvOptions(self.norm, qkv, GROUPS, D)
+        q, k, v, residual = qkv_block(x, *self.both("norm1", "qkv"), *self.tables, options)
+        o, options = self.attention(q, k, v), MlpOptions(proj, self.norm, fc1, self.activation, fc2)
+        weights = self.both("proj", "norm2", "fc1", "fc2")
+        return mlp_block(o, residual, *weights, options, origin or origin_of(o))
 
     def attention(self, q, k, v):
         """A function of q, k and v, whose output has an origin or none."""
@@ -109,17 +112,10 @@ class Model:
 
     def normed(self, x, name):
         weight, bias, options = self.weights[name], self.biases[name], self.norm
-        rest = {"saved_format": options.saved_format, "residual": True}
-        if self.llama:
-            return rms_norm(x, weight, options.eps, **rest)
-        return layer_norm(x, weight, bias, options.eps, **rest)
+        return normalize(x, weight, bias, options, residual=True)
 
     def linear(self, x, name):
-        options = self.linears[name]
-        return fp8_linear(
-            x, self.weights[name], self.biases[name], origin=origin_of(x), cache=options.cache,
-            x_scale=options.x_scale, grad_scale=options.grad_scale,
-        )  # fmt: skip
+        return fp8_linear(x, self.weights[name], self.biases[name], self.linears[name], origin=origin_of(x))
 
     def one_by_one(self, x: torch.Tensor) -> torch.Tensor:
         y, residual = self.normed(x, "norm1")
@@ -127,7 +123,7 @@ class Model:
         x = residual + self.linear(self.attention(q, k, v), "proj")
         y, residual = self.normed(x, "norm2")
         options = self.activation
-        y = activation(self.linear(y, "fc1"), options.kind, gated=options.gated)
+        y = activation(self.linear(y, "fc1"), options)
         return residual + self.linear(y, "fc2")
 
 
@@ -207,7 +203,7 @@ def test_fused_blocks_add_gradients_where_the_caller_wants_them(device):
     expected = run(model, model.by_blocks, x, grad)
     sums = {name: torch.ones_like(model.weights[name], dtype=torch.float32) for name in model.linears}
     for name, options in model.linears.items():
-        into = dataclasses.replace(options, weight_grad_into=lambda name=name: sums[name])
+        into = options._replace(weight_grad_into=lambda name=name: sums[name])
         model.linears[name] = into
     found = run(model, model.by_blocks, x, grad)
     for name in sums:
@@ -236,6 +232,7 @@ def test_fused_blocks_quantize_weights_of_one_kind_in_one_launch(device, monkeyp
     """The weights of the second block are quantized together, with attention's output if it can be
     recomputed; in backward fc2's weights are quantized earlier, in a launch of their own. Cached weights and
     weights of other types and formats are quantized one by one, to the same bits."""
+    take_kernels(monkeypatch)
     launches = []
     for name in ("rows_together", "columns_together"):
         original = getattr(blocks.mlp, name)
@@ -251,12 +248,12 @@ def test_fused_blocks_quantize_weights_of_one_kind_in_one_launch(device, monkeyp
     assert launches == [4, 2]
     launches.clear()
     options = model.linears["fc1"]
-    no_prediction = dataclasses.replace(options, cache=WeightCache(predicts=False))
+    no_prediction = options._replace(cache=WeightCache(predicts=False))
     for changed in (linear_options("fp8"), no_prediction):
         model.linears["fc1"] = changed
         check_same(run(model, model.by_blocks, x, grad), expected)
     swapped = LinearFormats(forward=E5M2, backward=E4M3)
-    model.linears["fc1"] = dataclasses.replace(options, formats=swapped, grad_scale=PredictedScale(E4M3))
+    model.linears["fc1"] = options._replace(formats=swapped, grad_scale=PredictedScale(E4M3))
     assert not run(model, model.by_blocks, x, grad)["y"].equal(expected["y"])
     assert not launches
     # a weight with another memory layout (transposed)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from coat_kernels.activation.reference import dequantize_parts
 from coat_kernels.experts import KernelGate
 from coat_kernels.experts.gate_kernels import gate_grad_triton, gate_output_triton, launch_gate_forward
 from coat_kernels.experts.kernels import (
@@ -16,7 +17,6 @@ from coat_kernels.experts.kernels import (
 )
 from coat_kernels.experts.order import Rows
 from coat_kernels.experts.reference import (
-    _saved,
     gate_forward_reference,
     gate_grad_reference,
     gate_output_reference,
@@ -189,7 +189,7 @@ def test_expert_gate_kernels_agree_with_the_references(fmt, f, gate, device):
     finite = expected[2].isfinite()
     assert exact(found[2][~finite].isnan(), expected[2][~finite].isnan()) == 0
     # sums of f terms in FP32, in any order, and the roundings of each term
-    terms = (grad.float() * gate_reference(*_saved(q, gate), gate)[0]).abs().sum(1)
+    terms = (grad.float() * gate_reference(*dequantize_parts(q, gate.gated), gate=gate)[0]).abs().sum(1)
     bound = (f * 2**-24 + FP32) * weights_grad_reference(terms, weights, rows, dots.abs())
     assert ((found[2] - expected[2]).abs() <= bound)[finite].all()
     torch.testing.assert_close(found[3], expected[3], rtol=FP32, atol=0)

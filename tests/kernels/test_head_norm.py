@@ -9,12 +9,14 @@ from coat_kernels import head_norm as heads
 from coat_kernels import norm
 from coat_kernels.groups.reference import GROUP_SIZE, dequantize_groups_reference
 from coat_kernels.head_norm import head_norm
+from coat_kernels.norm import NormOptions
 from coat_kernels.rope import rotate
 from tests.kernels.agreement import KERNEL_RMS, ROUNDING, close, same
 from tests.kernels.inputs import hard, wide
 from tests.util import rel_rms, saved_tensors
 
 EPS = 1e-6
+OPTIONS = NormOptions(EPS)
 # tokens, batch, heads, channels, rotated channels: all or none
 SHAPES = [(1, 1, 1, 4, 4), (5, 2, 3, 16, 16), (7, 3, 4, 20, 20), (9, 1, 5, 66, 66), (3, 2, 2, 7, 0)]
 FORMATS = pytest.mark.parametrize("fmt", ROUNDING)
@@ -46,7 +48,7 @@ def test_head_norm_of_exact_codes_is_torchs_in_fp64(r, zero_centered, fmt):
     x = (roots * roots.abs()).float().requires_grad_()
     weight, grad = torch.randn(32, requires_grad=True), torch.randn(x.shape)
     cos, sin = tables(5, r)
-    y = head_norm(x, weight, cos, sin, EPS, zero_centered=zero_centered, saved_format=fmt)
+    y = head_norm(x, weight, cos, sin, NormOptions(EPS, False, zero_centered, fmt))
     exact = [t.detach().double().requires_grad_() for t in (x, weight)]
     expected = plain(*exact, cos, sin, zero_centered)
     assert y.dtype == torch.float32 and rel_rms(y, expected) < 1e-6
@@ -64,7 +66,7 @@ def test_head_norm_gradients_see_one_rounding_of_the_input(fmt, device):
     weight = (1 + 0.1 * torch.randn(64, device=device)).bfloat16().requires_grad_()
     cos, sin = tables(20, 64, device)
     grad = torch.randn_like(x)
-    y = head_norm(x, weight, cos, sin, EPS, saved_format=fmt)
+    y = head_norm(x, weight, cos, sin, NormOptions(EPS, saved_format=fmt))
     exact = [t.detach().float().requires_grad_() for t in (x, weight)]
     expected = plain(*exact, cos, sin)
     assert y.dtype == torch.bfloat16 and rel_rms(y, expected) < 2**-8
@@ -127,7 +129,7 @@ def test_head_norm_without_rotation_is_rms_norm(device):
     x, grad = torch.randn(2, 6, 2, 3, 48, device=device).bfloat16()
     weight, (cos, sin) = torch.randn(48, device=device), tables(6, 0, device)
     found, expected = x.clone().requires_grad_(), x.clone().requires_grad_()
-    y, rows = head_norm(found, weight, cos, sin, EPS), norm.rms_norm(expected, weight, EPS)
+    y, rows = head_norm(found, weight, cos, sin, OPTIONS), norm.normalize(expected, weight, None, OPTIONS)
     assert y.equal(rows)
     y.backward(grad)
     rows.backward(grad)
@@ -138,7 +140,7 @@ def test_head_norm_without_rotation_is_rms_norm(device):
 def test_head_norm_saves_nothing_that_backward_does_not_need(device):
     def kept(x, weight):
         with saved_tensors() as tensors:
-            y = head_norm(x, weight, cos, sin, EPS)
+            y = head_norm(x, weight, cos, sin, OPTIONS)
         return y, sum(t.nbytes for t in tensors)
 
     cos, sin = tables(8, 64, device)
@@ -167,9 +169,9 @@ def test_head_norm_saves_nothing_that_backward_does_not_need(device):
 def test_head_norm_of_a_view(device):
     x = torch.randn(2, 6, 3, 32, device=device).transpose(0, 1).requires_grad_()
     weight, (cos, sin) = torch.ones(32, device=device), tables(6, 32, device)
-    y = head_norm(x, weight, cos, sin, EPS)
+    y = head_norm(x, weight, cos, sin, OPTIONS)
     copy = x.detach().contiguous().requires_grad_()
-    expected = head_norm(copy, weight, cos, sin, EPS)
+    expected = head_norm(copy, weight, cos, sin, OPTIONS)
     grad = torch.randn_like(expected)
     assert y.equal(expected)
     assert torch.autograd.grad(y, x, grad)[0].equal(torch.autograd.grad(expected, copy, grad)[0])
@@ -178,7 +180,7 @@ def test_head_norm_of_a_view(device):
 def test_head_norm_of_an_empty_batch(device):
     x = torch.empty(4, 0, 2, 16, device=device).requires_grad_()
     weight = torch.ones(16, device=device).requires_grad_()
-    y = head_norm(x, weight, *tables(4, 16, device), EPS)
+    y = head_norm(x, weight, *tables(4, 16, device), OPTIONS)
     grads = torch.autograd.grad(y.sum(), [x, weight])
     assert y.shape == x.shape == grads[0].shape and grads[1].equal(torch.zeros_like(weight))
 
@@ -195,6 +197,6 @@ def test_head_norm_of_an_empty_batch(device):
 )
 def test_head_norm_refuses_wrong_shapes(shape, width, table, words):
     with pytest.raises(ValueError, match=words):
-        head_norm(torch.ones(shape), torch.ones(width), torch.ones(table), torch.ones(table), EPS)
+        head_norm(torch.ones(shape), torch.ones(width), torch.ones(table), torch.ones(table), OPTIONS)
     with pytest.raises(ValueError, match=r"found \[5, 8\] and \[5, 6\]"):
-        head_norm(torch.ones(5, 1, 2, 8), torch.ones(8), torch.ones(5, 8), torch.ones(5, 6), EPS)
+        head_norm(torch.ones(5, 1, 2, 8), torch.ones(8), torch.ones(5, 8), torch.ones(5, 6), OPTIONS)

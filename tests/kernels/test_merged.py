@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from coat_kernels import weights as quantizing
-from coat_kernels.fp8 import E4M3, E5M2
-from coat_kernels.linear import fp8_linear
-from coat_kernels.tensorwise import PredictedScale, predicted
+from coat_kernels.fp8 import E4M3
+from coat_kernels.linear import LinearState, fp8_linear
+from coat_kernels.tensorwise import predicted
 from coat_kernels.tensorwise.quantize import quantize_tensor_reference
 from coat_kernels.weights import WeightCache, invalidate_weight_caches
 from tests.interpreter import take_kernels
@@ -55,25 +55,24 @@ def test_merged_codes_are_those_of_the_whole(keep, kernels, device):
 def test_merged_products_and_gradients_are_those_of_the_whole(device):
     weights, x = weights_of(device), torch.randn(2, TOKENS, K, device=device).bfloat16()[0].requires_grad_()
     grad = torch.randn(TOKENS, sum(ROWS), device=device).bfloat16()
-    scales = {"x_scale": PredictedScale(E4M3), "grad_scale": PredictedScale(E5M2)}
+    gemm = LinearState()
     whole = torch.nn.Parameter(torch.cat([w.detach() for w in weights]))
-    expected = fp8_linear(x, whole, **scales)
+    expected = fp8_linear(x, whole, None, LinearState().options(whole))
     grad_x, grad_w = torch.autograd.grad(expected, (x, whole), grad)
-    cache = WeightCache()
-    y = fp8_linear(x, weights, cache=cache, **scales)
+    y = fp8_linear(x, weights, None, gemm.options(weights))
     found_x, *found = torch.autograd.grad(y, (x, *weights), grad)
     assert y.equal(expected) and found_x.equal(grad_x)
     assert torch.cat(found).equal(grad_w)
     # slices of one GEMM's output, without a copy
     assert len({g.untyped_storage().data_ptr() for g in found}) == 1
     frozen = weights_of(device, trained=False)
-    y = fp8_linear(x, frozen, cache=cache, **scales)
+    y = fp8_linear(x, frozen, None, gemm.options(frozen))
     assert torch.autograd.grad(y, x, grad)[0].equal(grad_x)
 
 
 def test_merged_weight_that_changes_before_backward_is_refused(device):
     weights, x = weights_of(device), torch.randn(TOKENS, K, device=device).bfloat16().requires_grad_()
-    y = fp8_linear(x, weights, cache=WeightCache())
+    y = fp8_linear(x, weights, None, LinearState().options(weights))
     with torch.no_grad():
         weights[2].add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -134,12 +133,12 @@ def parameter(memory, values):
 @pytest.mark.parametrize("weight_of", [masked, parameter])
 def test_merged_copies_are_not_of_other_weights_at_the_same_place(weight_of, keep, device):
     memories = [torch.empty(n, K, device=device) for n in ROWS]
-    cache, x = WeightCache(keep), torch.randn(TOKENS, K, device=device)
+    gemm, x = LinearState(weight_cache=keep), torch.randn(TOKENS, K, device=device)
     for _ in range(3):
         # separate tensors, whose version counters start at 0
         weights = tuple(weight_of(m.data, torch.randn(m.shape, device=device)) for m in memories)
-        y = fp8_linear(x, weights, cache=cache)
-        assert y.equal(fp8_linear(x, weights, cache=WeightCache()))
+        y = fp8_linear(x, weights, None, gemm.options(weights))
+        assert y.equal(fp8_linear(x, weights, None, LinearState().options(weights)))
         del weights
     # codes of computed weights are not cached
-    assert (cache.nbytes > 0) == (keep == "fp8" and weight_of is parameter)
+    assert (gemm.cache.nbytes > 0) == (keep == "fp8" and weight_of is parameter)

@@ -9,6 +9,7 @@ from coat_kernels.autograd.origin import maxima_of, origin_of, with_maxima
 from coat_kernels.fp8 import E4M3, E5M2
 from coat_kernels.groups.reference import GROUP_SIZE, dequantize_groups_reference
 from coat_kernels.linear import fp8_linear
+from coat_kernels.norm import NormOptions
 from coat_kernels.tensorwise import PredictedScale
 from coat_kernels.tensorwise.operands import fp8_operands
 from coat_kernels.tensorwise.quantize import quantize_tensor_reference
@@ -28,9 +29,9 @@ def plain(x, weight, bias, layer_norm, zero_centered=False):
 
 
 def apply(x, weight, bias, layer_norm, **options):
-    if layer_norm:
-        return norm.layer_norm(x, weight, bias, EPS, **options)
-    return norm.rms_norm(x, weight, EPS, **options)
+    residual = options.pop("residual", False)
+    options = NormOptions(EPS, layer_norm, **options)
+    return norm.normalize(x, weight, bias if layer_norm else None, options, residual=residual)
 
 
 def exactly_kept(x, layer_norm):
@@ -248,7 +249,7 @@ class Look(torch.autograd.Function):
 def test_norm_notes_maxima_on_its_gradient(device):
     Look.seen.clear()
     x = torch.randn(2, 5, 64, device=device, dtype=torch.bfloat16).requires_grad_()
-    y = norm.rms_norm(Look.apply(x), torch.ones(64, device=device), EPS)
+    y = norm.normalize(Look.apply(x), torch.ones(64, device=device), None, NormOptions(EPS))
     y.backward(torch.randn_like(y))
     ((grad, maxima),) = Look.seen
     assert maxima.amax() == grad.float().abs().amax()
@@ -278,12 +279,10 @@ def test_norm_operators_pass_opcheck(layer_norm, device):
     options = layer_norm, False
     for keep in ROUNDING:
         torch.library.opcheck(norm.op.norm_forward.op, (x, weight, bias, EPS, *options, keep))
-    _, maxima, *kept = norm.op.norm_forward(x, weight, bias, EPS, *options, "e4m3")
+    _, _, *kept = norm.op.norm_forward(x, weight, bias, EPS, *options, "e4m3")
     for needs in ((True, True, True), (False, True, False)):
-        arguments = x, None, *kept, weight, *options, "e4m3", *needs
+        arguments = x, None, *kept, weight, *options, "e4m3", *needs, torch.float32
         torch.library.opcheck(norm.op.norm_backward.op, arguments)
-    arguments = *kept, weight, bias, maxima.amax(0, keepdim=True), False, "e4m3", "e4m3"
-    torch.library.opcheck(norm.op.norm_columns.op, arguments)
 
 
 @LAYER_NORM
@@ -312,6 +311,6 @@ def test_norm_output_has_the_same_bits_trained_frozen_and_quantized(layer_norm, 
     with torch.no_grad():
         assert apply(x, weight, bias, layer_norm).equal(y)
     parameters = weight.detach(), bias.detach() if layer_norm else None
-    options = norm.op.NormOptions(EPS, layer_norm, False, "sqrt8")
+    options = NormOptions(EPS, layer_norm, False, "sqrt8")
     codes = norm.op.norm_operands(x, *parameters, options, PredictedScale(E4M3))[0]
     assert codes.rows.float().equal(fp8_operands(y, E4M3)[0].rows.float())

@@ -125,13 +125,6 @@ def test_rope_backward_hands_its_maxima_on(device):
     assert seen["maxima"].amax() == seen["grad"].abs().amax()
 
 
-def test_rope_operators_pass_opcheck(device):
-    mixed, cos, sin, groups, d = inputs(SHAPES[2], device)
-    torch.library.opcheck(rope.op.rotate_qkv_forward.op, (mixed, cos, sin, groups, d))
-    q, k, v = rope.rotate_qkv(mixed, cos, sin, groups, d)
-    torch.library.opcheck(rope.op.rotate_qkv_backward.op, (q, k, v, cos, sin))
-
-
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_rope_takes_heads_that_lie_apart(shape, device):
     """The same bits as with contiguous groups, for groups in another order."""

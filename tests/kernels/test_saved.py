@@ -22,7 +22,7 @@ from coat_kernels.autograd.checkpointing import (
 )
 from coat_kernels.autograd.origin import origin_of
 from coat_kernels.linear import fp8_linear
-from coat_kernels.norm import rms_norm
+from coat_kernels.norm import NormOptions, normalize
 from tests.util import rel_rms
 
 ROWS, WIDTH = 64, 128
@@ -341,7 +341,7 @@ def test_compressed_checkpoints_region_behind_a_norm(device, tokens):
         x, w = (t.to(device, torch.bfloat16).requires_grad_() for t in made)
         weight = torch.ones(WIDTH, device=device, dtype=torch.bfloat16, requires_grad=True)
         with compressed_checkpoints():
-            h = rms_norm(x, weight, 1e-6)
+            h = normalize(x, weight, None, NormOptions(1e-6))
             y = checkpoint(region, h, w, use_reentrant=reentrant)
         y.sum().backward()
         found.append((x.grad, w.grad, weight.grad))

@@ -5,7 +5,7 @@ import torch
 
 from coat_kernels import tensorwise, weights
 from coat_kernels.fp8 import E4M3, E5M2
-from coat_kernels.linear import fp8_linear
+from coat_kernels.linear import LinearState, fp8_linear
 from coat_kernels.tensorwise.quantize import quantize_tensor_reference
 from coat_kernels.weights import WeightCache, invalidate_weight_caches
 from tests.interpreter import take_kernels
@@ -38,15 +38,19 @@ def layer(device):
     return x, weight
 
 
+def product(x, weight, gemm):
+    return fp8_linear(x, weight, None, gemm.options(weight))
+
+
 @pytest.mark.parametrize("keep, passes", [("none", (3, 3)), ("fp8", (1, 0))])
 def test_weight_cache_passes_and_bytes_of_three_micro_batches(keep, passes, work, device):
     x, weight = layer(device)
-    cache = WeightCache(keep)
+    gemm = LinearState(weight_cache=keep)
     for _ in range(3):
-        fp8_linear(x, weight, cache=cache).sum().backward()
+        product(x, weight, gemm).sum().backward()
     assert tuple(work.values()) == passes
     # the codes in two layouts and two FP32 numbers: the largest magnitude and the scale
-    assert cache.nbytes == {"none": 0, "fp8": 2 * weight.numel() + 8}[keep]
+    assert gemm.cache.nbytes == {"none": 0, "fp8": 2 * weight.numel() + 8}[keep]
 
 
 def by_optimizer(weight):
@@ -93,10 +97,10 @@ CHANGES = [in_place, load_state_dict, other_memory, by_hand]
 def test_weight_cache_is_never_stale(change, trains, device):
     x, weight = layer(device)
     weight.requires_grad_(trains)
-    cache = WeightCache("fp8")
-    before = fp8_linear(x, weight, cache=cache)
+    gemm = LinearState(weight_cache="fp8")
+    before = product(x, weight, gemm)
     change(weight)
-    after = fp8_linear(x, weight, cache=cache)
+    after = product(x, weight, gemm)
     assert after.equal(fp8_linear(x, weight)) and not after.equal(before)
 
 
@@ -118,13 +122,13 @@ def part_of_another(memory, values):
 def test_weight_cache_of_another_weight_at_the_same_place(weight_of, device):
     """Replaced between forwards, and between a forward and its backward, where a GEMM reads the weight
     again."""
-    memory, cache = torch.empty(64, 64, device=device), WeightCache("fp8")
+    memory, kept = torch.empty(64, 64, device=device), LinearState(weight_cache="fp8")
     x = torch.randn(16, 64, device=device, requires_grad=True)
     for _ in range(3):
         weight = weight_of(memory, torch.randn(64, 64, device=device))
         results = []
-        for kept in (cache, WeightCache()):
-            y = fp8_linear(x, weight, cache=kept)
+        for gemm in (kept, LinearState()):
+            y = product(x, weight, gemm)
             results.append((y.detach(), *torch.autograd.grad(y.sum(), x)))
         for found, expected in zip(*results, strict=True):
             assert found.equal(expected)
@@ -132,12 +136,13 @@ def test_weight_cache_of_another_weight_at_the_same_place(weight_of, device):
 
 
 def test_weight_cache_of_another_view_of_a_parameter(device):
-    weight, cache = torch.nn.Parameter(torch.randn(64, 64, device=device)), WeightCache("fp8")
+    weight, gemm = torch.nn.Parameter(torch.randn(64, 64, device=device)), LinearState(weight_cache="fp8")
     x, amax = torch.randn(16, 64, device=device), weight.detach().abs().max().view(1)
     for view in (weight, weight.t(), weight.view_as(weight)):
-        assert fp8_linear(x, view, cache=cache).equal(fp8_linear(x, view))
+        assert product(x, view, gemm).equal(fp8_linear(x, view))
         # the cache holds the codes of this view
-        assert cache.nbytes > 0 and cache._codes.rows.equal(quantize_tensor_reference(view, amax, E4M3).rows)
+        codes = gemm.cache._codes.rows
+        assert gemm.cache.nbytes > 0 and codes.equal(quantize_tensor_reference(view, amax, E4M3).rows)
 
 
 @pytest.mark.parametrize("keep", ["none", "fp8"])
@@ -179,8 +184,7 @@ def test_weight_cache_codes_of_a_transposed_weight(keep, kernels, device):
 
 def test_weight_cache_backward_uses_the_weight_of_its_forward_or_refuses(device):
     x, weight = layer(device)
-    cache = WeightCache("fp8")
-    y = fp8_linear(x, weight, cache=cache)
+    y = product(x, weight, LinearState(weight_cache="fp8"))
     with torch.no_grad():
         weight.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -189,15 +193,15 @@ def test_weight_cache_backward_uses_the_weight_of_its_forward_or_refuses(device)
 
 def test_weight_cache_is_neither_filled_nor_used_by_evaluation(device):
     x, weight = layer(device)
-    cache = WeightCache("fp8")
+    gemm = LinearState(weight_cache="fp8")
     with torch.no_grad():
-        fp8_linear(x, weight, cache=cache)
-        assert cache.nbytes == 0
-    fp8_linear(x, weight, cache=cache)
+        product(x, weight, gemm)
+        assert gemm.cache.nbytes == 0
+    product(x, weight, gemm)
     with torch.no_grad():
         # an averaged weight is swapped in through `.data`, unnoticed by autograd
         weight.data.mul_(-1)
-        assert fp8_linear(x, weight, cache=cache).equal(fp8_linear(x, weight))
+        assert product(x, weight, gemm).equal(fp8_linear(x, weight))
 
 
 def test_weight_cache_writes_copies_of_a_graph_in_place(kernels, device, monkeypatch):

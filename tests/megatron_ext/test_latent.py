@@ -211,7 +211,7 @@ def test_latent_attention_accumulates_what_cancels_exactly():
     )
     expected = {cancels: formats(activations, cancels) for cancels in (False, True)}
     assert expected[True] != expected[False]
-    linears = {name: m._formats for name, m in attention.named_children() if isinstance(m, LINEARS)}
+    linears = {name: m._gemm.formats for name, m in attention.named_children() if isinstance(m, LINEARS)}
     assert linears == {name: expected[name != "linear_proj"] for name in linears}
     model = build(
         coat_layer_spec,
@@ -219,7 +219,7 @@ def test_latent_attention_accumulates_what_cancels_exactly():
         activations=activations,
         **LATENT | {"q_lora_rank": None, "qk_layernorm": False},
     )
-    assert model.decoder.layers[0].self_attention.linear_q_proj._formats == expected[True]
+    assert model.decoder.layers[0].self_attention.linear_q_proj._gemm.formats == expected[True]
 
 
 @pytest.mark.parametrize("config", [LATENT, {}], ids=["latent", "plain"])

@@ -176,7 +176,7 @@ def test_layer_follows_the_activations_of_the_block(device):
     for activations in (None, ActivationsConfig(attention_format="sqrt8", backward_format="e4m3")):
         model = build(coat_layer_spec, activations=activations)
         kept.append(saved_bytes(model, lambda model=model: model(*batch(device))).per_token_and_layer)
-        formats.append({m._grad_scale.fmt for m in model.modules() if hasattr(m, "_grad_scale")})
+        formats.append({m._gemm.grad_scale.fmt for m in model.modules() if hasattr(m, "_gemm")})
     # q, the output, and half the number of heads for k and v: two bytes an element, or one and a sixteenth
     assert formats == [{E5M2}, {E4M3}] and kept[0] - kept[1] == 3 * H * (2 - 17 / 16)
 

@@ -65,7 +65,7 @@ def test_linear_fast_accumulation_by_gemm(device, monkeypatch, which):
 def test_linear_adds_fast_sums_to_main_grad_unrounded(device, dtype, modules):
     model = build(coat_layer_spec)
     weight = model.decoder.layers[0].mlp.linear_fc1.weight
-    model.decoder.layers[0].mlp.linear_fc1._formats = LinearFormats(fast_weight_grad=True)
+    model.decoder.layers[0].mlp.linear_fc1._gemm.formats = LinearFormats(fast_weight_grad=True)
     if modules:
         # one hooked module, so that all modules are called
         model.decoder.layers[0].mlp.register_forward_hook(lambda *_: None)

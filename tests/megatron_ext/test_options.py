@@ -161,8 +161,8 @@ def test_precision_file_sets_options_of_single_layers(megatron):
     in_fp8 = [first.mlp.linear_fc1._in_fp8, first.mlp.linear_fc2._in_fp8, second.mlp.linear_fc2._in_fp8]
     assert in_fp8 == [False, False, True]
     assert first.mlp.linear_fc1.coat_part().why == "--te-precision-config-file"
-    assert second.mlp.linear_fc2._formats.backward.name == "e4m3"
-    assert second.mlp.linear_fc1._formats.backward.name == "e5m2"
+    assert second.mlp.linear_fc2._gemm.formats.backward.name == "e4m3"
+    assert second.mlp.linear_fc1._gemm.formats.backward.name == "e5m2"
     # the layers next to a layer in BF16 pass it its input
     device = next(model.parameters()).device
     tokens = torch.zeros(1, 16, dtype=torch.long, device=device)

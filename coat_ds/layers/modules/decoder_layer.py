@@ -49,6 +49,7 @@ from coat_kernels.attention import (
     takes_packed,
 )
 from coat_kernels.autograd.origin import TABLES, note, noted
+from coat_kernels.blocks import MlpOptions, QkvOptions
 from coat_kernels.graphs import Graphs
 
 # arguments that a layer may get and that the blocks do not need: the angles contain the positions, Trainer's
@@ -193,19 +194,23 @@ class Fp8DecoderLayer(ConvertedForward):
         input_norm, attention, mlp_norm, mlp = self.parts
         saving, feed_forward, d = attention.__dict__[STATE], converted_forward(mlp), attention.head_dim
         return LayerOptions(
-            input_norm=converted_forward(input_norm).options,
-            qkv=self.qkv.options(qkv),
-            proj=converted_forward(o[0]).options(o),
-            mlp_norm=converted_forward(mlp_norm).options,
-            fc1=feed_forward.first_options(),
-            activation=feed_forward.options,
-            fc2=converted_forward(down[0]).options(down),
+            QkvOptions(
+                converted_forward(input_norm).options,
+                self.qkv.options(tuple([linear.weight for linear in qkv])),
+                kv_groups=qkv[1].weight.shape[0] // d,
+                d=d,
+                apart=True,
+            ),
+            MlpOptions(
+                converted_forward(o[0]).options(o[0].weight),
+                converted_forward(mlp_norm).options,
+                feed_forward.first_options(),
+                feed_forward.options,
+                converted_forward(down[0]).options(down[0].weight),
+            ),
             head_norms=tuple([converted_forward(norm).options for norm in self.head_norms]),
-            groups=qkv[1].weight.shape[0] // d,
-            d=d,
             recomputed=saving.saved_format if self.recomputes else None,
             batch_first=True,
-            apart=True,
         )
 
 

@@ -106,7 +106,7 @@ def dropout_names(module: nn.Module) -> list[str]:
 def _is_rms_norm(module: nn.Module | None) -> bool:
     # None: some models set their norms to None
     norm = None if module is None else converted_forward(module)
-    return type(norm) is Fp8Norm and not norm.form.layer_norm
+    return type(norm) is Fp8Norm and not norm.options.layer_norm
 
 
 def why_never_fused(parts: DecoderParts) -> str | None:

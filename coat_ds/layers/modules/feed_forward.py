@@ -9,9 +9,8 @@ from coat_ds.layers.detection.probe import GatedForm
 from coat_ds.layers.modules.converted_forward import ConvertedForward, converted_forward
 from coat_ds.layers.modules.hooks import after_pre_hooks, before_hooks, has_user_hooks
 from coat_ds.layers.modules.linear import Gemm, joined, may_merge, parameters_of
-from coat_kernels.activation import activation
+from coat_kernels.activation import ActivationOptions, activation
 from coat_kernels.autograd.origin import origin_of
-from coat_kernels.blocks import ActivationOptions, activation_options
 from coat_kernels.linear import LinearOptions
 
 
@@ -20,13 +19,13 @@ class Fp8Activation(ConvertedForward):
 
     def __init__(self, module: torch.nn.Module, activations: ActivationsConfig, function: str):
         super().__init__(module, activations)
-        self.function = function
+        self.options = ActivationOptions(function, False, self.saved_format)
 
     def compute(self, input: torch.Tensor) -> torch.Tensor:
         if not self.check_tensor(input):
             return self.stock(input)
         dtype = self.dtype_of_output(input)
-        y = activation(input.to(dtype), self.function, gated=False, saved_format=self.saved_format)
+        y = activation(input.to(dtype), self.options)
         before_hooks(self.module, y)
         return y
 
@@ -37,7 +36,7 @@ class Fp8GatedFeedForward(ConvertedForward):
 
     def __init__(self, module: torch.nn.Module, activations: ActivationsConfig, form: GatedForm):
         super().__init__(module, activations)
-        self.form = form
+        self.form, self.options = form, ActivationOptions(form.kind, True, self.saved_format)
         products = form.gate, form.up, form.down
         # the activation, if it is a module, and dropout modules with rate 0
         self.between = {name: child for name, child in module._modules.items() if name not in products}
@@ -67,18 +66,12 @@ class Fp8GatedFeedForward(ConvertedForward):
         if not self.check_tensor(x) or self.calls_between():
             return self.stock(x)
         after_pre_hooks(self.module, x)
-        return self.down(
-            activation(self._both(x), self.form.kind, gated=True, saved_format=self.saved_format)
-        )
+        return self.down(activation(self._both(x), self.options))
 
     def first_options(self) -> LinearOptions:
         """The options of the GEMM that reads the input, for a fused block."""
-        return (self.both or converted_forward(self.first[0])).options(self.first)
-
-    @property
-    def options(self) -> ActivationOptions:
-        """The options of the activation, for a fused block."""
-        return activation_options(self.form.kind, True, saved_format=self.saved_format)
+        weights, _ = parameters_of(self.first)
+        return (self.both or converted_forward(self.first[0])).options(joined(weights))
 
     def _both(self, x: torch.Tensor) -> torch.Tensor:
         """gate(x) | up(x)."""

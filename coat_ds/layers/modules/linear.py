@@ -21,46 +21,28 @@ from coat_ds.layers.modules.hooks import after_pre_hooks, is_hooked
 from coat_ds.log import log_once
 from coat_ds.optim.shards import is_distributed
 from coat_kernels.autograd.origin import Origin, origin_of
-from coat_kernels.linear import LinearOptions, fp8_linear
-from coat_kernels.tensorwise import PredictedScale
-from coat_kernels.weights import WeightCache
+from coat_kernels.linear import LinearState, fp8_linear
+from coat_kernels.weights import Weights
 
 
-class Gemm:
-    """What a GEMM keeps between steps: the predicted scales of its operands and the cache of its weights.
+class Gemm(LinearState):
+    """What a GEMM keeps between steps, by the block's settings.
 
     cancels: large terms cancel in the weight's gradient, as in attention's projections.
     """
 
     def __init__(self, activations: ActivationsConfig, cancels: bool = False):
-        self.formats = formats(activations, cancels)
-        self.cache = WeightCache(activations.weight_cache)
-        self.x_scale = PredictedScale(self.formats.forward)
-        self.grad_scale = PredictedScale(self.formats.backward)
-
-    def options(self, linears: tuple[nn.Module, ...]) -> LinearOptions:
-        """The options, for a fused block, of the GEMM with the parameters of `linears` (`joined`)."""
-        cache = self.cache.of(tuple(linear.weight for linear in linears))
-        return LinearOptions(self.formats, cache, x_scale=self.x_scale, grad_scale=self.grad_scale)
+        super().__init__(formats(activations, cancels), activations.weight_cache)
 
     def product(
         self,
         x: torch.Tensor,
-        weight: torch.Tensor | tuple[torch.Tensor, ...],
+        weight: torch.Tensor | Weights,
         bias: torch.Tensor | None,
         origin: Origin | None,
     ) -> torch.Tensor:
         """x W^T + b. origin: how to recompute x in backward."""
-        return fp8_linear(
-            x,
-            weight,
-            bias,
-            formats=self.formats,
-            origin=origin or attended_origin(x),
-            cache=self.cache,
-            x_scale=self.x_scale,
-            grad_scale=self.grad_scale,
-        )
+        return fp8_linear(x, weight, bias, self.options(weight), origin=origin or attended_origin(x))
 
 
 class Fp8Linear(ConvertedForward, Gemm):

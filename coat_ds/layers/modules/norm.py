@@ -11,8 +11,7 @@ from coat_ds.layers.modules import dtensor as tensor_parallel
 from coat_ds.layers.modules.converted_forward import DTYPES, ConvertedForward, is_plain
 from coat_ds.layers.modules.hooks import before_hooks
 from coat_ds.optim.shards import is_distributed
-from coat_kernels.blocks import NormOptions, norm_options
-from coat_kernels.norm import layer_norm, rms_norm
+from coat_kernels.norm import NormOptions, normalize
 
 
 def is_unit_of_fsdp(module: torch.nn.Module) -> bool:
@@ -26,13 +25,7 @@ class Fp8Norm(ConvertedForward):
 
     def __init__(self, module: torch.nn.Module, activations: ActivationsConfig, form: NormForm):
         super().__init__(module, activations)
-        self.form = form
-
-    @property
-    def options(self) -> NormOptions:
-        """The options of the norm, for a fused block."""
-        form = self.form
-        return norm_options(form.eps, form.layer_norm, form.zero_centered, saved_format=self.saved_format)
+        self.options = NormOptions(form.eps, form.layer_norm, form.zero_centered, self.saved_format)
 
     def compute(self, hidden_states: torch.Tensor) -> torch.Tensor:
         module, takes = self.module, self.check_tensor(hidden_states)
@@ -58,16 +51,11 @@ class Fp8Norm(ConvertedForward):
         dtype: torch.dtype,
     ) -> torch.Tensor:
         """x [..., n] -> [..., n] in `dtype`."""
-        form = self.form
-        options = {"saved_format": self.saved_format, "zero_centered": form.zero_centered}
         if dtype != x.dtype:
             # the wider of the two dtypes is at least as precise as the stock module
             x = x.to(torch.promote_types(dtype, x.dtype))
         if is_unit_of_fsdp(self.module):
             # FSDP2 frees the weights after this forward, and later readers of y recompute it from them
             weight, bias = weight.clone(), None if bias is None else bias.clone()
-        if form.layer_norm:
-            y = layer_norm(x, weight, bias, form.eps, **options)
-        else:
-            y = rms_norm(x, weight, form.eps, **options)
+        y = normalize(x, weight, bias if self.options.layer_norm else None, self.options)
         return y if y.dtype == dtype else y.to(dtype)

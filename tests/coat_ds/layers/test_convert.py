@@ -143,12 +143,9 @@ def test_converted_model_keeps_no_weights_in_evaluation(attention_format, mode):
     with mode():
         models[0](**batch)
     for layer in models[0].model.layers:
-        forward = converted_forward(layer)
-        caches = (
-            forward.qkv.cache,
-            *(converted_forward(linear).cache for linear in (layer.self_attn.o_proj, layer.mlp.down_proj)),
-        )
-        assert not any(cache.nbytes for cache in caches)
+        linears = layer.self_attn.o_proj, layer.mlp.down_proj
+        gemms = [converted_forward(layer).qkv, *(converted_forward(linear) for linear in linears)]
+        assert not any(gemm.cache.nbytes for gemm in gemms)
     same(*(run(model, batch) for model in models))
 
 
