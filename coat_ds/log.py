@@ -8,9 +8,12 @@ import functools
 import logging
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
+
+# names of modules that a line lists for a reason
+NAMED = 3
 
 logger = logging.getLogger("coat_ds")
 
@@ -40,6 +43,23 @@ def log_rank_0(line: str, level: int = logging.INFO) -> None:
     """Logs `line` on rank 0."""
     if is_first_rank():
         log_here(line, level)
+
+
+def warn_rank_0(line: str) -> None:
+    """Logs `line` as a warning on rank 0."""
+    log_rank_0(line, logging.WARNING)
+
+
+def by_reason(reasons: Mapping[str, str]) -> Iterator[tuple[int, str, str]]:
+    """For each reason how many modules have it, the names of the first ones, and the reason.
+
+    reasons: by name of a module; "" is the whole model.
+    """
+    names: dict[str, list[str]] = {}
+    for name, why in reasons.items():
+        names.setdefault(why, []).append(name or "the model")
+    for why, found in names.items():
+        yield len(found), ", ".join(found[:NAMED]) + (", ..." if len(found) > NAMED else ""), why
 
 
 def listed(title: str, lines: Iterable[str]) -> str:

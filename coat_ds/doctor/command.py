@@ -4,8 +4,7 @@ import argparse
 import json
 from collections import Counter
 
-from coat_ds.doctor import dry_run, machine, packages, switches
-from coat_ds.doctor.finding import PROBLEM, UNKNOWN, Finding
+from coat_ds.doctor import PROBLEM, UNKNOWN, Finding, dry_run, machine, packages, switches
 from coat_ds.plan.errors import PlanError
 from coat_ds.plan.read import meta_model, model_object, read_object
 

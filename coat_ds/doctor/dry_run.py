@@ -5,8 +5,8 @@ from collections.abc import Mapping
 
 import torch
 
-from coat_ds.config import CoatConfig, CoatConfigError
-from coat_ds.doctor.finding import OK, PROBLEM, WARNING, Finding
+from coat_ds.config import CoatConfigError
+from coat_ds.doctor import OK, PROBLEM, WARNING, Finding
 
 NAME = "dry run"
 
@@ -18,7 +18,7 @@ def check(config: Mapping, model: torch.nn.Module | None) -> list[Finding]:
     """
     from coat_ds.layers.inventory import layers_of
     from coat_ds.zero.block import asks_for_coat
-    from coat_ds.zero.deepspeed_config import no_conversion
+    from coat_ds.zero.deepspeed_config import check_completed, no_conversion
     from coat_ds.zero.model_layers import prepare_layers, undo
 
     if not asks_for_coat(config):
@@ -28,7 +28,7 @@ def check(config: Mapping, model: torch.nn.Module | None) -> list[Finding]:
             )
         ]
     try:
-        block = _read(config)
+        block = check_completed(config)
     except CoatConfigError as error:
         return [Finding(NAME, PROBLEM, str(error))]
     if not block.enabled:
@@ -50,17 +50,3 @@ def check(config: Mapping, model: torch.nn.Module | None) -> list[Finding]:
         text = f"FP8 saves nothing: none of {linears} linear layers would compute in it. {layers.summary()}"
         return [Finding("layers", PROBLEM, text, details)]
     return [Finding("layers", OK, layers.summary(), details)]
-
-
-def _read(config: Mapping) -> CoatConfig:
-    """The block as DeepSpeed's engine would read it. Raises CoatConfigError as the engine does.
-
-    A missing optimizer and "auto" among its parameters are accepted, since Hugging Face's Trainer fills them
-    in.
-    """
-    from coat_ds.zero import deepspeed_config
-
-    optimizer = config.get("optimizer", {"type": "AdamW"})
-    if isinstance(optimizer, Mapping) and isinstance(params := optimizer.get("params"), Mapping):
-        optimizer = {**optimizer, "params": {k: v for k, v in params.items() if v != "auto"}}
-    return deepspeed_config.check({**config, "optimizer": optimizer}, None)

@@ -2,7 +2,7 @@
 
 import torch
 
-from coat_ds.doctor.finding import OK, PROBLEM, UNKNOWN, Finding, reason
+from coat_ds.doctor import OK, PROBLEM, UNKNOWN, Finding, reason
 from coat_kernels.fp8 import E4M3
 from coat_kernels.groups import quantize_groups, quantize_groups_reference
 from coat_kernels.linear import scaled_matmul, scaled_matmul_reference

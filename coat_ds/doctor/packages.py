@@ -8,7 +8,7 @@ from typing import NamedTuple
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from coat_ds.doctor.finding import OK, PROBLEM, UNKNOWN, WARNING, Finding
+from coat_ds.doctor import OK, PROBLEM, UNKNOWN, WARNING, Finding
 from coat_ds.versions import ACCELERATE, DEEPSPEED, MEGATRON_CORE, TORCH, TRANSFORMERS
 
 

@@ -3,7 +3,7 @@
 import importlib.metadata
 import os
 
-from coat_ds.doctor.finding import OK, PROBLEM, UNKNOWN, WARNING, Finding
+from coat_ds.doctor import OK, PROBLEM, UNKNOWN, WARNING, Finding
 from coat_ds.zero.switch import DISABLE
 
 GROUP = "torch.backends"

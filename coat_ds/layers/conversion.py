@@ -7,6 +7,7 @@ from torch import nn
 
 from coat_ds.config import ActivationsConfig
 from coat_ds.layers.modules.formats import formats
+from coat_ds.log import by_reason
 from coat_kernels.linear import LinearFormats
 
 # kinds of modules, each with its plural in the report
@@ -18,8 +19,6 @@ PLURALS = {
     "layer": "layers",
 }
 KINDS = tuple(PLURALS)
-# the number of module names that the report lists for each reason
-NAMED = 3
 
 ATTRIBUTE = "coat_conversion"
 
@@ -45,11 +44,6 @@ class Conversion:
 
     def add_left(self, kind: str, name: str, reason: str) -> None:
         self.found[kind] += 1
-        self.left[name] = reason
-
-    def move_to_left(self, kind: str, name: str, reason: str) -> None:
-        """Moves a converted module to those that were not converted."""
-        self.converted[kind].remove(name)
         self.left[name] = reason
 
     def summary(self) -> str:
@@ -107,12 +101,7 @@ def report(made: Mapping[str, Mapping[str, int]], linears: int, left: Mapping[st
         lines.append(f"saved for backward: {', '.join(saved)}")
     if fused := sum(made.get("layer", {}).values()):
         lines.append(f"{fused} layers run fused")
-    reasons: dict[str, list[str]] = {}
-    for name, why in left.items():
-        reasons.setdefault(why, []).append(name or "the model")
-    for why, names in reasons.items():
-        listed = ", ".join(names[:NAMED]) + (", ..." if len(names) > NAMED else "")
-        lines.append(f"{len(names)} not converted ({listed}): {why}")
+    lines += [f"{count} not converted ({names}): {why}" for count, names, why in by_reason(left)]
     return lines
 
 

@@ -20,13 +20,13 @@ from coat_ds.layers.modules.converted_forward import (
     DTYPES,
     ConvertedForward,
     converted_forward,
-    wraps_compiled,
 )
 from coat_ds.layers.modules.feed_forward import Fp8Activation, Fp8GatedFeedForward
 from coat_ds.layers.modules.linear import Fp8Linear
 from coat_ds.layers.modules.norm import Fp8Norm
 from coat_ds.layers.parallel import autoep, autotp, transformers_ep, transformers_tp
 from coat_ds.log import forget_logged, listed, log_once
+from coat_ds.optim.shards import shape_of
 from coat_kernels import libraries
 from coat_kernels.fp8 import ALIGNMENT
 
@@ -84,7 +84,7 @@ def convert_silently(
     may = filter or (lambda name, module: True)
     if not isinstance(activations, ActivationsConfig):
         activations = ActivationsConfig.from_dict({} if activations is None else activations)
-    if activations.enabled and wraps_compiled(model):
+    if activations.enabled and "_orig_mod" in model._modules:
         raise ValueError("coat_ds.convert: found a compiled model. Convert it first, then torch.compile it.")
     unconvert(model)
     if not activations.enabled:
@@ -142,7 +142,8 @@ def convert_again(model: nn.Module) -> None:
     for name, forward in linears.items():
         if forward is not None and not all(name in names for names in found):
             forward.remove()
-            conversion.move_to_left("linear", name, "another rank's part is not converted")
+            conversion.converted["linear"].remove(name)
+            conversion.left[name] = "another rank's part is not converted"
 
 
 _HOOKS = decoder_layer.drop_unwanted_cache, packed.borders_of_numbers
@@ -248,7 +249,7 @@ def _kind_of(module: nn.Module) -> str | None:
         return "linear"
     weight = parameters.get("weight")
     if weight is not None and not children and not is_lazy(weight):
-        dims = len(probe.shape_of(weight))
+        dims = len(shape_of(weight))
         if dims == 2 and (type(module).__name__ == "Conv1D" or autotp.is_autotp(module)):
             return "linear"
         if dims == 1 and any(hasattr(module, eps) for eps in probe.EPS_NAMES):
@@ -288,7 +289,7 @@ def _build_linear(module: nn.Module, activations: ActivationsConfig, cancels: bo
         return "more than a weight and a bias"
     if weight.dtype not in (*DTYPES, torch.float16):
         return f"a weight in {str(weight.dtype).removeprefix('torch.')}"
-    sizes = probe.shape_of(weight)
+    sizes = shape_of(weight)
     if any(size % ALIGNMENT for size in sizes):
         return f"{' x '.join(map(str, sizes))}, not multiples of {ALIGNMENT}"
     if min(sizes) < LEAST:

@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from coat_ds.layers.conversion import Conversion, conversion_of, holder_of, how_of, report
 from coat_ds.layers.modules.attention import STATE
 from coat_ds.layers.modules.converted_forward import converted_forward
+from coat_ds.optim.shards import shape_of
 
 # share of all parameters; classes with less, such as norms, are left out of the line
 LEAST_SHARE = 0.001
@@ -80,8 +81,7 @@ class Layers:
                 if p is None or is_lazy(p) or id(p) in seen:
                     continue
                 seen.add(id(p))
-                # ZeRO-3 has emptied the tensor and noted its size
-                size = getattr(p, "ds_numel", p.numel())
+                size = shape_of(p).numel()
                 total += size
                 if name not in in_fp8:
                     kind = type(module).__name__
@@ -130,6 +130,4 @@ def _is_linear(module: nn.Module) -> bool:
     weight = module._parameters.get("weight")
     name = type(module).__name__
     named = isinstance(module, nn.Linear) or name.endswith("Linear") or name == "Conv1D"
-    # ZeRO-3 has emptied the tensor and noted its shape
-    named = named and weight is not None and not is_lazy(weight)
-    return named and len(getattr(weight, "ds_shape", weight.shape)) == 2
+    return named and weight is not None and not is_lazy(weight) and len(shape_of(weight)) == 2

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from coat_ds.log import log_once
 from coat_ds.optim.moment import Moment
 from coat_ds.optim.options import MOMENTS, has_remainder, rounds_stochastically
 from coat_ds.optim.shards import local
@@ -107,13 +108,15 @@ def states_line(optimizer, held: Mapping[str, Any]) -> str:
     return f"{line}, exp_avg_sq rounded {how}{', by group' if len(found) > 1 else ''}"
 
 
-def frozen_line(count: int) -> str:
-    """The warning for an optimizer whose `count` parameters were all frozen after its construction."""
-    return (
-        f"CoatAdamW.step: expected a parameter that is trained, found {count} that are frozen "
-        "(requires_grad=False): this step and later steps do nothing. Make the optimizer after the call that "
-        "freezes them, such as PEFT's get_peft_model, which TRL calls for its peft_config."
-    )
+def warn_if_frozen(groups: Sequence[dict[str, Any]]) -> None:
+    """Logs a warning, once, if an optimizer has parameters and all were frozen after its construction."""
+    held = [p for group in groups for p in group["params"]]
+    if held and not any(p.requires_grad for p in held):
+        log_once(
+            f"CoatAdamW.step: expected a parameter that is trained, found {len(held)} that are frozen "
+            "(requires_grad=False): this step and later steps do nothing. Make the optimizer after the call "
+            "that freezes them, such as PEFT's get_peft_model, which TRL calls for its peft_config."
+        )
 
 
 def stalling(optimizer, key: str) -> str | None:

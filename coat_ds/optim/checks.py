@@ -93,6 +93,10 @@ def check_params(params: list[torch.Tensor], in_framework: bool, checkpoint_layo
     if not in_framework:
         for p in params:
             check_dtype(p)
+    if len(set(params)) < len(params):
+        raise ValueError(
+            "CoatAdamW: a parameter group lists a tensor twice, which torch only warns of. List it once."
+        )
     if checkpoint_layout == "compressed" and any(map(is_distributed, params)):
         raise ValueError(
             "CoatAdamW: checkpoint_layout='compressed' cannot be cut for another number of ranks, as "
@@ -113,16 +117,11 @@ def check_dtype(p: torch.Tensor, trained: bool | None = None) -> None:
 
 
 def check_grad_scale(scale: Any) -> None:
-    """Raises TypeError or ValueError unless a kernel can read one factor for all gradients from `scale`."""
-    if not isinstance(scale, torch.Tensor):
-        raise TypeError(
-            f"CoatAdamW.step: grad_scale: expected a tensor of one element, found {scale!r}. Give "
-            "torch.tensor(...) of it, on the parameters' device."
-        )
-    if scale.numel() != 1:
+    """Raises ValueError unless a kernel can read one factor for all gradients from `scale`."""
+    if not isinstance(scale, torch.Tensor) or scale.numel() != 1:
         raise ValueError(
             "CoatAdamW.step: grad_scale: expected a tensor of one element, by which all gradients are "
-            f"multiplied, found shape {tuple(scale.shape)}. Take one factor."
+            f"multiplied; found {scale!r}. Give torch.tensor(...) of one factor, on their device."
         )
 
 

@@ -274,8 +274,8 @@ class Passage:
                     here.copy_(slot[begin : begin + here.numel()], non_blocking=True)
 
     def end(self) -> None:
-        """Waits until all states are back: the CPU may read them at any time, other streams may use the
-        memory of the slots, and a parameter that a group lists twice is stepped twice."""
+        """Waits until all states are back: the CPU may read them at any time, and other streams may use the
+        memory of the slots."""
         if self._is_cuda:
             self._out.synchronize()
 

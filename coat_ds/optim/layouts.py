@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from coat_ds.optim.options import Rule, codec_of, keeps_fp32
+from coat_ds.optim.shards import shape_of
 from coat_kernels.codecs import GROUP_SIZE, Codec, get_codec
 
 
@@ -73,8 +74,8 @@ class Layouts:
     forbid `torch.utils.swap_tensors`. A tensor that reuses an id at the same index has the same name."""
 
     def keeps_fp32(self, p: torch.Tensor, group: dict[str, Any]) -> bool:
-        """Whether `p` keeps FP32 moments. If ZeRO-3 has emptied `p`, its full size counts."""
-        if getattr(p, "ds_numel", p.numel()) < group["min_numel"]:
+        """Whether `p` keeps FP32 moments."""
+        if shape_of(p).numel() < group["min_numel"]:
             return True
         return self.fp32_moments[p] if p in self.fp32_moments else self._keeps_by_rule(p, group)
 

@@ -119,17 +119,6 @@ class Moment(StoredTensor):
         return tuple((piece.begin, piece.codec) for piece in self.pieces)
 
     @property
-    def piece(self) -> Piece:
-        """The only piece of a moment in one piece."""
-        (piece,) = self.pieces
-        return piece
-
-    @property
-    def codec(self) -> Codec:
-        """The codec of a moment in one piece."""
-        return self.piece.codec
-
-    @property
     def is_whole(self) -> bool:
         """Whether the window covers all elements of the pieces."""
         return self.numel() == self.pieces[-1].end
@@ -227,11 +216,6 @@ class Moment(StoredTensor):
         arguments = (storage, 0, tuple(self.shape), self.stride(), False, OrderedDict())
         return torch._utils._rebuild_tensor_v2, arguments
 
-    def share_memory_(self) -> Self:
-        for t in self.stored():
-            t.share_memory_()
-        return self
-
 
 def pair_up(state: dict[str, Any], p: torch.Tensor) -> None:
     """Links the moments in the state of `p` to each other, if the first is relative to the second."""
@@ -297,27 +281,25 @@ def _plain(x):
     return x.decode() if isinstance(x, StoredTensor) else x
 
 
-def _clone(x, *, memory_format=None):
-    return x._like(torch.clone) if x.is_whole else NotImplemented
+def _whole(make):
+    """A handler for whole moments that stay FP32; the decoded values take other calls."""
 
-
-def _to_copy(x, *, dtype=None, device=None, non_blocking=False, **rest):
-    if not x.is_whole or dtype not in (None, torch.float32) or rest.get("pin_memory"):
-        return NotImplemented
-    return x._like(lambda t: t.to(device=device, non_blocking=non_blocking, copy=True))
-
-
-def _new_like(make):
-    def handler(x, *, dtype=None, device=None, pin_memory=False, **rest):
-        if not x.is_whole or dtype not in (None, torch.float32):
-            return NotImplemented
-        return x._like(lambda t: make(t, device=device, pin_memory=pin_memory or False))
+    def handler(x, *, dtype=None, **how):
+        return make(x, **how) if x.is_whole and dtype in (None, torch.float32) else NotImplemented
 
     return handler
 
 
-def _zeros_like(x, *, dtype=None, device=None, pin_memory=False, **rest):
-    if not x.is_whole or dtype not in (None, torch.float32) or pin_memory:
+def _to_copy(x, device=None, non_blocking=False, **rest):
+    return x._like(lambda t: t.to(device=device, non_blocking=non_blocking, copy=True))
+
+
+def _empty_like(x, device=None, pin_memory=False, **rest):
+    return x._like(lambda t: torch.empty_like(t, device=device, pin_memory=pin_memory or False))
+
+
+def _zeros_like(x, device=None, pin_memory=False, **rest):
+    if pin_memory:
         return NotImplemented
     made = Moment.zeros(x.shape, x.arrangement, device or x.device)
     if x.has_relative_codes and x.pair is not None:
@@ -353,13 +335,11 @@ def _may_take_codes(x: Moment, source: Moment) -> bool:
 
 
 Moment.handlers = {
-    aten.clone.default: _clone,
-    aten._to_copy.default: _to_copy,
-    aten.empty_like.default: _new_like(torch.empty_like),
-    aten.zeros_like.default: _zeros_like,
+    aten.clone.default: _whole(lambda x, **rest: x._like(torch.clone)),
+    aten._to_copy.default: _whole(_to_copy),
+    aten.empty_like.default: _whole(_empty_like),
+    aten.zeros_like.default: _whole(_zeros_like),
     aten.copy_.default: _copy_,
     aten.is_pinned.default: lambda x, device=None: all(t.is_pinned() for t in x.stored() if t.numel()),
-    aten._pin_memory.default: lambda x, device=None: (
-        x._like(lambda t: t.pin_memory()) if x.is_whole else NotImplemented
-    ),
+    aten._pin_memory.default: _whole(lambda x, **rest: x._like(lambda t: t.pin_memory())),
 }

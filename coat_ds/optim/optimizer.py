@@ -1,6 +1,5 @@
 """AdamW whose moments are stored in eight bits each."""
 
-import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import repeat
@@ -17,8 +16,8 @@ from coat_ds.config import (
     check_type,
     name_patterns,
 )
-from coat_ds.log import log_rank_0
-from coat_ds.optim.accounting import frozen_line, layout_table, planned_bytes, stalling, states_line
+from coat_ds.log import log_rank_0, warn_rank_0
+from coat_ds.optim.accounting import layout_table, planned_bytes, stalling, states_line, warn_if_frozen
 from coat_ds.optim.checks import (
     check_changes,
     check_grad_scale,
@@ -39,12 +38,10 @@ from coat_ds.optim.options import (
     check_seed,
 )
 from coat_ds.optim.release import Release
-from coat_ds.optim.shards import is_distributed
+from coat_ds.optim.shards import is_distributed, shape_of
 from coat_ds.optim.state_dict import states_to_save
 from coat_ds.optim.states import arrange, ready_state, state_device
-from coat_ds.optim.step import Scaling, in_turns, unscale_, update_group
-
-CPU = torch.device("cpu")
+from coat_ds.optim.step import Scaling, unscale_, update_group
 
 
 class CoatAdamW(torch.optim.Optimizer):
@@ -110,9 +107,7 @@ class CoatAdamW(torch.optim.Optimizer):
 
     # GradScaler then leaves scale and flag to `step`, as attributes grad_scale and found_inf
     _step_supports_amp_scaling = True
-    # these two are not pickled: a copy logs and checks for itself
-    _logged_frozen = False
-    # not copied either: hooks are on the parameters
+    # these two are not pickled: hooks are on the parameters, and a copy checks for itself
     _release: Release | None = None
     # the options of the parameter groups when states were last created or stepped
     checked_options: Sequence[dict[str, Any]] = ()
@@ -174,7 +169,7 @@ class CoatAdamW(torch.optim.Optimizer):
         if not callable(keep_fp32):
             check_patterns(keep_fp32, self.param_groups)
         if line := stalling(self, "coat.optimizer." if in_framework else "CoatAdamW: "):
-            log_rank_0(line, logging.WARNING)
+            warn_rank_0(line)
         if not in_framework:
             log_rank_0(f"CoatAdamW: {states_line(self, planned_bytes(self))}")
 
@@ -236,8 +231,8 @@ class CoatAdamW(torch.optim.Optimizer):
             inverse = 1 / scaler_scale
             grad_scale = inverse if grad_scale is None else grad_scale * inverse
         work = [(group, [p for p in group["params"] if p.grad is not None]) for group in self.param_groups]
-        if not (self._logged_frozen or any(params for _, params in work)):
-            self._log_if_frozen()
+        if not any(params for _, params in work):
+            warn_if_frozen(self.param_groups)
         passages = self._passages()
         self._update(work, Scaling(grad_scale, found_inf), passages)
         if passages is not None:
@@ -261,13 +256,10 @@ class CoatAdamW(torch.optim.Optimizer):
         for group, params in work:
             for p in params:
                 check_tensors(p, self.state.get(p, {}), state_device(self, p, group))
-        for group, listed in work:
-            for turn, params in enumerate(in_turns(listed)):
-                if turn and passages is not None:
-                    passages.end()
-                counted = scaling.found_inf is not None
-                states = [ready_state(self, p, group, count_on_device=counted) for p in params]
-                update_group(group, params, states, scaling, seed=self._seed, passages=passages)
+        counted = scaling.found_inf is not None
+        for group, params in work:
+            states = [ready_state(self, p, group, count_on_device=counted) for p in params]
+            update_group(group, params, states, scaling, seed=self._seed, passages=passages)
 
     def release_gradients(self, clip_by_last_norm: float | None = None) -> None:
         """From now on backward steps each parameter as soon as its gradient is final, and frees the gradient.
@@ -361,8 +353,7 @@ class CoatAdamW(torch.optim.Optimizer):
         names: of parameters that were given without a name.
         """
         return layout_table(
-            # ZeRO-3 has emptied the tensor and noted its shape
-            (names.get(p, name), getattr(p, "ds_shape", p.shape), *(codec for _, codec in codecs))
+            (names.get(p, name), shape_of(p), *(codec for _, codec in codecs))
             for group in self.param_groups
             for name, p in zip(group.get("param_names", repeat("")), group["params"], strict=False)
             for codecs in zip(*(self.layouts.layout_of(p, group, moment) for moment in MOMENTS), strict=True)
@@ -406,13 +397,6 @@ class CoatAdamW(torch.optim.Optimizer):
 
     # loads the state of one parameter; Megatron's optimizer overrides it
     _load_state = load_state
-
-    def _log_if_frozen(self) -> None:
-        """Logs a warning, once, that steps do nothing, if all parameters are frozen."""
-        held = [p for group in self.param_groups for p in group["params"]]
-        if held and not any(p.requires_grad for p in held):
-            self._logged_frozen = True
-            log_rank_0(frozen_line(len(held)), logging.WARNING)
 
     def pop_load_summary(self) -> str:
         """How many moments were loaded or put into the state since the last call, by outcome."""

@@ -1,6 +1,5 @@
 """The options of `CoatAdamW`: their names, their values, and the formats of moments that they select."""
 
-import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
@@ -11,7 +10,8 @@ from typing import Any
 import torch
 
 from coat_ds.config import KEEP_FP32, CoatConfigError, OptimizerConfig, check_pair, checked, did_you_mean
-from coat_ds.log import log_rank_0
+from coat_ds.log import log_rank_0, warn_rank_0
+from coat_ds.optim.shards import shape_of
 from coat_kernels.codecs import GROUP_SIZE, Codec, first_codec, get_codec
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -60,9 +60,8 @@ def keeps_fp32(rule: Rule, name: str | None, p: torch.Tensor) -> bool:
 
 
 def _is_matrix(p: torch.Tensor) -> bool:
-    """Whether `p` is larger, in its last two dimensions, than any norms of heads or biases of experts. If
-    ZeRO-3 has emptied `p`, its full shape counts."""
-    sides = getattr(p, "ds_shape", p.shape)[-2:]
+    """Whether `p` is larger, in its last two dimensions, than any norms of heads or biases of experts."""
+    sides = shape_of(p)[-2:]
     return len(sides) == 2 and min(sides) >= SMALLEST_MATRIX
 
 
@@ -80,10 +79,9 @@ def idle_patterns(patterns: Iterable[str], names: Iterable[str], key: str = "coa
 def log_idle_bf16_params(wanted: str, held: Iterable[torch.Tensor], remedy: str) -> None:
     """Warns if `wanted`, a value of `bf16_params`, is not the default and the optimizer holds no BF16."""
     if wanted != "exact" and not any(p.dtype == torch.bfloat16 for p in held):
-        log_rank_0(
+        warn_rank_0(
             f"coat.optimizer.bf16_params: found {wanted!r}, of no effect: the optimizer holds FP32 masters "
-            f"and no BF16 parameters. {remedy}, or drop the key.",
-            logging.WARNING,
+            f"and no BF16 parameters. {remedy}, or drop the key."
         )
 
 
@@ -106,7 +104,7 @@ def check_patterns(patterns: Sequence[str], groups: Iterable[dict[str, Any]]) ->
         return
     names = [name for group in groups for name in group["param_names"]]
     for line in idle_patterns(own, names, "CoatAdamW: "):
-        log_rank_0(line, logging.WARNING)
+        warn_rank_0(line)
 
 
 def _nearest_name(pattern: str, names: Iterable[str]) -> str:

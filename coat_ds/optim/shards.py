@@ -1,4 +1,4 @@
-"""DTensors: each rank holds a shard. FSDP2, tensor parallelism, or both at once create them."""
+"""Parameters of which each rank holds a part: DTensors of FSDP2 and of tensor parallelism, and ZeRO-3's."""
 
 import sys
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -14,6 +14,11 @@ def is_distributed(x: object) -> "TypeGuard[DTensor]":
     # a DTensor exists only after this import, which takes longer than that of the rest of the optimizer
     api = sys.modules.get("torch.distributed.tensor")
     return api is not None and isinstance(x, api.DTensor)
+
+
+def shape_of(p: torch.Tensor) -> torch.Size:
+    """The shape of the whole parameter, also if ZeRO-3 has released its tensor."""
+    return torch.Size(getattr(p, "ds_shape", p.shape))
 
 
 def local(x: Any) -> Any:

@@ -1,6 +1,6 @@
 """The update of one parameter group of `CoatAdamW`, by `coat_kernels.adamw`."""
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -20,15 +20,6 @@ class Scaling(NamedTuple):
 
     grad_scale: torch.Tensor | None
     found_inf: torch.Tensor | None
-
-
-def in_turns(params: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Lists that hold each tensor at most once. A tensor that a parameter group lists twice is stepped twice,
-    one step after the other, as in `torch.optim.AdamW`."""
-    while params:
-        once = list(dict.fromkeys(params))
-        yield once
-        params = list((Counter(params) - Counter(once)).elements()) if len(once) < len(params) else []
 
 
 def unscale_(params: Iterable[torch.Tensor], inverse: torch.Tensor) -> None:

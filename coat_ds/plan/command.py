@@ -8,14 +8,14 @@ from collections.abc import Mapping
 
 from coat_ds.plan import advice, report
 from coat_ds.plan.deepspeed_json import OF_DEEPSPEED, OF_TRAINER, deepspeed_json, why_refused
-from coat_ds.plan.deepspeed_layout import from_deepspeed, section
+from coat_ds.plan.deepspeed_layout import from_deepspeed
 from coat_ds.plan.errors import PlanError
 from coat_ds.plan.gpus import GPUS, Gpu, gpu_called
 from coat_ds.plan.layout import Layout
 from coat_ds.plan.read import as_megatrons, from_values, model_object, read_object
 from coat_ds.plan.sizes import Sizes
 from coat_ds.plan.systems import System, rungs, without_fp8
-from coat_ds.zero.block import asks_for_coat
+from coat_ds.zero.block import asks_for_coat, section
 
 UNITS = {"": 1e9, "gb": 1e9, "gib": 2**30}
 AS_CONFIGURED = "as the JSON says"
@@ -108,7 +108,7 @@ def configured(config: Mapping, gpu: Gpu | None = None) -> System:
     from coat_ds.zero.deepspeed_config import bf16_key, block_of, no_conversion
 
     block, key = block_of(config), bf16_key(config)
-    bf16 = {} if config.get(key) is None else section(config, key)
+    bf16 = section(config, key)
     if not block.enabled:
         return System(name=AS_CONFIGURED)
     converted = block.activations.enabled and not no_conversion(config)

@@ -10,9 +10,7 @@ from coat_ds.plan.systems import BF16_MASTERS, System
 from coat_ds.zero.block import enabled
 from coat_ds.zero.deepspeed_config import (
     bf16_key,
-    check,
-    check_deepspeed_config,
-    has_optimizer,
+    check_completed,
     names_ours,
     offloads,
     stage_of,
@@ -73,22 +71,9 @@ def deepspeed_json(system: System, layout: Layout, base: Mapping[str, Any]) -> d
 
 
 def why_refused(config: Mapping[str, Any]) -> str | None:
-    """Why COAT refuses a DeepSpeed config, once Trainer has filled in "auto"; None if it does not."""
-    filled = without_auto(config)
+    """Why COAT refuses a DeepSpeed config; None if it does not."""
     try:
-        block = check(filled, None)
-        if block.enabled and not has_optimizer(filled):
-            # the script hands over an optimizer
-            check_deepspeed_config(filled)
+        check_completed(config)
     except CoatConfigError as error:
         return str(error)
     return None
-
-
-def without_auto(config: Mapping[str, Any]) -> dict:
-    """A copy without the keys whose value is "auto"."""
-    return {
-        key: without_auto(value) if isinstance(value, Mapping) else copy.deepcopy(value)
-        for key, value in config.items()
-        if not (isinstance(value, str) and value == "auto")
-    }

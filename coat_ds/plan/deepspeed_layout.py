@@ -6,7 +6,7 @@ from dataclasses import replace
 from coat_ds.plan.errors import PlanError
 from coat_ds.plan.layout import Layout
 from coat_ds.plan.sizes import Sizes
-from coat_ds.zero.block import flag
+from coat_ds.zero.block import flag, section
 
 # as DeepSpeed reads it
 _FP32_NAMES = ("fp32", "float32", "float", "torch.float32")
@@ -59,14 +59,6 @@ def from_deepspeed(config: Mapping, sizes: Sizes, **rest) -> Layout:
     return _with_batch(config, found | rest, "accumulation" in rest)
 
 
-def section(config: Mapping, key: str, outer: str = "") -> Mapping:
-    """An object of a DeepSpeed JSON; empty if there is none. Raises PlanError for anything else."""
-    value = config.get(key) or {}
-    if not isinstance(value, Mapping):
-        raise PlanError(f"{outer}{key}: expected an object, found {value!r}. Use braces.")
-    return value
-
-
 def _refuse(config: Mapping) -> None:
     """Raises PlanError, naming the key, for what is not planned."""
     for path in NOT_PLANNED:
@@ -80,7 +72,7 @@ def _refuse(config: Mapping) -> None:
 
 def _offloads(zero: Mapping, key: str) -> bool:
     """Whether a section of zero_optimization moves tensors away from the GPU."""
-    device = section(zero, key, "zero_optimization.").get("device", "none")
+    device = section(zero, key).get("device", "none")
     if device not in ("none", "cpu", "nvme"):
         raise PlanError(f"zero_optimization.{key}.device: expected cpu or nvme, found {device!r}. Write cpu.")
     return device != "none"

@@ -10,9 +10,9 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from coat_ds.layers.detection.probe import shape_of
 from coat_ds.layers.modules.converted_forward import converted_forward
 from coat_ds.layers.modules.experts import is_experts, why_not
+from coat_ds.optim.shards import shape_of
 from coat_ds.plan.errors import PlanError
 from coat_ds.plan.experts import Experts
 from coat_ds.plan.sizes import Sizes

@@ -12,13 +12,6 @@ from coat_ds.config import CoatConfigError, OptimizerConfig
 from coat_ds.optim.optimizer import CoatAdamW
 from coat_ds.optim.options import LAYOUT, STOCK_SWITCHES
 
-# by name, since DeepSpeed's may not be importable; only these classes, since a subclass may step differently
-KINDS = {
-    "torch.optim.adamw": ("AdamW",),
-    "torch.optim.adam": ("Adam",),
-    "deepspeed.ops.adam.fused_adam": ("FusedAdam",),
-    "deepspeed.ops.adam.cpu_adam": ("DeepSpeedCPUAdam",),
-}
 WAY_OUT = (
     'Drop the argument and use the "optimizer" section, pass a coat_ds.CoatAdamW, set "optim" of Hugging '
     'Face\'s Trainer to "adamw_torch", or coat.optimizer.enabled to false.'
@@ -39,8 +32,11 @@ def check(optimizer: Any) -> None:
         if not callable(optimizer):
             refuse(repr(optimizer))
         return
+    from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+
     cls = type(optimizer)
-    if cls.__name__ not in KINDS.get(cls.__module__, ()):
+    # not subclasses, which may step differently
+    if cls not in (torch.optim.AdamW, torch.optim.Adam, FusedAdam, DeepSpeedCPUAdam):
         refuse(f"{cls.__module__}.{cls.__name__}, which is no Adam or AdamW of torch or DeepSpeed,")
     for group in optimizer.param_groups:
         decoupled = group.get("decoupled_weight_decay", getattr(optimizer, "adam_w_mode", False))

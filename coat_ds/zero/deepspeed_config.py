@@ -83,6 +83,22 @@ def check(config: Mapping[str, Any], optimizer: Any) -> CoatConfig:
     return coat
 
 
+def check_completed(config: Mapping[str, Any]) -> CoatConfig:
+    """`check` of a config that Trainer or Accelerate complete: they fill in "auto", and a script may pass the
+    optimizer that the config does not name."""
+    filled = without_auto(config)
+    return check(filled if has_optimizer(filled) else {**filled, "optimizer": {"type": "AdamW"}}, None)
+
+
+def without_auto(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config without the keys whose value is "auto"."""
+    return {
+        key: without_auto(value) if isinstance(value, Mapping) else value
+        for key, value in config.items()
+        if not (isinstance(value, str) and value == "auto")
+    }
+
+
 def block_of(config: Mapping[str, Any]) -> CoatConfig:
     """The block of a DeepSpeed config, which may be left out if the optimizer's type is ours; disabled if
     there is no block. Raises CoatConfigError for an unsupported or misplaced block."""

@@ -48,7 +48,7 @@ def codes(optimizer):
         for group in optimizer.param_groups
         for p in group["params"]
         for name in MOMENTS
-        for t in optimizer.state[p][name].piece.storage
+        for t in optimizer.state[p][name].pieces[0].storage
     ]
 
 

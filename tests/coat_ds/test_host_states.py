@@ -187,7 +187,7 @@ def test_host_states_of_no_chunk_copy_bytes_of_an_earlier_one(room):
     optimizer.init_states()
     states = [optimizer.state[p] for p in params]
     whole = [
-        Operands(p.detach(), p.detach(), s["exp_avg"].piece, s["exp_avg_sq"].piece, s["step"], None)
+        Operands(p.detach(), p.detach(), s["exp_avg"].pieces[0], s["exp_avg_sq"].pieces[0], s["step"], None)
         for p, s in zip(params, states, strict=True)
     ]
     earlier: set[int] = set()

@@ -107,7 +107,7 @@ def test_coat_adamw_keeps_fp32_moments_of_small_tensors():
     optimizer = CoatAdamW(params)
     set_grads(params, 0)
     optimizer.step()
-    assert [optimizer.state[p]["exp_avg"].codec.name for p in params] == ["fp32", "ratio8"]
+    assert [optimizer.state[p]["exp_avg"].pieces[0].codec.name for p in params] == ["fp32", "ratio8"]
     held = state_bytes(optimizer)
     # twice 4095 FP32 numbers; twice 4096 codes, and 32 groups of two FP32 scales and an 8-bit exponent
     assert held["by_codec"] == {"fp32": 2 * 4 * 4095, "ratio8": 4096 + 4 * 32, "log8": 4096 + 5 * 32}

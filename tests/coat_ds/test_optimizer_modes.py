@@ -59,14 +59,12 @@ def test_step_kernel_does_not_divide_by_moments_of_zero(device, by_kernels):
     assert p.equal(before)
 
 
-@pytest.mark.parametrize(
-    ("scale", "error"), [(0.25, TypeError), (torch.ones(2), ValueError), (torch.ones(0), ValueError)]
-)
-def test_step_refuses_a_wrong_grad_scale(scale, error):
+@pytest.mark.parametrize("scale", [0.25, torch.ones(2), torch.ones(0)])
+def test_step_refuses_a_wrong_grad_scale(scale):
     params = start("cpu", 300)
     optimizer = CoatAdamW(params, **OPTIONS)
     set_grads(params, 0)
-    with pytest.raises(error, match="grad_scale: expected a tensor of one element"):
+    with pytest.raises(ValueError, match="grad_scale: expected a tensor of one element"):
         optimizer.step(grad_scale=scale)
     assert not optimizer.state
 
@@ -188,7 +186,7 @@ def test_step_inside_a_compiled_function(device):
 
 def formats(optimizer):
     optimizer.init_states()
-    return [optimizer.state[p]["exp_avg"].codec.name for p in optimizer.param_groups[0]["params"]]
+    return [optimizer.state[p]["exp_avg"].pieces[0].codec.name for p in optimizer.param_groups[0]["params"]]
 
 
 KEPT_BY_NAME = {

@@ -44,6 +44,15 @@ def spread_over_ranks():
     return [p.detach() for p in params]
 
 
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
+def test_parameters_listed_twice_are_errors():
+    p = torch.nn.Parameter(torch.zeros(3))
+    optimizer = CoatAdamW([torch.nn.Parameter(torch.zeros(3))])
+    with pytest.raises(ValueError, match="lists a tensor twice"):
+        optimizer.add_param_group({"params": [p, p]})
+    assert len(optimizer.param_groups) == 1
+
+
 def test_group_options_may_be_those_of_the_whole_optimizer():
     """torch's ZeroRedundancyOptimizer passes them so, with the constructor's."""
     alone, _ = trained(**OF_ALL)
@@ -143,7 +152,7 @@ def test_group_options_move_with_groups_that_come_go_and_change_places():
     del groups[0]
     optimizer.add_param_group({"params": parameters(), "exp_avg_format": "bf16"})
     step_all(optimizer)
-    found = [optimizer.state[group["params"][0]]["exp_avg"].codec.name for group in groups]
+    found = [optimizer.state[group["params"][0]]["exp_avg"].pieces[0].codec.name for group in groups]
     assert found == ["ratio8", "bf16"]
 
 

@@ -42,7 +42,7 @@ def some_pair(seed=0):
 def limit(m, second):
     """Largest error of a first moment that is encoded once relative to `second`: half the distance of the two
     largest codes, 1 - (126 / 127)^(3/2), of the group's largest ratio, whose scale is off by 2^-13."""
-    roots = Stored(LOG, second.piece.storage).roots()
+    roots = Stored(LOG, second.pieces[0].storage).roots()
     u = F.pad((m.reshape(-1) / roots).nan_to_num(0.0, 0.0, 0.0), (0, -m.numel() % GROUP)).view(-1, GROUP)
     largest = u.abs().amax(1).repeat_interleave(GROUP)[: m.numel()]
     return (largest * roots * (0.5 * (1 - (126 / 127) ** 1.5) + 2**-12)).view(m.shape)
@@ -85,11 +85,11 @@ def test_pair_write_of_the_second_moment_keeps_the_first(write):
     assert ((first.decode() - before).abs() <= TIMES.get(write, 1) * limit(before, second)).all()
     # groups of a second moment that stayed keep the codes of the first
     changed = torch.zeros(NUMEL, dtype=torch.bool)
-    changed |= second.piece.storage.codes != old[0]
-    for new, was in zip(second.piece.storage[1:], old[1:], strict=True):
+    changed |= second.pieces[0].storage.codes != old[0]
+    for new, was in zip(second.pieces[0].storage[1:], old[1:], strict=True):
         changed |= (new != was).repeat_interleave(GROUP)[:NUMEL]
     changed = F.pad(changed, (0, -NUMEL % GROUP)).view(-1, GROUP).any(1).repeat_interleave(GROUP)[:NUMEL]
-    assert torch.equal(first.piece.storage.codes[~changed], codes[0][~changed])
+    assert torch.equal(first.pieces[0].storage.codes[~changed], codes[0][~changed])
 
 
 @pytest.mark.parametrize("write", sorted(WRITES))
@@ -261,7 +261,7 @@ def test_pair_ends_with_a_format_that_is_not_relative():
     other = CoatAdamW([p], **{**FORMATS, "exp_avg_format": "fp8_expanded"})
     other.load_state_dict(optimizer.state_dict())
     state = other.state[p]
-    assert state["exp_avg"].codec.name == "fp8_expanded" and state["exp_avg_sq"].pair is None
+    assert state["exp_avg"].pieces[0].codec.name == "fp8_expanded" and state["exp_avg_sq"].pair is None
     assert torch.equal(other.moments(p)[1], second)
     _, held = pair_of(*some_pair())
     _, alone = paired(Moment.zeros(SHAPE, EXACT, "cpu"), held)
@@ -294,7 +294,7 @@ def test_exp_avg_format_follows_exp_avg_sq_format():
     for second, first in (("log8", "ratio8"), ("fp8_expanded", "fp8_expanded"), ("fp32", "fp8_expanded")):
         optimizer = CoatAdamW([p], exp_avg_sq_format=second, min_numel=0)
         optimizer.init_states()
-        assert optimizer.state[p]["exp_avg"].codec.name == first
+        assert optimizer.state[p]["exp_avg"].pieces[0].codec.name == first
 
 
 @pytest.mark.parametrize("numel", [20 * 128, 20 * 128 + 45])

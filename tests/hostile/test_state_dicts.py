@@ -114,7 +114,7 @@ def test_states_go_through_any_chain_of_optimizers(seed, kinds, shapes, steps):
                 else:
                     codec = after.state[q][name].codec
                     second = after.state[q]["exp_avg_sq"]
-                    beside = Stored(second.codec, second.piece.storage)
+                    beside = Stored(second.pieces[0].codec, second.pieces[0].storage)
                     encoded = codec.encode(old, beside=beside)
                     rounded = codec.decode(encoded, beside=beside).view(old.shape)
                     close = (torch.isclose(new, x, rtol=2e-4, atol=0) for x in (old, rounded))

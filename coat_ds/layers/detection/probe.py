@@ -25,6 +25,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import nn
 
+from coat_ds.optim.shards import shape_of
 from coat_kernels.activation import KINDS, value_and_slope_reference
 
 T = TypeVar("T")
@@ -33,11 +34,6 @@ EPS_NAMES = ("variance_epsilon", "eps", "epsilon", "norm_eps", "layer_norm_eps")
 TOLERANCE = 1e-5
 # dtype and device of numbers made here, independent of torch's defaults
 PLAIN: Any = {"dtype": torch.float32, "device": "cpu"}
-
-
-def shape_of(p: torch.Tensor) -> torch.Size:
-    """The shape of the whole parameter, also if ZeRO-3 has released its tensor."""
-    return torch.Size(getattr(p, "ds_shape", p.shape))
 
 
 class ProbeDevice(NamedTuple):

@@ -138,11 +138,6 @@ def attributes_of(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
             yield from (item for item in vars(holder).items() if item[0] not in _OF_ANY_MODULE)
 
 
-def wraps_compiled(module: torch.nn.Module) -> bool:
-    """Whether `module` is the wrapper of `torch.compile`."""
-    return "_orig_mod" in module._modules
-
-
 def converted_forward(module: torch.nn.Module) -> ConvertedForward | None:
     """The `ConvertedForward` in the module's `forward`; None if there is none."""
     found = module.__dict__.get("forward")

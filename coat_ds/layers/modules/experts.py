@@ -5,9 +5,10 @@ from collections.abc import Callable
 import torch
 
 from coat_ds.config import ActivationsConfig
-from coat_ds.layers.detection.probe import activation_kind, close, run, shape_of
+from coat_ds.layers.detection.probe import activation_kind, close, run
 from coat_ds.layers.modules.converted_forward import ConvertedForward, is_plain
 from coat_ds.layers.modules.hooks import has_user_hooks
+from coat_ds.optim.shards import shape_of
 from coat_kernels.experts import ExpertsState, KernelGate, OwnGate, grouped_experts
 from coat_kernels.experts.reference import gate_reference
 from coat_kernels.fp8 import ALIGNMENT

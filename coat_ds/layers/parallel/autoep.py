@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from coat_ds.config import ActivationsConfig
-from coat_ds.layers.detection.probe import shape_of
 from coat_ds.layers.modules.converted_forward import ConvertedForward, can_be_read
 from coat_ds.log import log_once
+from coat_ds.optim.shards import shape_of
 from coat_kernels.autograd.derivatives import once_differentiable
 from coat_kernels.experts import ExpertsState, KernelGate, OwnGate, permuted_experts
 from coat_kernels.fp8 import ALIGNMENT
