@@ -11,10 +11,12 @@ library, since it is imported along with torch.
 """
 
 import contextlib
+import functools
 import importlib
 import importlib.metadata
 import inspect
 import logging
+import re
 import sys
 import threading
 import weakref
@@ -96,10 +98,8 @@ class Patch:
     why: str
     """What the patch is for."""
     parameters: tuple[str, ...] | None = None
-    """Expected parameters of the function, or of the class's `forward`, without self; a final "..." allows
-    more. None: any."""
-    keywords: tuple[str, ...] = ()
-    """Parameters that have to be somewhere in the signature."""
+    """Expected parameters of the function, or of the class's `forward`, without self; "..." allows others in
+    its place. None: any."""
     expected: str = "a function"
     """What the attribute has to be, for messages."""
     used_by: str | None = None
@@ -167,23 +167,20 @@ class Patch:
                 raise self._error(f"that {self.used_by or module.__name__} does not look it up")
 
     def _check_signature(self, found: Any) -> None:
-        if self.parameters is None and not self.keywords:
+        if self.parameters is None:
             return
         function = getattr(found, "forward", None) if isinstance(found, type) else found
         if not callable(function):
             raise self._error(f"{found!r}")
         names = tuple(name for name in inspect.signature(function).parameters if name != "self")
-        wanted = ("...",) if self.parameters is None else self.parameters
-        begins = wanted[-1:] == ("...",) and names[: len(wanted) - 1] == wanted[:-1]
-        if not (begins or names == wanted) or not set(self.keywords) <= set(names):
+        pattern = "".join(r"(\w+,)*" if name == "..." else f"{name}," for name in self.parameters)
+        if not re.fullmatch(pattern, "".join(f"{name}," for name in names)):
             raise self._error(f"({', '.join(names)})")
 
     def _error(self, found: str) -> PatchError:
         expected = self.expected
         if self.parameters is not None:
             expected += f" of ({', '.join(self.parameters)})"
-        if self.keywords:
-            expected += f" that takes {', '.join(self.keywords)}"
         remedy = f", {self.remedy}" if self.remedy else ""
         distribution, supported = self._framework
         return PatchError(
@@ -286,6 +283,19 @@ class Patch:
     def __deepcopy__(self, memo):
         # copies of a patched object refer to the same patch in their records
         return self
+
+
+def wrapping(function: Callable[..., Any], *first: Any) -> Callable[[Callable], Callable]:
+    """For `Patch.apply`: the original's replacement returns function(*first, original, *args, **kwargs)."""
+
+    def make(original: Callable) -> Callable:
+        @functools.wraps(original)
+        def wrapper(*args, **kwargs):
+            return function(*first, original, *args, **kwargs)
+
+        return wrapper
+
+    return make
 
 
 class _Requirement(Patch):

@@ -1,14 +1,13 @@
 """The optimizer that is passed to a DeepSpeed engine with the block."""
 
 import functools
-import logging
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from coat_ds.config import CoatConfig, OptimizerConfig
-from coat_ds.log import log_rank_0
+from coat_ds.log import log_rank_0, warn_rank_0
 from coat_ds.optim.optimizer import CoatAdamW
 from coat_ds.optim.options import idle_patterns, keeps_fp32
 from coat_ds.zero import convert_optimizer
@@ -28,7 +27,7 @@ def optimizer_for_engine(coat: CoatConfig, config: Mapping[str, Any], optimizer:
         # a pipeline stage does not have the parameters of other stages
         is_whole = getattr(model, "num_stages", 1) == 1
         for line in idle_patterns(coat.optimizer.keep_fp32, names.values()) if is_whole else ():
-            log_rank_0(line, logging.WARNING)
+            warn_rank_0(line)
 
     own = {
         "keep_fp32": rule,
@@ -47,16 +46,14 @@ def optimizer_for_engine(coat: CoatConfig, config: Mapping[str, Any], optimizer:
         if isinstance(given, CoatAdamW):
             given.layouts.note_fp32(given.param_groups)
             if offloads(config) and not given.offloads:
-                log_rank_0(
+                warn_rank_0(
                     "zero_optimization.offload_optimizer: found the script's own CoatAdamW with "
-                    "offload='none', which steps on the CPU, slowly. Give it offload='cpu'.",
-                    logging.WARNING,
+                    "offload='none', which steps on the CPU, slowly. Give it offload='cpu'."
                 )
             if coat.optimizer != OptimizerConfig():
-                log_rank_0(
+                warn_rank_0(
                     "coat.optimizer: its keys are of no effect: the script's own CoatAdamW is used as it is. "
-                    "Give it these options, and drop the keys.",
-                    logging.WARNING,
+                    "Give it these options, and drop the keys."
                 )
         return reported(convert_optimizer.convert_(given, coat.optimizer, cls, **own))
 

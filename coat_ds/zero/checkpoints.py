@@ -10,7 +10,6 @@ stage 0 does not read.
 """
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,7 +20,7 @@ from coat_ds.optim.loading import options_of_groups, restore_options
 from coat_ds.optim.optimizer import CoatAdamW
 from coat_ds.optim.options import MOMENTS
 from coat_ds.optim.streaming import streaming
-from coat_ds.patches import Patch
+from coat_ds.patches import Patch, wrapping
 
 FLAT_STAGE_0 = "fp32_groups_flat"
 _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
@@ -34,7 +33,7 @@ LOAD = Patch(
 SAVE = Patch(
     "checkpoints",
     f"{_ENGINE}.save_checkpoint",
-    "moments are decoded one at a time while a file is written",
+    "the last reading is written first; moments are decoded one at a time while a file is written",
     parameters=("save_dir", "tag", "..."),
 )
 LOAD_STAGE_0 = Patch(
@@ -71,50 +70,46 @@ def _unlink_states(engine) -> None:
 
 
 def guard_checkpoints(engine) -> None:
-    """Has `engine` restore the codes of a checkpoint, and write states one at a time."""
-    LOAD.apply(lambda load: _loading(engine, load), on=engine)
-    SAVE.apply(lambda save: _saving(engine, save), on=engine)
+    """Has `engine` restore the codes of a checkpoint, if it has a CoatAdamW, and write readings and
+    states in order, one at a time."""
+    if engine.coat.optimizer is not None:
+        LOAD.apply(wrapping(_load, engine), on=engine)
+    SAVE.apply(wrapping(_save, engine), on=engine)
 
 
-def _loading(engine, load: Callable) -> Callable:
-    @functools.wraps(load)
-    def load_checkpoint(*args, **kwargs):
-        optimizer = engine.basic_optimizer
-        optimizer.pop_load_summary()
-        # a universal checkpoint overwrites options of the parameter groups by its saved ones
-        own = options_of_groups(optimizer)
-        universal = engine.load_universal_checkpoint()
-        if not universal:
-            _unlink_states(engine)
-        try:
-            with moments_wait_on_cpu(optimizer) if universal else contextlib.nullcontext():
-                result = load(*args, **kwargs)
-        except BaseException:
-            # After an interrupt, as after a refused load, the engine is unchanged and linked. If a load
-            # failed halfway, states to link may be missing. The load's own error is raised.
-            with contextlib.suppress(Exception):
-                link_states(engine)
-            raise
-        finally:
-            restore_options(optimizer, own)
-        if hasattr(engine.optimizer, "_link_all_hp_params"):
-            # a universal load in DeepSpeed 0.18 to 0.19.5 leaves parameters linked to copies of a moment
-            # instead of their masters (tests with 0.18.9 check this); 0.19.8 does not
-            engine.optimizer._link_all_hp_params()
-        link_states(engine)
-        log_rank_0(f"moments of the checkpoint: {optimizer.pop_load_summary() or 'none was loaded'}")
-        return result
-
-    return load_checkpoint
+def _load(engine, load: Callable, *args, **kwargs) -> Any:
+    optimizer = engine.basic_optimizer
+    optimizer.pop_load_summary()
+    # a universal checkpoint overwrites options of the parameter groups by its saved ones
+    own = options_of_groups(optimizer)
+    universal = engine.load_universal_checkpoint()
+    if not universal:
+        _unlink_states(engine)
+    try:
+        with moments_wait_on_cpu(optimizer) if universal else contextlib.nullcontext():
+            result = load(*args, **kwargs)
+    except BaseException:
+        # After an interrupt, as after a refused load, the engine is unchanged and linked. If a load
+        # failed halfway, states to link may be missing. The load's own error is raised.
+        with contextlib.suppress(Exception):
+            link_states(engine)
+        raise
+    finally:
+        restore_options(optimizer, own)
+    if hasattr(engine.optimizer, "_link_all_hp_params"):
+        # a universal load in DeepSpeed 0.18 to 0.19.5 leaves parameters linked to copies of a moment
+        # instead of their masters (tests with 0.18.9 check this); 0.19.8 does not
+        engine.optimizer._link_all_hp_params()
+    link_states(engine)
+    log_rank_0(f"moments of the checkpoint: {optimizer.pop_load_summary() or 'none was loaded'}")
+    return result
 
 
-def _saving(engine, save: Callable) -> Callable:
-    @functools.wraps(save)
-    def save_checkpoint(*args, **kwargs):
-        with streaming() if _saves_by_torch(engine) else contextlib.nullcontext():
-            return save(*args, **kwargs)
-
-    return save_checkpoint
+def _save(engine, save: Callable, *args, **kwargs) -> Any:
+    if engine.coat.watch is not None:
+        engine.coat.watch.flush()
+    with streaming() if _saves_by_torch(engine) else contextlib.nullcontext():
+        return save(*args, **kwargs)
 
 
 def _saves_by_torch(engine) -> bool:
@@ -141,40 +136,30 @@ def moments_wait_on_cpu(optimizer: CoatAdamW) -> Iterator[None]:
     for p, state in optimizer.state.items():
         optimizer.state[p] = _MomentsOnCpu(state)
     try:
-        with FLATTEN.applied(_on_cpu):
+        with FLATTEN.applied(wrapping(_on_cpu)):
             yield
     finally:
         for p, state in optimizer.state.items():
             optimizer.state[p] = dict(state)
 
 
-def _on_cpu(flatten: Callable) -> Callable:
-    @functools.wraps(flatten)
-    def map_to_flat_opt_states(flat_hp_tensor, lp_tensors, optim_state, opt_keys):
-        # DeepSpeed reads only shape and dtype
-        like = torch.empty((), dtype=flat_hp_tensor.dtype).expand(flat_hp_tensor.shape)
-        flatten(like, lp_tensors, {like: optim_state[flat_hp_tensor]}, opt_keys)
-
-    return map_to_flat_opt_states
+def _on_cpu(flatten: Callable, flat_hp_tensor, lp_tensors, optim_state, opt_keys) -> None:
+    # DeepSpeed reads only shape and dtype
+    like = torch.empty((), dtype=flat_hp_tensor.dtype).expand(flat_hp_tensor.shape)
+    flatten(like, lp_tensors, {like: optim_state[flat_hp_tensor]}, opt_keys)
 
 
 def refuse_other_states(wrapper) -> None:
     """Has stage 0's `wrapper` raise ValueError for states in another layout; other wrappers are unchanged."""
-    if not hasattr(wrapper, FLAT_STAGE_0):
-        return
+    if hasattr(wrapper, FLAT_STAGE_0):
+        LOAD_STAGE_0.apply(wrapping(_load_of_same_layout), on=wrapper)
 
-    def loading(load: Callable) -> Callable:
-        @functools.wraps(load)
-        def load_state_dict(packed: dict[str, Any] | None, *args, **kwargs):
-            if packed is None or FLAT_STAGE_0 not in packed:
-                raise ValueError(
-                    "load_checkpoint: expected optimizer states of ZeRO stage 0 with FusedAdam or COAT, "
-                    f"found {'none' if packed is None else 'those of another optimizer'}. Go on at the stage "
-                    "and with the optimizer that wrote them, or load the weights alone with "
-                    "load_optimizer_states=False."
-                )
-            return load(packed, *args, **kwargs)
 
-        return load_state_dict
-
-    LOAD_STAGE_0.apply(loading, on=wrapper)
+def _load_of_same_layout(load: Callable, packed: dict[str, Any] | None, *args, **kwargs) -> Any:
+    if packed is None or FLAT_STAGE_0 not in packed:
+        raise ValueError(
+            "load_checkpoint: expected optimizer states of ZeRO stage 0 with FusedAdam or COAT, found "
+            f"{'none' if packed is None else 'those of another optimizer'}. Go on at the stage and with the "
+            "optimizer that wrote them, or load the weights alone with load_optimizer_states=False."
+        )
+    return load(packed, *args, **kwargs)

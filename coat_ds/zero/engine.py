@@ -1,7 +1,5 @@
 """The work before and after a DeepSpeed engine with the `"coat"` block is built."""
 
-import functools
-import logging
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -10,10 +8,10 @@ import torch
 
 from coat_ds.config import CoatConfig, CoatConfigError
 from coat_ds.layers.inventory import layers_of
-from coat_ds.log import log_rank_0
+from coat_ds.log import log_rank_0, warn_rank_0
 from coat_ds.optim.optimizer import CoatAdamW
 from coat_ds.optim.options import log_idle_bf16_params
-from coat_ds.patches import Patch
+from coat_ds.patches import Patch, wrapping
 from coat_ds.zero import recompute
 from coat_ds.zero.block import enabled, section
 from coat_ds.zero.build import optimizer_for_engine
@@ -76,7 +74,7 @@ def prepare(arguments: dict[str, Any]) -> Prepared:
             "FP8 layers alone. coat.optimizer and coat.watch are of no effect in this engine"
         )
     if coat.enabled and coat.optimizer.enabled:
-        TESTED.apply(lambda tested: lambda optimizer: isinstance(optimizer, CoatAdamW) or tested(optimizer))
+        TESTED.apply(wrapping(lambda tested, given: isinstance(given, CoatAdamW) or tested(given)))
         arguments["optimizer"] = optimizer_for_engine(coat, config, optimizer, arguments["model"])
         # DeepSpeed would otherwise refuse all optimizers except its own when states are offloaded
         config_class.zero_force_ds_cpu_optimizer = False
@@ -123,9 +121,8 @@ def finish(engine, prepared: Prepared) -> None:
     convert_exchanged(engine.module)
     units.complete(engine.optimizer)
     if coat.zero3_layer_units and engine.zero_optimization_stage() != 3:
-        log_rank_0(
-            "coat.zero3_layer_units: found True, of no effect: only ZeRO-3 gathers weights. Drop the key.",
-            logging.WARNING,
+        warn_rank_0(
+            "coat.zero3_layer_units: found True, of no effect: only ZeRO-3 gathers weights. Drop the key."
         )
     lighten_module_hooks(engine.module)
     if coat.optimizer.enabled:
@@ -137,11 +134,12 @@ def finish(engine, prepared: Prepared) -> None:
         recompute.report_compressed(engine.module)
     layers = layers_of(engine.module, why)
     if line := idle_layers(coat, layers):
-        log_rank_0(line, logging.WARNING)
+        warn_rank_0(line)
     watch = watch_engine(engine, coat.watch, coat.optimizer.enabled)
     optimizer = engine.basic_optimizer if coat.optimizer.enabled else None
     engine.coat = Status(coat, layers, units, optimizer, watch)
-    _restore_at_the_end(engine, prepared)
+    guard_checkpoints(engine)
+    DESTROY.apply(wrapping(_destroy, engine, prepared), on=engine)
     log_rank_0(str(engine.coat))
 
 
@@ -153,7 +151,6 @@ def _connect_optimizer(engine, coat: CoatConfig) -> None:
     batch_gradient_norms(engine.optimizer)
     link_states(engine)
     refuse_other_states(engine.optimizer)
-    guard_checkpoints(engine)
     guard_offloading(engine)
     remedy = "Set bf16.bf16_master_weights_and_grads and bf16.bf16_optimizer_states, from ZeRO 1 on"
     log_idle_bf16_params(coat.optimizer.bf16_params, engine.basic_optimizer.state, remedy)
@@ -180,18 +177,11 @@ def restore_model(prepared: Prepared) -> None:
     try:
         undo(model)
     except RuntimeError as error:
-        log_rank_0(f"layers stay converted: {error}", logging.WARNING)
+        warn_rank_0(f"layers stay converted: {error}")
 
 
-def _restore_at_the_end(engine, prepared: Prepared) -> None:
-    def make(destroy: Callable) -> Callable:
-        @functools.wraps(destroy)
-        def destroy_engine():
-            if engine.coat.watch is not None:
-                engine.coat.watch.close()
-            destroy()
-            restore_model(prepared)
-
-        return destroy_engine
-
-    DESTROY.apply(make, on=engine)
+def _destroy(engine, prepared: Prepared, destroy: Callable) -> None:
+    if engine.coat.watch is not None:
+        engine.coat.watch.close()
+    destroy()
+    restore_model(prepared)

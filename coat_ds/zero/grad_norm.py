@@ -4,13 +4,12 @@ DeepSpeed reads one gradient after the other, in about ten launches each, and co
 waits for the CPU and moves ten times the bytes.
 """
 
-import functools
 from collections.abc import Callable
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from coat_ds.patches import Patch
+from coat_ds.patches import Patch, wrapping
 
 STAGE_1_AND_2 = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
 STAGE_3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
@@ -52,50 +51,43 @@ def batch_gradient_norms(wrapper) -> None:
     known = WeakTensorKeyDictionary()
     if not hasattr(wrapper, "bit16_groups"):
         # ZeRO-3 checks its flat buffer
-        NORM_STAGE_3.apply(lambda original: _norm_by_kinds(original, known), on=wrapper)
+        NORM_STAGE_3.apply(wrapping(_norm_by_kinds, known), on=wrapper)
         return
-    NORM.apply(lambda original: _norm_by_kinds(original, known), on=wrapper)
-    OVERFLOW.apply(lambda original: _overflow_and_norms(wrapper, original, known), on=wrapper)
+    NORM.apply(wrapping(_norm_by_kinds, known), on=wrapper)
+    OVERFLOW.apply(wrapping(_has_overflow, wrapper, known), on=wrapper)
 
 
-def _norm_by_kinds(original: Callable, known: WeakTensorKeyDictionary) -> Callable:
+def _norm_by_kinds(
+    known: WeakTensorKeyDictionary, original: Callable, gradients, params, norm_type=2
+) -> torch.Tensor:
     """DeepSpeed's function for the norm, called with one vector of norms for each kind of parameter."""
     from deepspeed.runtime.constants import PIPE_REPLICATED
     from deepspeed.runtime.utils import is_model_parallel_parameter
 
-    @functools.wraps(original)
-    def norm(gradients, params, norm_type=2):
-        # padding, which is zero, belongs to no parameter
-        gradients = [g for g in gradients if not getattr(g, "_zero_padding", False)]
-        if norm_type != 2:
-            return original(gradients, params, norm_type)
-        norms = [known.pop(g, None) for g in gradients]
-        if any(found is None for found in norms):
-            norms = _norms(gradients)
-        alike: dict[tuple, tuple[torch.Tensor, list[torch.Tensor]]] = {}
-        # in DeepSpeed 0.18 padding at the end is not marked
-        for found, p in zip(norms, params, strict=False):
-            kind = is_model_parallel_parameter(p), getattr(p, PIPE_REPLICATED, False)
-            alike.setdefault(kind, (p, []))[1].append(found)
-        # a norm of norms; ZeRO-3 reads the process groups of all parameters
-        return original(
-            [torch.stack(found) for _, found in alike.values()], [*(p for p, _ in alike.values()), *params]
-        )
-
-    return norm
-
-
-def _overflow_and_norms(wrapper, original: Callable, known: WeakTensorKeyDictionary) -> Callable:
-    """DeepSpeed's check `original` for inf and NaN, computed from norms, which it stores in `known`."""
-
-    @functools.wraps(original)
-    def has_overflow() -> torch.Tensor:
-        groups = [wrapper.averaged_gradients[i] for i in range(len(wrapper.bit16_groups))]
-        gradients = [g for group in groups for g in group if g is not None]
-        if not gradients:
-            return original()
+    # padding, which is zero, belongs to no parameter
+    gradients = [g for g in gradients if not getattr(g, "_zero_padding", False)]
+    if norm_type != 2:
+        return original(gradients, params, norm_type)
+    norms = [known.pop(g, None) for g in gradients]
+    if any(found is None for found in norms):
         norms = _norms(gradients)
-        known.update(zip(gradients, norms, strict=True))
-        return ~torch.stack(norms).isfinite().all().reshape(1)
+    alike: dict[tuple, tuple[torch.Tensor, list[torch.Tensor]]] = {}
+    # in DeepSpeed 0.18 padding at the end is not marked
+    for found, p in zip(norms, params, strict=False):
+        kind = is_model_parallel_parameter(p), getattr(p, PIPE_REPLICATED, False)
+        alike.setdefault(kind, (p, []))[1].append(found)
+    # a norm of norms; ZeRO-3 reads the process groups of all parameters
+    return original(
+        [torch.stack(found) for _, found in alike.values()], [*(p for p, _ in alike.values()), *params]
+    )
 
-    return has_overflow
+
+def _has_overflow(wrapper, known: WeakTensorKeyDictionary, original: Callable) -> torch.Tensor:
+    """DeepSpeed's check for inf and NaN, computed from norms, which it stores in `known`."""
+    groups = [wrapper.averaged_gradients[i] for i in range(len(wrapper.bit16_groups))]
+    gradients = [g for group in groups for g in group if g is not None]
+    if not gradients:
+        return original()
+    norms = _norms(gradients)
+    known.update(zip(gradients, norms, strict=True))
+    return ~torch.stack(norms).isfinite().all().reshape(1)

@@ -9,13 +9,12 @@ The order of DeepSpeed's calls. Names in capitals are the patches below.
   optimizer.
 """
 
-import functools
 from collections.abc import Callable
 
 import torch
 
 from coat_ds.optim.narrow_grad import NarrowGrad
-from coat_ds.patches import Patch
+from coat_ds.patches import Patch, wrapping
 
 _WHY = "gradients stay in 16 bits on their way to the optimizer"
 PARTITION = Patch(
@@ -60,16 +59,16 @@ def keep_gradients_narrow(wrapper) -> None:
     versions keep one tensor for each parameter, and the step copies them into a flat tensor.
     """
     if hasattr(wrapper, "_prepare_fp32_grad_for_sub_group"):
-        PREPARE.apply(lambda prepare: _narrow_sub_group(wrapper, prepare), on=wrapper)
+        PREPARE.apply(wrapping(_prepare_narrow, wrapper), on=wrapper)
         return
     if hasattr(wrapper, "_get_preflattened_grad_partition"):
-        PARTITION.apply(lambda original: _narrow_partition(wrapper, original), on=wrapper)
+        PARTITION.apply(wrapping(_narrow_partition, wrapper), on=wrapper)
     # with an offloaded optimizer gradients leave the GPU one by one
     on_gpu = hasattr(wrapper, "_use_compact_grad_partition_buffer") and not wrapper.cpu_offload
     # DeepSpeed does so in FP32 itself
     if on_gpu and wrapper.contiguous_gradients and wrapper.gradient_accumulation_dtype == wrapper.dtype:
-        FLAT.apply(lambda original: functools.wraps(original)(lambda group_idx: True), on=wrapper)
-        BEGIN.apply(lambda begin: _without_old_gradients(wrapper, begin), on=wrapper)
+        FLAT.apply(wrapping(lambda *_: True), on=wrapper)
+        BEGIN.apply(wrapping(_begin_without_old_gradients, wrapper), on=wrapper)
 
 
 def move_during_backward(wrapper) -> bool:
@@ -81,46 +80,32 @@ def move_during_backward(wrapper) -> bool:
     return wrapper.cpu_offload or all(is_flat(group) for group in range(len(wrapper.bit16_groups)))
 
 
-def _without_old_gradients(wrapper, begin: Callable) -> Callable:
+def _begin_without_old_gradients(wrapper, begin: Callable) -> None:
     """Drops old gradients before a backward: it overwrites separate tensors, but would add to a flat one."""
-
-    @functools.wraps(begin)
-    def prologue() -> None:
-        # the boundary as of the backward before
-        if wrapper.is_gradient_accumulation_boundary():
-            for group in wrapper.averaged_gradients:
-                wrapper.averaged_gradients[group] = None
-        begin()
-
-    return prologue
+    # the boundary as of the backward before
+    if wrapper.is_gradient_accumulation_boundary():
+        for group in wrapper.averaged_gradients:
+            wrapper.averaged_gradients[group] = None
+    begin()
 
 
-def _narrow_partition(wrapper, original: Callable) -> Callable:
-    @functools.wraps(original)
-    def partition(group: int) -> torch.Tensor | None:
-        flat = original(group)
-        if flat is None:
-            # includes the padding of the last rank's partition
-            flat = wrapper.flatten(wrapper.averaged_gradients[group])
-        return _as_wide_as(wrapper.single_partition_of_fp32_groups[group], flat)
-
-    return partition
+def _narrow_partition(wrapper, original: Callable, group: int) -> torch.Tensor | None:
+    flat = original(group)
+    if flat is None:
+        # includes the padding of the last rank's partition
+        flat = wrapper.flatten(wrapper.averaged_gradients[group])
+    return _as_wide_as(wrapper.single_partition_of_fp32_groups[group], flat)
 
 
-def _narrow_sub_group(wrapper, prepare: Callable) -> Callable:
+def _prepare_narrow(wrapper, prepare: Callable, part: int) -> None:
     """Stage 3 flattens the gradients of a part of the parameters, then casts them to the masters' type."""
+    master = wrapper.fp32_partitioned_groups_flat[part]
 
-    @functools.wraps(prepare)
-    def prepare_narrow(part: int) -> None:
-        master = wrapper.fp32_partitioned_groups_flat[part]
+    def flatten_narrow(flatten: Callable, gradients: list[torch.Tensor]) -> torch.Tensor:
+        return _as_wide_as(master, flatten(gradients))
 
-        def narrow(flatten: Callable) -> Callable:
-            return lambda gradients: _as_wide_as(master, flatten(gradients))
-
-        with FLATTEN.applied(narrow, on=wrapper):
-            prepare(part)
-
-    return prepare_narrow
+    with FLATTEN.applied(wrapping(flatten_narrow), on=wrapper):
+        prepare(part)
 
 
 def _as_wide_as(master: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:

@@ -25,14 +25,15 @@ Converted layers of Hugging Face's models are units too.
 """
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from coat_ds.layers.modules.converted_forward import converted_forward
-from coat_ds.patches import Patch
+from coat_ds.log import by_reason
+from coat_ds.optim.shards import shape_of
+from coat_ds.patches import Patch, wrapping
 
 INPUT = "hidden_states"
 # classes of layers without `zero3_unit`, Megatron's and Hugging Face's; subclasses count too
@@ -95,7 +96,9 @@ class LayerUnits:
 
     def _prefetch_whole_units(self) -> None:
         if "prefetch_bucket_size" not in self._zero.model_fields_set:
-            largest = max(sum(map(_numel, layer.parameters())) for layer in self.chosen.values())
+            largest = max(
+                sum(shape_of(p).numel() for p in layer.parameters()) for layer in self.chosen.values()
+            )
             self._zero.prefetch_bucket_size = max(self._zero.prefetch_bucket_size, largest)
 
     def complete(self, optimizer) -> None:
@@ -116,20 +119,16 @@ class LayerUnits:
         if self.chosen:
             # in an engine without an optimizer, the offload object is in the optimizer's place
             self._offload = getattr(optimizer, "parameter_offload", optimizer)
-            REGISTERS.apply(self._hooks_around, on=self._offload)
+            REGISTERS.apply(wrapping(self._register), on=self._offload)
 
-    def _hooks_around(self, register: Callable) -> Callable:
-        @functools.wraps(register)
-        def register_around(module, *args, **kwargs):
-            # DeepSpeed's method calls itself for the modules inside
-            if module is not self._offload.module:
-                return register(module, *args, **kwargs)
-            units = list(self._handles)
-            with _as_leaves(units):
-                register(module, *args, **kwargs)
-            _forget_leaves(units)
-
-        return register_around
+    def _register(self, register: Callable, module: torch.nn.Module, *args, **kwargs) -> None:
+        # DeepSpeed's method calls itself for the modules inside
+        if module is not self._offload.module:
+            return register(module, *args, **kwargs)
+        units = list(self._handles)
+        with _as_leaves(units):
+            register(module, *args, **kwargs)
+        _forget_leaves(units)
 
     def undo(self) -> None:
         """Undoes all changes to the layers. May be called repeatedly."""
@@ -150,12 +149,8 @@ class LayerUnits:
         if not self.chosen and not self.reasons:
             return None
         text = f"ZeRO-3 gathers {len(self.chosen)} of {len(self.chosen) + len(self.reasons)} layers whole"
-        by_reason: dict[str, list[str]] = {}
-        for name, reason in self.reasons.items():
-            by_reason.setdefault(reason, []).append(name)
-        for reason, names in by_reason.items():
-            listed = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-            text += f"; module by module {len(names)} ({listed}): {reason}"
+        for count, names, reason in by_reason(self.reasons):
+            text += f"; module by module {count} ({names}): {reason}"
         return text
 
 
@@ -168,11 +163,6 @@ def _layers(model: torch.nn.Module, wanted: bool | None) -> dict[str, torch.nn.M
             found[name] = module
             inside.update(module.modules())
     return found
-
-
-def _numel(p: torch.nn.Parameter) -> int:
-    """Elements of a parameter, even if ZeRO-3 has partitioned it while the model was built."""
-    return getattr(p, "ds_numel", p.numel())
 
 
 def _is_layer(module: torch.nn.Module, wanted: bool | None) -> bool:
@@ -238,13 +228,9 @@ def _forget_leaves(units: Iterable[torch.nn.Module]) -> None:
 def _gradients_one_by_one(units) -> Iterator[None]:
     """A context in which a ZeRO-3 optimizer is built; it reduces gradients of `units` one by one."""
 
-    def make(create: Callable) -> Callable:
-        @functools.wraps(create)
-        def create_hooks(wrapper):
-            _forget_leaves(units)
-            create(wrapper)
+    def create_hooks(create: Callable, wrapper) -> None:
+        _forget_leaves(units)
+        create(wrapper)
 
-        return create_hooks
-
-    with HOOKS.applied(make):
+    with HOOKS.applied(wrapping(create_hooks)):
         yield

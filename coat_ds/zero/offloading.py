@@ -1,7 +1,6 @@
 """DeepSpeed's `offload_states` and `reload_states`, for the states of a CoatAdamW."""
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 
 import torch
@@ -9,7 +8,7 @@ import torch
 from coat_ds.optim.moment import Moment
 from coat_ds.optim.optimizer import CoatAdamW
 from coat_ds.optim.options import MOMENTS
-from coat_ds.patches import Patch
+from coat_ds.patches import Patch, wrapping
 from coat_ds.zero.checkpoints import link_states
 from coat_ds.zero.grad_norm import STAGE_1_AND_2, STAGE_3
 
@@ -41,47 +40,38 @@ def guard_offloading(engine) -> None:
     if not hasattr(wrapper, "offload_states"):
         return
     offload, reload = (OFFLOAD, RELOAD) if hasattr(wrapper, "bit16_groups") else (OFFLOAD_3, RELOAD_3)
-    offload.apply(lambda original: _offloading(engine, original), on=wrapper)
-    reload.apply(lambda original: _reloading(engine, original), on=wrapper)
+    offload.apply(wrapping(_offload, engine), on=wrapper)
+    reload.apply(wrapping(_reload, engine), on=wrapper)
 
 
-def _offloading(engine, offload: Callable) -> Callable:
+def _offload(
+    engine, offload: Callable, include=None, device=None, pin_memory=True, non_blocking=False
+) -> None:
     from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 
     wrapper, states = engine.optimizer, OffloadStateTypeEnum.optim_states
-
-    @functools.wraps(offload)
-    def offload_states(include=None, device=None, pin_memory=True, non_blocking=False):
-        given = {"include": include, "pin_memory": pin_memory, "non_blocking": non_blocking}
-        given |= {} if device is None else {"device": device}
-        if states not in wrapper.offloaded_states and (include is None or states in include):
-            _move_states(engine.basic_optimizer, "cpu", pin_memory, non_blocking)
-        with _without_states(wrapper):
-            offload(**given)
-        link_states(engine)
-
-    return offload_states
+    given = {"include": include, "pin_memory": pin_memory, "non_blocking": non_blocking}
+    given |= {} if device is None else {"device": device}
+    if states not in wrapper.offloaded_states and (include is None or states in include):
+        _move_states(engine.basic_optimizer, "cpu", pin_memory, non_blocking)
+    with _without_states(wrapper):
+        offload(**given)
+    link_states(engine)
 
 
-def _reloading(engine, reload: Callable) -> Callable:
+def _reload(engine, reload: Callable, non_blocking=False) -> None:
     from deepspeed.accelerator import get_accelerator
     from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 
-    wrapper, states = engine.optimizer, OffloadStateTypeEnum.optim_states
-
-    @functools.wraps(reload)
-    def reload_states(non_blocking=False):
-        moved = []
-        if states in wrapper.offloaded_states:
-            device = get_accelerator().current_device_name()
-            # keeps the CPU tensors alive while an asynchronous copy reads them; DeepSpeed waits for it
-            moved = _move_states(engine.basic_optimizer, device, False, non_blocking)
-        with _without_states(wrapper):
-            reload(non_blocking=non_blocking)
-        del moved
-        link_states(engine)
-
-    return reload_states
+    wrapper, moved = engine.optimizer, []
+    if OffloadStateTypeEnum.optim_states in wrapper.offloaded_states:
+        device = get_accelerator().current_device_name()
+        # keeps the CPU tensors alive while an asynchronous copy reads them; DeepSpeed waits for it
+        moved = _move_states(engine.basic_optimizer, device, False, non_blocking)
+    with _without_states(wrapper):
+        reload(non_blocking=non_blocking)
+    del moved
+    link_states(engine)
 
 
 @contextlib.contextmanager

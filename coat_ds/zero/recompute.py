@@ -10,7 +10,6 @@ runs forward in the same thread. Then it keeps codes in the inputs' place.
 
 import contextlib
 import functools
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -19,7 +18,7 @@ import torch
 
 from coat_ds.checkpointing import compressed_checkpoints
 from coat_ds.config import CoatConfigError
-from coat_ds.log import log_rank_0
+from coat_ds.log import log_rank_0, warn_rank_0
 from coat_ds.patches import Patch
 from coat_ds.zero.block import section
 from coat_kernels.autograd.checkpointing import (
@@ -122,12 +121,11 @@ def report_compressed(module: torch.nn.Module) -> None:
                 f"{instead_of:,}"
             )
             return
-        log_rank_0(
+        warn_rank_0(
             "coat.fp8_activation_checkpointing: found True, but the first forward has checkpointed no "
             f"activation of {MIN_NUMEL:,} elements or more, so that nothing is compressed. Turn on the "
             "model's activation checkpointing (Hugging Face: gradient_checkpointing; Megatron: "
-            "recompute_granularity), or drop the key.",
-            logging.WARNING,
+            "recompute_granularity), or drop the key."
         )
 
     handle = module.register_forward_hook(report)

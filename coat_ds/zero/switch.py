@@ -15,13 +15,12 @@ With `COAT_DISABLE=1` in the environment `register` does nothing. With `TORCH_DE
 torch's own switch, `register` is not called. `install` ignores both.
 """
 
-import functools
 import inspect
 import os
 import sys
 from collections.abc import Callable
 
-from coat_ds.patches import Patch, PatchError
+from coat_ds.patches import Patch, PatchError, wrapping
 from coat_ds.versions import DEEPSPEED
 from coat_ds.zero.block import asks_for_coat
 
@@ -31,7 +30,7 @@ ENGINE = Patch(
     "switch",
     f"{ENGINE_MODULE}:DeepSpeedEngine.__init__",
     "engines read the coat block; coat_ds.uninstall() undoes it",
-    keywords=("model", "optimizer", "config_class"),
+    parameters=("...", "model", "optimizer", "...", "config_class", "..."),
     remedy="or drop the coat block",
 )
 
@@ -43,7 +42,7 @@ def install() -> None:
     Raises RuntimeError if the installed DeepSpeed is not supported.
     """
     if ENGINE_MODULE in sys.modules:
-        ENGINE.apply(_with_coat_block)
+        ENGINE.apply(wrapping(_init_with_coat_block))
     else:
         _wait()
 
@@ -62,34 +61,29 @@ def register() -> None:
     if os.environ.get(DISABLE) == "1":
         return
     if ENGINE_MODULE in sys.modules:
-        ENGINE.apply(_with_coat_block, checked=False)
+        ENGINE.apply(wrapping(_init_with_coat_block), checked=False)
     else:
         _wait()
 
 
-def _with_coat_block(original: Callable) -> Callable:
-    """The constructor of an engine that reads the block."""
+def _init_with_coat_block(original: Callable, self, *args, **kwargs) -> None:
+    """The constructor of an engine, which reads the block."""
+    bound = inspect.signature(original).bind(self, *args, **kwargs)
+    if not asks_for_coat(getattr(bound.arguments.get("config_class"), "_param_dict", None)):
+        return original(self, *args, **kwargs)
+    _check_version()
+    ENGINE.check()
+    from coat_ds.zero import engine
 
-    @functools.wraps(original)
-    def __init__(self, *args, **kwargs):
-        bound = inspect.signature(original).bind(self, *args, **kwargs)
-        if not asks_for_coat(getattr(bound.arguments.get("config_class"), "_param_dict", None)):
-            return original(self, *args, **kwargs)
-        _check_version()
-        ENGINE.check()
-        from coat_ds.zero import engine
-
-        prepared = engine.prepare(bound.arguments)
-        try:
-            with prepared.units.building():
-                original(*bound.args, **bound.kwargs)
-            engine.finish(self, prepared)
-        except BaseException:
-            # the next engine of this model may have no block
-            engine.restore_model(prepared)
-            raise
-
-    return __init__
+    prepared = engine.prepare(bound.arguments)
+    try:
+        with prepared.units.building():
+            original(*bound.args, **bound.kwargs)
+        engine.finish(self, prepared)
+    except BaseException:
+        # the next engine of this model may have no block
+        engine.restore_model(prepared)
+        raise
 
 
 def _check_version() -> None:
@@ -127,7 +121,7 @@ class _Finder:
             sys.meta_path.remove(self)
             # an unsupported DeepSpeed raises an error when an engine with a block is built, not here
             if hasattr(module, "DeepSpeedEngine"):
-                ENGINE.apply(_with_coat_block, checked=False)
+                ENGINE.apply(wrapping(_init_with_coat_block), checked=False)
 
         spec.loader.exec_module = exec_module
         return spec

@@ -2,19 +2,18 @@
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 from coat_ds.config import CoatConfigError, WatchConfig
-from coat_ds.patches import Patch
+from coat_ds.patches import Patch, wrapping
 from coat_ds.watch.readings import Reading
 from coat_ds.watch.watch import Watch
 
-_ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
-STEP, SAVE = (
-    Patch("watch", f"{_ENGINE}.{name}", why, parameters=parameters)
-    for name, why, parameters in (
-        ("step", "a reading ends with a step", ("lr_kwargs",)),
-        ("save_checkpoint", "the readings until then are written first", ("save_dir", "tag", "...")),
-    )
+STEP = Patch(
+    "watch",
+    "deepspeed.runtime.engine:DeepSpeedEngine.step",
+    "a reading ends with a step",
+    parameters=("lr_kwargs",),
 )
 
 
@@ -39,8 +38,7 @@ def watch_engine(engine, config: WatchConfig, with_optimizer: bool) -> Watch | N
         config,
         [functools.partial(_to_monitors, engine)] if engine.monitor.enabled else (),
     )
-    STEP.apply(functools.partial(_stepping, engine, watch), on=engine)
-    SAVE.apply(functools.partial(_saving, watch), on=engine)
+    STEP.apply(wrapping(_step, engine, watch), on=engine)
     return watch
 
 
@@ -50,22 +48,9 @@ def _to_monitors(engine, reading: Reading) -> None:
     engine.monitor.write_events([(name, value, samples) for name, value in reading.flat().items()])
 
 
-def _stepping(engine, watch: Watch, step: Callable) -> Callable:
-    @functools.wraps(step)
-    def stepping(*args, **kwargs):
-        before = engine.global_steps
-        result = step(*args, **kwargs)
-        if engine.global_steps != before:
-            watch.end_step(engine.global_steps)
-        return result
-
-    return stepping
-
-
-def _saving(watch: Watch, save: Callable) -> Callable:
-    @functools.wraps(save)
-    def save_checkpoint(*args, **kwargs):
-        watch.flush()
-        return save(*args, **kwargs)
-
-    return save_checkpoint
+def _step(engine, watch: Watch, step: Callable, *args, **kwargs) -> Any:
+    before = engine.global_steps
+    result = step(*args, **kwargs)
+    if engine.global_steps != before:
+        watch.end_step(engine.global_steps)
+    return result

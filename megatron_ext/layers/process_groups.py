@@ -6,12 +6,11 @@ init.cc). So `torch.distributed.destroy_process_group()` would never return whil
 ends the graphs first.
 """
 
-import functools
 from collections.abc import Callable
 
 import torch.distributed as dist
 
-from coat_ds.patches import Patch
+from coat_ds.patches import Patch, wrapping
 from coat_kernels.graphs import end_graphs
 
 # the name that torch's own modules look up, and the public one
@@ -35,17 +34,13 @@ def end_graphs_first() -> None:
     Raises PatchError if this torch is not as expected.
     """
     for end in ENDS:
-        end.apply(_ending_graphs)
+        end.apply(wrapping(_destroy))
 
 
-def _ending_graphs(destroy: Callable) -> Callable:
-    @functools.wraps(destroy)
-    def destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
-        if _is_of_gpus(group):
-            end_graphs()
-        destroy(group)
-
-    return destroy_process_group
+def _destroy(destroy: Callable, group: dist.ProcessGroup | None = None) -> None:
+    if _is_of_gpus(group):
+        end_graphs()
+    destroy(group)
 
 
 def _is_of_gpus(group: dist.ProcessGroup | None) -> bool:

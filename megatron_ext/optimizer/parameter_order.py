@@ -8,7 +8,6 @@ groups, and the names of the model's frozen parameters, under `coat_frozen`. Bot
 loaded. Checkpoints without them load without a check.
 """
 
-import functools
 from collections.abc import Callable
 
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -32,32 +31,21 @@ def _frozen(optimizer: DistributedOptimizer) -> list[tuple[str, bool]]:
     ]
 
 
-def saving(save: Callable) -> Callable:
+def save(save_own: Callable, self: DistributedOptimizer, *args, **kwargs) -> dict:
     """Adds both to what `DistributedOptimizer.sharded_state_dict` returns for `dp_reshardable`."""
-
-    @functools.wraps(save)
-    def coat_sharded_state_dict(self, *args, **kwargs):
-        packed = save(self, *args, **kwargs)
-        if packed.get("param_state_sharding_type") == SHARDING:
-            packed["optimizer"].data.update(
-                {SHAPES: _shapes(self), FROZEN: [frozen for _, frozen in _frozen(self)]}
-            )
-        return packed
-
-    return coat_sharded_state_dict
+    packed = save_own(self, *args, **kwargs)
+    if packed.get("param_state_sharding_type") == SHARDING:
+        frozen = [is_frozen for _, is_frozen in _frozen(self)]
+        packed["optimizer"].data.update({SHAPES: _shapes(self), FROZEN: frozen})
+    return packed
 
 
-def loading(load: Callable) -> Callable:
+def load(load_own: Callable, self: DistributedOptimizer, state_dict: dict) -> None:
     """Compares them in `DistributedOptimizer.load_state_dict`. Raises CoatConfigError where they differ."""
-
-    @functools.wraps(load)
-    def coat_load_state_dict(self, state_dict):
-        if state_dict.get("param_state_sharding_type") == SHARDING:
-            _compare_shapes(self, state_dict["optimizer"].get(SHAPES))
-            _compare_frozen(self, state_dict["optimizer"].get(FROZEN))
-        return load(self, state_dict)
-
-    return coat_load_state_dict
+    if state_dict.get("param_state_sharding_type") == SHARDING:
+        _compare_shapes(self, state_dict["optimizer"].get(SHAPES))
+        _compare_frozen(self, state_dict["optimizer"].get(FROZEN))
+    return load_own(self, state_dict)
 
 
 def _compare_shapes(optimizer: DistributedOptimizer, saved: list[list[int]] | None) -> None:

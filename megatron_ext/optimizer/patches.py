@@ -35,11 +35,11 @@ from coat_ds.optim.options import (
     keeps_fp32,
     log_idle_bf16_params,
 )
-from coat_ds.patches import Patch, require
+from coat_ds.patches import Patch, require, wrapping
 from megatron_ext.optimizer import parameter_order
 from megatron_ext.optimizer.adamw import MegatronAdamW, linked
 from megatron_ext.optimizer.model_chunks import note_model, whole_model
-from megatron_ext.optimizer.watch import watching
+from megatron_ext.optimizer.watch import init_watched
 from megatron_ext.unsupported import OPTIMIZER_OFF, check_optimizer
 
 
@@ -98,7 +98,7 @@ SET = _patch(
 SAVE = _patch(
     f"{_DISTRIBUTED}.sharded_state_dict",
     "states that are saved without names are saved with shapes",
-    keywords=("is_loading", "metadata"),
+    parameters=("...", "is_loading", "...", "metadata", "..."),
 )
 LOAD = _patch(
     f"{_DISTRIBUTED}.load_state_dict",
@@ -146,8 +146,8 @@ def watch(coat: CoatConfig | None = None) -> None:
         patch.check()
     # in place of the patch of an earlier call
     BUILD.remove()
-    BUILD.apply(functools.partial(_building, coat or CoatConfig(enabled=True), None))
-    CHAIN.apply(watching)
+    BUILD.apply(wrapping(_build, coat or CoatConfig(enabled=True), None))
+    CHAIN.apply(wrapping(init_watched))
 
 
 def install(coat: CoatConfig | None = None) -> None:
@@ -170,32 +170,29 @@ def install(coat: CoatConfig | None = None) -> None:
     watch(coat)
     # in place of the patch of `watch`
     BUILD.remove()
-    BUILD.apply(functools.partial(_building, coat, adam))
-    GET.apply(_getting)
-    SET.apply(_setting)
-    POST_INIT.apply(_checking)
-    SAVE.apply(parameter_order.saving)
-    LOAD.apply(parameter_order.loading)
+    BUILD.apply(wrapping(_build, coat, adam))
+    GET.apply(wrapping(_get))
+    SET.apply(wrapping(_set))
+    POST_INIT.apply(wrapping(_post_init))
+    SAVE.apply(wrapping(parameter_order.save))
+    LOAD.apply(wrapping(parameter_order.load))
 
 
-def _building(coat: CoatConfig, adam: Callable | None, build: Callable) -> Callable:
+def _build(
+    coat: CoatConfig, adam: Callable | None, build: Callable, config, model_chunks, *args, **kwargs
+) -> Any:
     """Notes the model on the optimizers that Megatron builds for it; with `adam` in place of Megatron's."""
-
-    @functools.wraps(build)
-    def coat_build(config, model_chunks, *args, **kwargs):
-        if adam is None:
+    if adam is None:
+        built = build(config, model_chunks, *args, **kwargs)
+    else:
+        check_optimizer(config, model_chunks)
+        with _without_te(VERSION), ADAM.applied(lambda _: adam), IS_TORCH.applied(lambda _: False):
             built = build(config, model_chunks, *args, **kwargs)
-        else:
-            check_optimizer(config, model_chunks)
-            with _without_te(VERSION), ADAM.applied(lambda _: adam), IS_TORCH.applied(lambda _: False):
-                built = build(config, model_chunks, *args, **kwargs)
-        if isinstance(built, MegatronOptimizer):
-            note_model(built, model_chunks, coat)
-            if adam is not None:
-                _link(built, model_chunks, coat)
-        return built
-
-    return coat_build
+    if isinstance(built, MegatronOptimizer):
+        note_model(built, model_chunks, coat)
+        if adam is not None:
+            _link(built, model_chunks, coat)
+    return built
 
 
 def _held(optimizer: DistributedOptimizer, model_param: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
@@ -205,38 +202,26 @@ def _held(optimizer: DistributedOptimizer, model_param: torch.Tensor) -> tuple[t
     return group["params"][order], group
 
 
-def _getting(get: Callable) -> Callable:
-    @functools.wraps(get)
-    def coat_get(self, model_param):
-        if not isinstance(self.optimizer, MegatronAdamW):
-            return get(self, model_param)
-        return self.optimizer.tensors_of(_held(self, model_param)[0])
-
-    return coat_get
+def _get(get: Callable, self: DistributedOptimizer, model_param: torch.Tensor) -> dict[str, torch.Tensor]:
+    if not isinstance(self.optimizer, MegatronAdamW):
+        return get(self, model_param)
+    return self.optimizer.tensors_of(_held(self, model_param)[0])
 
 
-def _setting(set_: Callable) -> Callable:
-    @functools.wraps(set_)
-    def coat_set(self, model_param, tensors):
-        if not isinstance(self.optimizer, MegatronAdamW):
-            return set_(self, model_param, tensors)
-        self.optimizer.take_tensors(*_held(self, model_param), tensors)
-
-    return coat_set
+def _set(set_: Callable, self: DistributedOptimizer, model_param: torch.Tensor, tensors: dict) -> None:
+    if not isinstance(self.optimizer, MegatronAdamW):
+        return set_(self, model_param, tensors)
+    self.optimizer.take_tensors(*_held(self, model_param), tensors)
 
 
-def _checking(post_init: Callable) -> Callable:
-    @functools.wraps(post_init)
-    def coat_post_init(self):
-        try:
-            with _without_te(VERSION_OF_CONFIG):
-                post_init(self)
-        except RuntimeError as error:
-            # the last of its checks, without Transformer Engine
-            if "FusedAdam" not in str(error):
-                raise
-
-    return coat_post_init
+def _post_init(post_init: Callable, self) -> None:
+    try:
+        with _without_te(VERSION_OF_CONFIG):
+            post_init(self)
+    except RuntimeError as error:
+        # the last of its checks, without Transformer Engine
+        if "FusedAdam" not in str(error):
+            raise
 
 
 def uninstall() -> None:

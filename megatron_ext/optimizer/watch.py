@@ -19,7 +19,7 @@ from megatron.core.optimizer import ChainedOptimizer
 from coat_ds.config import WatchConfig
 from coat_ds.layers.inventory import layers_of
 from coat_ds.log import listed, log_rank_0
-from coat_ds.patches import Patch
+from coat_ds.patches import Patch, wrapping
 from coat_ds.watch.readings import Out, Reading
 from coat_ds.watch.watch import Watch
 from megatron_ext import options
@@ -41,19 +41,14 @@ STEP, SAVE, SAVE_SHARDED = (
 LOGGED = "coat_layers_logged"
 
 
-def watching(init: Callable) -> Callable:
+def init_watched(init: Callable, self: ChainedOptimizer, chained_optimizers: list) -> None:
     """Watches the model of a chain that Megatron constructs."""
-
-    @functools.wraps(init)
-    def coat_init(self, chained_optimizers):
-        init(self, chained_optimizers)
-        # a subclass that distributes layers over ranks is a part of another chain
-        if type(self) is ChainedOptimizer:
-            chunks, config = models_of(self)
-            self.coat_watch = watch_optimizer(self, config) if chunks else None
-            _log_layers(chunks)
-
-    return coat_init
+    init(self, chained_optimizers)
+    # a subclass that distributes layers over ranks is a part of another chain
+    if type(self) is ChainedOptimizer:
+        chunks, config = models_of(self)
+        self.coat_watch = watch_optimizer(self, config) if chunks else None
+        _log_layers(chunks)
 
 
 def _log_layers(chunks: list[torch.nn.Module]) -> None:
@@ -85,33 +80,24 @@ def watch_optimizer(chain: ChainedOptimizer, config: WatchConfig) -> Watch | Non
     watch = Watch(whole_model(chunks), ours, config, _writers(), union=_union)
     for part in parts:
         part.coat_watch = watch
-    STEP.apply(functools.partial(_stepping, watch), on=chain)
+    STEP.apply(wrapping(_step, watch), on=chain)
     for patch in (SAVE, SAVE_SHARDED):
-        patch.apply(functools.partial(_saving, watch), on=chain)
+        patch.apply(wrapping(_save, watch), on=chain)
     return watch
 
 
-def _stepping(watch: Watch, step: Callable) -> Callable:
+def _step(watch: Watch, step: Callable, *args, **kwargs) -> Any:
+    result = step(*args, **kwargs)
     # Megatron-LM counts steps; in a user's own loop the watch does
     script = options.megatron_lm()
-
-    @functools.wraps(step)
-    def coat_step(*args, **kwargs):
-        result = step(*args, **kwargs)
-        before = None if script is None else getattr(script.get_args(), "curr_iteration", None)
-        watch.end_step(None if before is None else before + 1)
-        return result
-
-    return coat_step
+    before = None if script is None else getattr(script.get_args(), "curr_iteration", None)
+    watch.end_step(None if before is None else before + 1)
+    return result
 
 
-def _saving(watch: Watch, save: Callable) -> Callable:
-    @functools.wraps(save)
-    def coat_save(*args, **kwargs):
-        watch.flush()
-        return save(*args, **kwargs)
-
-    return coat_save
+def _save(watch: Watch, save: Callable, *args, **kwargs) -> Any:
+    watch.flush()
+    return save(*args, **kwargs)
 
 
 def _union(names: list[str]) -> list[str]:

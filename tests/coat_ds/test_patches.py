@@ -91,7 +91,7 @@ def test_patch_is_applied_once_and_removed(declare, caplog):
     [
         (NORM, {"parameters": ("gradients", "params")}, "(gradients, params, norm_type)"),
         (NORM, {"parameters": ("params", "...")}, "(gradients, params, norm_type)"),
-        (NORM, {"keywords": ("scale",)}, "(gradients, params, norm_type)"),
+        (NORM, {"parameters": ("...", "scale", "...")}, "(gradients, params, norm_type)"),
         (f"{ENGINE}.there_is_no_such_method", {}, "nothing"),
         ("deepspeed.runtime.engine:NoEngine.step", {}, "nothing"),
         (f"{ENGINE}.step", {"used_by": "split_half_float_double_sparse"}, "does not look it up"),
@@ -120,7 +120,7 @@ def test_patch_checks_parameters(declare):
     for options in (
         {"parameters": ("gradients", "params", "norm_type")},
         {"parameters": ("gradients", "...")},
-        {"keywords": ("params", "norm_type")},
+        {"parameters": ("...", "params", "norm_type", "...")},
         {},
     ):
         declare(NORM, **options).check()
