@@ -148,15 +148,16 @@ class _Block:
 def checked(f: Field, key: str, value: Any) -> Any:
     """The value of a block's field `f`; of name patterns, a tuple. Raises CoatConfigError, which names `key`,
     for an impossible value."""
-    if is_dataclass(f.type):
-        if not isinstance(value, f.type):
-            raise CoatConfigError(f"{key}: expected {f.type.__name__}, found {value!r}.")
+    wanted: Any = f.type
+    if is_dataclass(wanted):
+        if not isinstance(value, wanted):
+            raise CoatConfigError(f"{key}: expected {wanted.__name__}, found {value!r}.")
     elif "check" in f.metadata:
         f.metadata["check"](key, value)
     elif "choices" in f.metadata:
         check_choice(key, value, f.metadata["choices"])
-    elif f.type in (bool, int, float, str):
-        check_type(key, value, f.type)
+    elif wanted in (bool, int, float, str):
+        check_type(key, value, wanted)
         minimum = f.metadata.get("minimum")
         if minimum is not None and value < minimum:
             raise CoatConfigError(f"{key}: expected {minimum} or more, found {value}. Correct it.")
