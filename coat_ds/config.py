@@ -148,8 +148,8 @@ class _Block:
 def checked(f: Field, key: str, value: Any) -> Any:
     """The value of a block's field `f`; of name patterns, a tuple. Raises CoatConfigError, which names `key`,
     for an impossible value."""
-    wanted: Any = f.type
-    if is_dataclass(wanted):
+    wanted = f.type
+    if isinstance(wanted, type) and is_dataclass(wanted):
         if not isinstance(value, wanted):
             raise CoatConfigError(f"{key}: expected {wanted.__name__}, found {value!r}.")
     elif "check" in f.metadata:
