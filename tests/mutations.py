@@ -42,7 +42,7 @@ MUTATIONS = (
         "wrong bias correction: no root",
         "math.sqrt(1 - self.beta2**step)",
         "1 - self.beta2**step",
-        "kernels/test_adamw.py -k is_torch_adamw",
+        "coat_ds/test_optimizer.py -k is_torch_adamw",
     ),
     Mutation(
         "wrong sign: weights grow instead of decaying",

@@ -1,20 +1,16 @@
 """Nothing as large as a whole FP32 moment is allocated with it: on a GPU that exceeds the free memory."""
 
 import copy
-import functools
 import io
-from types import SimpleNamespace
 
 import pytest
 import torch
-from deepspeed.runtime import base_optimizer
 from torch import nn
 
 from coat_ds import CoatAdamW
 from coat_ds.optim.layouts import Fragment
 from coat_ds.optim.options import MOMENTS
 from coat_ds.optim.streaming import streaming
-from coat_ds.zero.checkpoints import moments_wait_on_cpu
 from coat_ds.zero.offloading import _move_states
 from tests.coat_ds.optimizers import assert_equal
 from tests.coat_ds.writes import values
@@ -152,34 +148,3 @@ def test_moments_move_without_copies_of_one_another():
     optimizer.state[p]["exp_avg_sq"].mul_(4)
     first, _ = optimizer.moments(p)
     assert ((first - moments[0]).abs() <= 0.01 * moments[0].abs().max()).all()
-
-
-def test_universal_checkpoint_moments_wait_on_the_cpu(monkeypatch):
-    """Those of a flat partition, which DeepSpeed makes like it, and those that it puts into the state."""
-    p, optimizer = stepped()
-    state, flats = dict(optimizer.state[p]), []
-    flatten = base_optimizer.map_to_flat_opt_states
-
-    @functools.wraps(flatten)
-    def noted(flat, *args):
-        flats.append(flat)
-        flatten(flat, *args)
-
-    monkeypatch.setattr(base_optimizer, "map_to_flat_opt_states", noted)
-    lp = nn.Parameter(torch.empty(1300))
-    address = SimpleNamespace(start=0, numel=1300)
-    lp._hp_mapping = SimpleNamespace(optim_fragment={name: torch.full((1300,), 0.5) for name in MOMENTS})
-    lp._hp_mapping.get_hp_fragment_address = lambda: address
-    lp._hp_mapping.get_hp_fragment = lambda optim_state_key: lp._hp_mapping.optim_fragment[optim_state_key]
-    with moments_wait_on_cpu(optimizer):
-        base_optimizer.map_to_flat_opt_states(p, [lp], optimizer.state, MOMENTS)
-        loaded = dict(optimizer.state[p])
-        # what is put into it goes to the CPU, where a tensor without memory cannot go
-        with pytest.raises(NotImplementedError, match="meta"):
-            optimizer.state[p]["exp_avg"] = torch.empty(1, device="meta")
-    (flat,) = flats
-    assert flat is not p and flat.untyped_storage().nbytes() == 4
-    for name in MOMENTS:
-        assert type(loaded[name]) is torch.Tensor and loaded[name].shape == p.shape
-        assert loaded[name].sum() == 650
-    assert type(optimizer.state[p]) is dict and loaded["step"] == state["step"]

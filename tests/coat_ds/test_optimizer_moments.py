@@ -8,7 +8,6 @@ import torch
 from coat_ds import CoatAdamW
 from coat_kernels.adamw import step as adamw_step
 from tests.coat_ds.faithful import assert_faithful, assert_ratio_faithful, assert_second_faithful
-from tests.util import default_dtype
 
 
 def _exponents(low, high, count=128):
@@ -124,11 +123,3 @@ def test_coat_adamw_second_moments_never_reach_zero():
     # exact: 0.9 * 0.1 / 0.19 / sqrt(0.999 * 0.001 / 0.001999) = 0.67; stored with k = 0.1875 a moment is
     # off by at most (1 + 0.22)^(1 / 0.1875) = 2.9 either way, its root by 1.7; eps only shrinks it
     assert ((p - before).abs() < 0.67 * 2.9 * 1.7 * 1.7).all()
-
-
-def test_moments_before_the_first_step_are_fp32():
-    p = torch.nn.Parameter(torch.ones(4))
-    optimizer = CoatAdamW([p])
-    with default_dtype(torch.bfloat16):
-        moments = optimizer.moments(p)
-    assert {moment.dtype for moment in moments} == {torch.float32}

@@ -332,13 +332,3 @@ def test_states_are_made_and_arranged_part_by_part(numel, monkeypatch):
 
 def _fragments(borders):
     return [Fragment(first, last - first, 0, False) for first, last in borders]
-
-
-def test_pair_of_long_moments_is_written_in_parts(monkeypatch):
-    expected = pair_of(*some_pair())
-    expected[1].mul_(3)
-    monkeypatch.setattr(codec, "AT_ONCE", 2 * GROUP)
-    first, second = pair_of(*some_pair())
-    second.mul_(3)
-    assert equal(stored_of(first, second), stored_of(*expected))
-    assert torch.equal(first.decode(), expected[0].decode())

@@ -21,23 +21,6 @@ from tests.kernels.steps import (
 from tests.util import rel_rms
 
 
-@pytest.mark.parametrize("maximize", [False, True])
-def test_adamw_reference_with_fp32_moments_is_torch_adamw(maximize):
-    p = torch.nn.Parameter(wide(1000))
-    stock = torch.optim.AdamW(
-        [p], lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, maximize=maximize, foreach=False
-    )
-    mine = p.detach().clone()
-    codecs, storage = states("fp32", "fp32", 1000, "cpu")
-    for step in range(1, 6):
-        p.grad = wide(1000)
-        adamw_reference(mine, p.grad, *storage, step, **codecs, **OPTIONS, maximize=maximize)
-        stock.step()
-        assert mine.equal(p.detach())
-    state = stock.state[p]
-    assert storage[0].codes.equal(state["exp_avg"]) and storage[1].codes.equal(state["exp_avg_sq"])
-
-
 @pytest.mark.parametrize(
     "m_name,v_name,n",
     # every pair of formats with a partial last group, and two pairs with all sizes

@@ -308,24 +308,7 @@ def test_linear_fast_weight_gradient_takes_no_memory():
     assert main.count_nonzero() > 0
 
 
-def test_linear_without_gradients_equals_training(device):
-    x, weight = leaves(torch.randn(33, 64), torch.randn(48, 64), device=device)
-    y = fp8_linear(x, weight)
-    with torch.no_grad():
-        z = fp8_linear(x, weight)
-    assert z.grad_fn is None and z.equal(y)
-
-
-def test_linear_compiled_equals_eager(device):
-    x, weight, bias = leaves(torch.randn(33, 64), torch.randn(48, 64), torch.randn(48), device=device)
-    grad = torch.randn(33, 48, device=device, dtype=torch.bfloat16)
-    compiled = torch.compile(fp8_linear, backend="aot_eager", fullgraph=True)
-    results = []
-    for run in (fp8_linear, compiled):
-        y = run(x, weight, bias)
-        results.append((y, *torch.autograd.grad(y, [x, weight, bias], grad)))
-    for a, e in zip(*results, strict=True):
-        assert a.equal(e)
+def test_linear_operators_pass_opcheck(device):
     a = torch.zeros(16, 16, device=device).to(torch.float8_e4m3fn)
     one = torch.ones(1, device=device)
     # torch's schema test would multiply FP8 elements, which torch does not support

@@ -12,9 +12,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from coat_ds.config import CoatConfig, WatchConfig
 from coat_ds.watch.readings import read
-from megatron_ext import cpu, mpu
-from megatron_ext.layer_specs import coat_layer_spec
-from megatron_ext.model import ModelShape, build_gpt
+from megatron_ext import cpu
 from megatron_ext.optimizer import patches
 from megatron_ext.optimizer.watch import watch_optimizer
 from tests.megatron_ext.experts import ALL_TO_ALL, EACH_ONE, EXPERTS
@@ -185,43 +183,6 @@ def everything(folder):
             result["experts", grouped] = experts(f"{folder}/experts {grouped}", grouped)
         parallel_state.destroy_model_parallel()
     return result
-
-
-def under_deepspeed():
-    """Losses under ZeRO-3 with whole layers as units, and the names of the groups in each reading."""
-    import deepspeed
-
-    from coat_launch.model import parameter_groups
-
-    cpu.enable()
-    deepspeed.init_distributed("gloo")
-    join()
-    model = build_gpt(ModelShape(1, 64, FFN, 4, 2), coat_layer_spec, seq_length=S, vocab_size=64)
-    config = {
-        "train_micro_batch_size_per_gpu": 4,
-        "optimizer": {"type": "AdamW", "params": {"lr": 5e-3}},
-        "bf16": {"enabled": True},
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-        "coat": {"enabled": True, "watch": {"every": 1}},
-    }
-    engine, *_ = deepspeed.initialize(
-        model=model, model_parameters=parameter_groups(model), mpu=mpu, config=config
-    )
-    readings, losses = [], []
-    engine.coat.watch.add(readings.append)
-    for step in range(6):
-        loss = loss_of(engine, Learner.tokens(step, 0))
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    engine.destroy()
-    return losses, [set(reading.groups) for reading in readings]
-
-
-def test_watch_of_megatrons_layers_under_deepspeed():
-    ((losses, groups),) = run_distributed(under_deepspeed, 1)
-    assert len(groups) == 6 and all("decoder.layers.*.mlp.linear_fc1" in names for names in groups)
-    assert losses[-1] < losses[0] - 0.5
 
 
 @pytest.fixture(scope="module")

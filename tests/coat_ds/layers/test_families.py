@@ -134,10 +134,8 @@ def test_converted_family_saves_generates_and_unconverts(name, tmp_path):
     assert loss == stock[0] and all(g.equal(stock[1][n]) for n, g in gradients.items())
 
 
-long = pytest.mark.long("trains every family five times")
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "llama" else long) for n in FAMILIES])
+@pytest.mark.long("trains every family five times")
+@pytest.mark.parametrize("name", FAMILIES)
 def test_converted_family_trains_as_bf16(name):
     family = FAMILIES[name]
     last = [sum(losses_of(family, 30, None, seed)[-5:]) / 5 for seed in range(4)]
