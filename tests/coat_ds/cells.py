@@ -9,7 +9,8 @@ BATCH, STEPS, LR = 8, 5, 2e-3
 # square. To first order what the loss falls by is a sum over elements, in which the errors average out: four
 # deviations of 100 elements' mean, of 20,000, are 0.0145. The first two losses follow from FP32 moments.
 FP8_BOUND = 2**-6
-# as derived in test_engine.py
+# of a loss: a mean over values that 16 bits round by up to 2^-9 each, up as often as down; in FP32 sums have
+# other orders
 TOLERANCE = {"bf16": 2**-10, "fp16": 2**-10, "autocast": 2**-10, "fp32": 1e-5}
 
 
@@ -75,7 +76,7 @@ OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 # each option meets each stage's kind of partition, and each type each kind
 CELLS = {
     **{f"bf16-{stage}": cell(stage) for stage in range(4)},
-    **{f"fp32-{stage}": cell(stage, "fp32") for stage in (1, 3)},
+    **{f"fp32-{stage}": cell(stage, "fp32") for stage in (0, 1, 3)},
     **{f"fp16-{stage}": cell(stage, "fp16") for stage in (0, 2, 3)},
     **{f"accumulation-{stage}": cell(stage, accumulation=2) for stage in (1, 2)},
     **{f"groups-{stage}": cell(stage, groups=decay_groups) for stage in (0, 2)},

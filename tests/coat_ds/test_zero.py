@@ -40,6 +40,8 @@ TIPPED = 4 * (2**-9 / (1.5 / 127)) ** 0.5 * (1.5 / 127) / 6**0.5 / 100**0.5
 
 # engines that also offload their states and reload them: each kind of state, one and several groups
 MOVED = ("bf16-1", "bf16-2", "bf16-3", "master16-1", "master16-3", "groups-2")
+# engines that are saved and loaded: stage 0 has a wrapper of its own for each type
+RESUMED = ("fp32-0", "bf16-0", "fp16-0", "bf16-1", "bf16-2", "bf16-3")
 
 
 def stored(engine):
@@ -51,7 +53,20 @@ def stored(engine):
     ]
 
 
-def run_cell(cell, moves):
+def resume(engine, cell, folder):
+    """Losses of two more steps; and whether moments arrive in a fresh engine and in this one, which has
+    stepped, and the losses there."""
+    saved = stored(engine)
+    engine.save_checkpoint(folder)
+    found = {"next": [train_step(engine) for _ in range(2)], "arrived": [], "again": []}
+    for target in (start(cell), engine):
+        target.load_checkpoint(folder)
+        found["arrived"].append(all(map(torch.equal, saved, stored(target))))
+        found["again"].append([train_step(target) for _ in range(2)])
+    return found
+
+
+def run_cell(cell, moves, folder=None):
     engine = start(cell)
     seen = set()
 
@@ -72,7 +87,9 @@ def run_cell(cell, moves):
         engine.reload_states()
         assert all(map(torch.equal, before, stored(engine)))
     out["losses"] += [train_step(engine) for _ in range(STEPS - 2)]
-    out["bytes"], out["sizes"] = coat_ds.state_bytes(engine), seen
+    out["bytes"], out["sizes"] = coat_ds.state_bytes(engine), set(seen)
+    if folder:
+        out |= resume(engine, cell, folder)
     if cell["dtype"] == "fp16":
         before = stored(engine)
         train_step(engine, 1e30)
@@ -158,27 +175,29 @@ def run_pipeline(coat):
     return losses, tied, [line for line in lines if "matches no parameter" in line]
 
 
-def work():
+def work(folder):
     warnings.simplefilter("ignore")
     deepspeed.init_distributed("gloo")
-    out, known = {name: run_cell(cell, name in MOVED) for name, cell in CELLS.items()}, {}
+    out, known = {}, {}
+    for name, of in CELLS.items():
+        out[name] = run_cell(of, name in MOVED, f"{folder}/{name}" if name in RESUMED else None)
     out["pipeline"] = run_pipeline(True)
     if torch.distributed.get_world_size() == 1:
         out["stock pipeline"] = run_pipeline(False)
         out["moves"] = {stage: moves(stage) for stage in (1, 2, 3)}
-        for name, cell in CELLS.items():
-            out[name]["stock"] = run_stock(cell, known)
+        for name, of in CELLS.items():
+            out[name]["stock"] = run_stock(of, known)
     return out
 
 
 @pytest.fixture(scope="module")
-def one():
-    return run_distributed(work, 1)[0]
+def one(tmp_path_factory):
+    return run_distributed(work, 1, str(tmp_path_factory.mktemp("one")))[0]
 
 
 @pytest.fixture(scope="module")
-def two():
-    return run_distributed(work, 2)
+def two(tmp_path_factory):
+    return run_distributed(work, 2, str(tmp_path_factory.mktemp("two")))
 
 
 every_cell = pytest.mark.parametrize("name", CELLS)
@@ -203,6 +222,12 @@ def test_zero_losses_are_those_of_stock_adamw(one, name):
     tolerance = TOLERANCE[CELLS[name]["dtype"]]
     for a, b in zip(ours, stock, strict=True):
         assert abs(a - b) <= FP8_BOUND * (stock[0] - b) + tolerance * b
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_zero_resumes_with_the_same_moments_and_losses(one, two, name):
+    for run in (rank[name] for rank in (one, *two)):
+        assert run["arrived"] == [True, True] and run["again"] == [run["next"]] * 2
 
 
 def test_pipeline_of_two_stages_trains_as_one(one, two):

@@ -89,6 +89,8 @@ ZERO = {
     "not-summed": (2, True, 1, True, False),
 }
 SPLIT = [name for name, (tp, *_, sums) in ZERO.items() if tp == 2 and sums]
+# moments in FP32 are resumed in tests/coat_ds
+RESUMED = [name for name in SPLIT if name.startswith("fp8")]
 split_cases = pytest.mark.parametrize("name", SPLIT)
 
 
@@ -180,12 +182,12 @@ def _zero(device, folder):
             steps = []
             # two steps show that ranks drift apart
             for step in range(STEPS if sums else 2):
-                if step == SAVED_AT and tp > 1 and sums:
+                if step == SAVED_AT and name in RESUMED:
                     engine.save_checkpoint(f"{folder}/{name}", tag="half")
                 steps.append(_step(engine, batches))
             result = {"losses": [loss for loss, _ in steps], "norms": [norm for _, norm in steps]}
             result["shared"] = _shared_bits(engine)
-            if tp > 1 and sums:
+            if name in RESUMED:
                 parallel_state.destroy_model_parallel()
                 again = _engine(*case)
                 again.load_checkpoint(f"{folder}/{name}", tag="half")
@@ -329,7 +331,7 @@ def test_shared_parameters_drift_apart_without_sum_shared_gradients(ranks):
             assert not torch.equal(first[name][0], second[name][0]), name
 
 
-@split_cases
+@pytest.mark.parametrize("name", RESUMED)
 def test_zero_over_tensor_parallel_ranks_resumes_to_the_bit(ranks, name):
     for rank in ranks:
         run = rank["zero"][name]
