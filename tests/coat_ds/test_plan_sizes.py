@@ -73,11 +73,20 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+# Every family in BF16 and in FP8. Formats of attention change what heads save: heads of two widths.
+ACTIVATIONS = {
+    **{"BF16": (None, FAMILIES), "COAT": ({}, FAMILIES)},
+    **{fmt: ({"attention_format": fmt}, ("llama", "mistral")) for fmt in ("sqrt8", "recompute")},
+}
+
+
 @pytest.mark.parametrize(
-    "activations",
-    [None, {}, {"attention_format": "sqrt8"}, {"attention_format": "recompute"}],
-    ids=["BF16", "COAT", "8-bit attention", "recomputed attention"],
+    "name, activations",
+    [
+        pytest.param(name, activations, id=f"{kind}-{name}")
+        for kind, (activations, names) in ACTIVATIONS.items()
+        for name in names
+    ],
 )
 def test_plan_saved_bytes_are_what_autograd_saves(name, activations):
     """A layer's, a token: what two layers add to what two save."""

@@ -21,7 +21,24 @@ S, B, VOCAB, LAYERS = 32, 2, 64, 2
 # a rank's part of FFN consists of whole groups, as on one rank
 H, FFN, HEADS, GROUPS = 64, 128, 4, 4
 LLAMA: dict = {"qk_layernorm": True}
-VARIANTS = {"llama": LLAMA, "gpt": GPT, "one group": {"num_query_groups": 1}}
+LATENT: dict = {
+    "multi_latent_attention": True,
+    "q_lora_rank": 64,
+    "kv_lora_rank": 32,
+    "qk_head_dim": 16,
+    "qk_pos_emb_head_dim": 32,
+    "v_head_dim": 32,
+    "qk_layernorm": True,
+}
+NO_NORMS = LATENT | {"qk_layernorm": False}
+VARIANTS = {
+    "llama": LLAMA,
+    "gpt": GPT,
+    "one group": {"num_query_groups": 1},
+    "latent": LATENT,
+    "latent, no norms": NO_NORMS,
+    "latent, whole queries": NO_NORMS | {"q_lora_rank": None, "rope_type": "rope"},
+}
 
 
 class _Awaited:
@@ -99,7 +116,13 @@ def run_cases(cases, exact):
             order.clear()
             loss.backward()
             run = {"forward": forward, "backward": list(record), "order": list(order), "summed": summed}
-            run["small"] = _are_small(model.decoder.layers[0], tp, tp if sequence_parallel else 1)
+            if "latent" not in variant:
+                run["small"] = _are_small(model.decoder.layers[0], tp, tp if sequence_parallel else 1)
+            group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+            run["places"] = {
+                name: getattr(entry, "global_shape", None)
+                for name, entry in model.sharded_state_dict(metadata={"dp_cp_group": group}).items()
+            }
             grads = {name: whole(p, p.grad).cpu() for name, p in model.named_parameters()}
             if (tp, variant) == (2, "llama"):
                 run |= _into_main_grad(model, tokens, order)
@@ -159,6 +182,7 @@ def test_tensor_parallel_layers_equal_one_rank(runs, case):
     expected = one[1, False, case[2]]
     for rank in ranks:
         found = rank[case]
+        assert found["places"] == expected["places"]
         # without rounding to FP8: sums of at most FFN FP32 terms in another order. With rounding, a value
         # next to the border between two codes may change sides, which moves it by a step of 2^-3 of itself:
         # that happens to one in 2^-3 / 2^-24 / sqrt(FFN) values, once in each of some twenty roundings
@@ -172,7 +196,7 @@ def test_tensor_parallel_layers_are_small_up_to_larger_sizes(runs):
     _, one, *more = runs
     assert graphed_work(2) > graphed_work(1)
     for found in (one, *(rank for ranks in more for rank in ranks)):
-        assert all(run["small"] == [True, False, True, False] for run in found.values())
+        assert all(run["small"] == [True, False, True, False] for run in found.values() if "small" in run)
 
 
 def test_tensor_parallel_gradients_are_the_same_bits_on_all_ranks(runs):
@@ -199,7 +223,7 @@ def test_sequence_parallelism_moves_one_byte_an_element(runs):
     assert {m[1] for m in of["forward"] + of["backward"]} == {1}
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if "latent" not in name])
 def test_sequence_parallel_ranks_agree_on_scales(runs, variant):
     """Under sequence parallelism, ranks agree on the scales of two inputs and two gradients per layer, and of
     nothing else."""
@@ -249,6 +273,11 @@ def test_sum_shared_gradients_names_parameters(runs):
     assert one[1, False, "llama"]["summed"] == []
     heads = [f"decoder.layers.{i}.self_attention.{n}_layernorm.weight" for i in range(LAYERS) for n in "qk"]
     assert two[0][2, False, "llama"]["summed"] == heads
+    # without sequence parallelism the norms of latent attention come before the split into heads
+    assert two[0][2, False, "latent"]["summed"] == []
+    norms = ("input", "pre_mlp", "self_attention.q", "self_attention.kv")
+    latent = {f"decoder.layers.{i}.{norm}_layernorm.weight" for i in range(LAYERS) for norm in norms}
+    assert set(two[0][2, True, "latent"]["summed"]) == latent | {"decoder.final_layernorm.weight"}
     assert set(two[0][2, True, "llama"]["summed"]) == {*heads, "decoder.final_layernorm.weight"} | {
         f"decoder.layers.{i}.{n}_layernorm.weight" for i in range(LAYERS) for n in ("input", "pre_mlp")
     }
