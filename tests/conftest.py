@@ -1,8 +1,8 @@
 """Without a GPU the Triton kernels run in Triton's interpreter, which is selected before the kernels are
 defined.
 
-`make test` leaves out the tests with the markers `long` and `pairwise`, and prints at its end how many and
-why; `make test-all` runs them too.
+`make test` leaves out the tests with the marker `long`, and of products with the markers `pairwise` and
+`each_value` the rest. It prints at its end how many and why; `make test-all` runs them too.
 """
 
 import collections
@@ -31,19 +31,23 @@ if not GPU:
 LEFT_OUT = "left to make test-all: "
 
 
-def pairwise(rows: list[tuple]) -> set[int]:
-    """Indices of a small subset of `rows`, chosen greedily, that has every pair of values that occurs in any
-    row.
+# of a product: how many of a test's parameters have values that make test combines in every way
+COMBINED = {"pairwise": (2, "every pair of values"), "each_value": (1, "every value")}
 
-    If several rows add equally many pairs, the first one is taken: the choice is the same every time.
+
+def covering(rows: list[tuple], together: int) -> set[int]:
+    """Indices of a small subset of `rows`, chosen greedily, that has every combination of `together` values
+    that occurs in any row.
+
+    If several rows add equally many combinations, the first one is taken: the choice is the same every time.
     """
-    places = list(itertools.combinations(range(len(rows[0])), 2)) or [(0, 0)]
-    pairs = [{(i, j, row[i], row[j]) for i, j in places} for row in rows]
-    missing, chosen = set().union(*pairs), set()
+    places = list(itertools.combinations(range(len(rows[0])), min(together, len(rows[0]))))
+    held = [{(place, *(row[i] for i in place)) for place in places} for row in rows]
+    missing, chosen = set().union(*held), set()
     while missing:
-        best = max(range(len(rows)), key=lambda n: len(pairs[n] & missing))
+        best = max(range(len(rows)), key=lambda n: len(held[n] & missing))
         chosen.add(best)
-        missing -= pairs[best]
+        missing -= held[best]
     return chosen
 
 
@@ -66,14 +70,15 @@ def pytest_collection_modifyitems(items):
             continue
         for mark in item.iter_markers("long"):
             item.add_marker(pytest.mark.skip(reason=LEFT_OUT + mark.args[0]))
-        if item.get_closest_marker("pairwise"):
-            products[item.path, item.originalname].append(item)
-    for tests in products.values():
+        for mark in COMBINED.keys() & item.keywords.keys():
+            products[mark, item.path, item.originalname].append(item)
+    for (mark, *_), tests in products.items():
+        together, what = COMBINED[mark]
         # parametrizations share value objects, so ids compare values
-        kept = pairwise([tuple(map(id, test.callspec.params.values())) for test in tests])
+        kept = covering([tuple(map(id, test.callspec.params.values())) for test in tests], together)
         for number, test in enumerate(tests):
             if number not in kept:
-                test.add_marker(pytest.mark.skip(reason=LEFT_OUT + "the product beyond every pair of values"))
+                test.add_marker(pytest.mark.skip(reason=f"{LEFT_OUT}the product beyond {what}"))
 
 
 def pytest_collection_finish():

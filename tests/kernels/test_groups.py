@@ -12,6 +12,7 @@ from tests.util import rel_rms
 FORMATS = pytest.mark.parametrize("fmt", groups.GROUP_FORMATS)
 
 
+@pytest.mark.pairwise
 @FORMATS
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("group_size", [16, 32])

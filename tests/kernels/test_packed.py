@@ -85,6 +85,7 @@ def check_origin(y, fmt):
     assert rel_rms(found, expected) <= (0 if fmt is None else E4M3_RMS)
 
 
+@pytest.mark.pairwise
 @LAYOUTS
 @pytest.mark.parametrize("groups, sinks", [(N, False), (2, False), (2, True)])
 @pytest.mark.parametrize("window", [None, 8])

@@ -86,6 +86,7 @@ def test_rope_finds_the_largest_magnitude_wherever_it_is(part, half, kernels, de
         assert torch.equal(a.float(), e.float())
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_rope_kernels_equal_the_reference(shape, dtype, device):

@@ -12,7 +12,7 @@ from tests.util import rel_rms
 FORMATS = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda f: f.name)
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_value
 @FORMATS
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -31,6 +31,7 @@ def test_tensorwise_kernel_equals_the_reference_bit_for_bit(dtype, shape, fmt, d
         assert expected[1].shape == (shape[1], -(-shape[0] // 16) * 16)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_tensorwise_sums_of_columns(dtype, shape, device):

@@ -47,7 +47,7 @@ def check_same(actual, expected) -> None:
         assert a is e is None or not same(a, e)
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_value
 @FORMATS
 @pytest.mark.parametrize("name", TENSORS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
