@@ -59,7 +59,7 @@ def _kernel_gate(module: torch.nn.Module, saved_format: str) -> KernelGate | Non
     steps = torch.linspace(-2, 2, 33) * limit
     parts = steps.repeat(33), steps.repeat_interleave(33)
     both = (torch.stack(parts, 1).flatten() if interleaved else torch.cat(parts))[None]
-    same = close(run(module._apply_gate, both.clone()), gate_reference(*parts, gate)[0][None])
+    same = close(run(module._apply_gate, both.clone()), gate_reference(*parts, gate=gate)[0][None])
     return gate if same else None
 
 
