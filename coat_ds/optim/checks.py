@@ -55,7 +55,7 @@ def check_tensors(p: torch.Tensor, state: dict[str, Any], device: torch.device) 
             f"{_of(p)} has a gradient of layout {grad.layout}. Use a dense gradient, as with "
             "torch.nn.Embedding(sparse=False)."
         )
-    check_dtype(p, trained=True)
+    check_dtype(p)
     if grad.dtype not in GRAD_DTYPES:
         raise TypeError(f"{_of(p)} has a {grad.dtype} gradient; expected FP32, BF16 or FP16. Cast it first.")
     if grad.shape != p.shape or grad.device != p.device:
@@ -76,9 +76,11 @@ def check_tensors(p: torch.Tensor, state: dict[str, Any], device: torch.device) 
         # the step encodes plain moments, of any device
         if not alike or (held.device != device and (isinstance(held, Moment) or name == "remainder")):
             layout = getattr(p, "placements", "contiguous")
+            dtype = ", torch.int16" if name == "remainder" else ""
             raise ValueError(
-                f"{_of(p)} has {name} of {_described(value)}; expected its shape, {layout}, on {device}. "
-                "Move and redistribute the model before the first step, or load a state dict again."
+                f"{_of(p)} has {name} of {_described(value)}; expected shape {tuple(p.shape)}, {layout}"
+                f"{dtype}, on {device}. Move and redistribute the model before the first step, or load a "
+                "state dict again. A remainder may be deleted: it starts at 0 again."
             )
 
 
@@ -92,7 +94,8 @@ def check_params(params: list[torch.Tensor], in_framework: bool, checkpoint_layo
     parameters of other types."""
     if not in_framework:
         for p in params:
-            check_dtype(p)
+            if p.requires_grad:
+                check_dtype(p)
     if len(set(params)) < len(params):
         raise ValueError(
             "CoatAdamW: a parameter group lists a tensor twice, which torch only warns of. List it once."
@@ -104,12 +107,9 @@ def check_params(params: list[torch.Tensor], in_framework: bool, checkpoint_layo
         )
 
 
-def check_dtype(p: torch.Tensor, trained: bool | None = None) -> None:
-    """Raises TypeError for a parameter that is trained in another type than FP32 or BF16.
-
-    trained: whether the parameter is trained; None: its `requires_grad`.
-    """
-    if (p.requires_grad if trained is None else trained) and p.dtype not in PARAM_DTYPES:
+def check_dtype(p: torch.Tensor) -> None:
+    """Raises TypeError for a trained parameter of another type than FP32 or BF16."""
+    if p.dtype not in PARAM_DTYPES:
         remedy = "Give the optimizer FP32 master weights."
         if p.is_complex():
             remedy = "Make torch.view_as_real of it the parameter, and in forward view_as_complex of that."

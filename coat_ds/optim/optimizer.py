@@ -258,8 +258,9 @@ class CoatAdamW(torch.optim.Optimizer):
                 check_tensors(p, self.state.get(p, {}), state_device(self, p, group))
         counted = scaling.found_inf is not None
         for group, params in work:
-            states = [ready_state(self, p, group, count_on_device=counted) for p in params]
-            update_group(group, params, states, scaling, seed=self._seed, passages=passages)
+            if params:
+                states = [ready_state(self, p, group, count_on_device=counted) for p in params]
+                update_group(group, params, states, scaling, seed=self._seed, passages=passages)
 
     def release_gradients(self, clip_by_last_norm: float | None = None) -> None:
         """From now on backward steps each parameter as soon as its gradient is final, and frees the gradient.
