@@ -46,7 +46,14 @@ def test_convert_leaves_heads_routers_and_indexers(name, fields, left):
 
 
 @pytest.mark.parametrize(
-    "name", ["CsmForConditionalGeneration", "KyutaiSpeechToTextForConditionalGeneration"]
+    "name",
+    [
+        "CsmForConditionalGeneration",
+        pytest.param(
+            "KyutaiSpeechToTextForConditionalGeneration",
+            marks=pytest.mark.long("one more model with the codec of CSM"),
+        ),
+    ],
 )
 def test_convert_leaves_codecs_whole(name):
     left = linears_left(name, **LAYER)
