@@ -17,6 +17,7 @@ FOUR_RANKS = ["small buckets"]
 LEFT_OUT = (
     "reentrant",
     "experts",
+    "Megatron's",
     "secondary partitions",
     "8-bit attention, module by module",
     *FOUR_RANKS,
