@@ -79,23 +79,10 @@ def to_fp8_words(b_x, E5M2: tl.constexpr):
     widened and then shifted, or used twice."""
     if INTERPRET:
         return to_fp8(b_x, E5M2).to(tl.int32)
-    if E5M2:
-        return tl.inline_asm_elementwise(
-            "{.reg .b16 t; cvt.rn.satfinite.e5m2x2.f32 t, 0f00000000, $1; cvt.u32.u16 $0, t;}",
-            "=r,f",
-            [b_x],
-            tl.int32,
-            True,
-            1,
-        )
-    return tl.inline_asm_elementwise(
-        "{.reg .b16 t; cvt.rn.satfinite.e4m3x2.f32 t, 0f00000000, $1; cvt.u32.u16 $0, t;}",
-        "=r,f",
-        [b_x],
-        tl.int32,
-        True,
-        1,
-    )
+    PAIR: tl.constexpr = "e5m2x2" if E5M2 else "e4m3x2"
+    CONVERT: tl.constexpr = "cvt.rn.satfinite." + PAIR + ".f32 t, 0f00000000, $1; "
+    PTX: tl.constexpr = "{.reg .b16 t; " + CONVERT + "cvt.u32.u16 $0, t;}"
+    return tl.inline_asm_elementwise(PTX, "=r,f", [b_x], tl.int32, True, 1)
 
 
 @triton.jit

@@ -49,14 +49,10 @@ class _Layer(torch.nn.Module):
     def __init__(
         self, config, submodules=None, *args, parts: Callable, activations=None, source=None, **kwargs
     ):
-        self.check(config, fp8=parts is coat_parts)
+        unsupported.check_layers(config, parts is coat_parts, whole=False)
         super().__init__(config, self.own_parts(parts(config, self.experts)), *args, **kwargs)
         if parts is coat_parts:
             configure_layer(self, activations, source)
-
-    def check(self, config, fp8: bool) -> None:
-        """Raises CoatConfigError for arguments of Megatron that the layer does not support."""
-        unsupported.check_layers(config, fp8, whole=False)
 
     def own_parts(self, whole: TransformerLayerSubmodules) -> TransformerLayerSubmodules:
         """The parts of this layer, from those of a whole one."""
@@ -65,10 +61,6 @@ class _Layer(torch.nn.Module):
 
 class AttentionLayer(_Layer, TransformerLayer):
     """The attention of a layer, '*'."""
-
-    def check(self, config, fp8: bool) -> None:
-        super().check(config, fp8)
-        unsupported.check_hybrid_attention(config)
 
     def own_parts(self, whole: TransformerLayerSubmodules) -> TransformerLayerSubmodules:
         # in a whole layer the addition may be fused with the next norm; here, as after the MLP, none follows

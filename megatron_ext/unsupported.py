@@ -159,9 +159,10 @@ _WHOLE_LAYERS = (
         "middle stages get no documents before megatron-core 0.17, and would attend across them",
     ),
 )
-_HYBRID_ATTENTION = (
+# for layers of the hybrid stack
+_PARTS_OF_LAYERS = (
     Unsupported(
-        "--multi-latent-attention with '*' in --hybrid-layer-pattern",
+        "--multi-latent-attention with --hybrid-layer-pattern",
         lambda c: c.multi_latent_attention,
         "Megatron's hybrid stack builds it as another layer",
         "Remove one of them, or take pretrain_gpt.py with coat_layer_spec",
@@ -294,15 +295,10 @@ def check_layers(config, fp8: bool, *, whole: bool) -> None:
     config: Megatron's TransformerConfig. fp8: layers of `coat_layer_spec`, else of `sdpa_layer_spec`.
     whole: of a GPT model, not of the hybrid stack.
     """
-    rows = (*(_WHOLE_LAYERS if whole else ()), *(_COAT if fp8 else _SDPA), *_LAYERS)
+    rows = (*(_WHOLE_LAYERS if whole else _PARTS_OF_LAYERS), *(_COAT if fp8 else _SDPA), *_LAYERS)
     if config.context_parallel_size == 1:
         rows += _ATTENTION
     _check("coat_layer_spec" if fp8 else 'sdpa_layer_spec ("activations": false)', rows, *_sources(config))
-
-
-def check_hybrid_attention(config) -> None:
-    """Raises CoatConfigError for an argument that the hybrid stack's attention, '*', does not support."""
-    _check("megatron_ext.hybrid_specs", _HYBRID_ATTENTION, config)
 
 
 def check_optimizer(config, model_chunks: Iterable[torch.nn.Module]) -> None:

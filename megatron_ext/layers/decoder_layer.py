@@ -188,7 +188,7 @@ def fused_forward(layer: torch.nn.Module, args: tuple, kwargs: dict) -> torch.Te
     why, tables = why_not_fused(layer, parts, arguments), None
     if why is None:
         angles, params = arguments["rotary_pos_emb"], arguments["packed_seq_params"]
-        tables = parts.attention.tables_of(angles, packed_seq_params=params, x=arguments["hidden_states"])
+        tables = parts.attention.tables_of(angles, params, arguments["hidden_states"])
     if tables is None:
         if layer.training and torch.is_grad_enabled():
             fused_layer.log_why_not_fused(why or "their attention or its rotary positions are not plain")

@@ -25,19 +25,9 @@ CHECKPOINT = Patch(
 )
 
 
-def installed() -> bool:
-    """Whether Megatron saves inputs in FP8."""
-    return CHECKPOINT.is_applied()
-
-
 def install() -> None:
     """From now on Megatron's recompute saves inputs in FP8. A second call does nothing.
 
     Raises RuntimeError if this Megatron is not as expected.
     """
     CHECKPOINT.apply(functools.partial(packing_function, always=True))
-
-
-def uninstall() -> None:
-    """Undoes `install`."""
-    CHECKPOINT.remove()

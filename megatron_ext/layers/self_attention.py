@@ -1,8 +1,5 @@
 """Megatron's self-attention with rotary positions in one pass."""
 
-from collections.abc import Mapping
-from types import MappingProxyType
-
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.attention import SelfAttention
@@ -19,7 +16,6 @@ from megatron_ext.layers.packed import Tables, by_token, packed_sequences
 from megatron_ext.layers.settings import Configurable
 
 _NORMS = (type(None), IdentityOp, CoatHeadNorm)
-_NO_ARGUMENTS: Mapping[str, object] = MappingProxyType({})
 
 
 class CoatSelfAttention(Configurable, SelfAttention):
@@ -50,7 +46,9 @@ class CoatSelfAttention(Configurable, SelfAttention):
         **kwargs,
     ):
         after_pre_hooks(self, hidden_states)
-        self._tables = self.tables_of(rotary_pos_emb, args, kwargs, packed_seq_params, hidden_states)
+        others = args or [name for name in kwargs if name != "attention_bias" and kwargs[name] is not None]
+        if not others:
+            self._tables = self.tables_of(rotary_pos_emb, packed_seq_params, hidden_states)
         try:
             if self._tables is not None:
                 rotary_pos_emb = None
@@ -78,22 +76,13 @@ class CoatSelfAttention(Configurable, SelfAttention):
             q, k = self.q_layernorm(q, cos, sin), self.k_layernorm(k, cos, sin)
         return q, k, v
 
-    def tables_of(
-        self,
-        angles,
-        args=(),
-        kwargs=_NO_ARGUMENTS,
-        packed_seq_params: PackedSeqParams | None = None,
-        x: torch.Tensor | None = None,
-    ) -> Tables | None:
+    def tables_of(self, angles, packed_seq_params: PackedSeqParams | None, x: torch.Tensor) -> Tables | None:
         """Cosines and sines [s, d] of rotary angles [s, 1, 1, d], empty tensors without angles; of packed
-        sequences, [tokens, d] for the layer's input `x`. None for a layer, angles or other arguments of
-        forward that the fused path does not support."""
+        sequences, [tokens, d] for the layer's input `x`. None for a layer or angles that the fused path does
+        not support."""
         config = self.config
         unusual = (
-            args
-            or (packed_seq_params is not None and config.context_parallel_size > 1)
-            or (kwargs and any(kwargs[name] is not None for name in kwargs if name != "attention_bias"))
+            (packed_seq_params is not None and config.context_parallel_size > 1)
             or torch.compiler.is_compiling()
             or config.rotary_interleaved
             or config.attention_output_gate

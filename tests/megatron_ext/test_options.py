@@ -110,8 +110,8 @@ def _import_specs(folder):
         fp8 = made != [layer_specs.sdpa_layer_spec, hybrid_specs.sdpa_hybrid_stack_spec]
         params = [made[0].params, made[1].submodules.attention_layer.params]
         given = [(each.get("activations"), each.get("source")) for each in params]
-        found[case] = (fp8, patches.installed(), recompute.installed()), list(lines), given
-        patches.uninstall(), recompute.uninstall()
+        found[case] = (fp8, patches.installed(), recompute.CHECKPOINT.is_applied()), list(lines), given
+        patches.uninstall(), recompute.CHECKPOINT.remove()
     return found
 
 

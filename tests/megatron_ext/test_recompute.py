@@ -79,7 +79,7 @@ def test_recompute_changes_nothing_else(megatron, device, case):
 def compressing(megatron):
     recompute.install()
     yield recompute
-    recompute.uninstall()
+    recompute.CHECKPOINT.remove()
 
 
 def _model(spec_name, **options):
@@ -105,7 +105,7 @@ def test_fp8_recompute_halves_inputs(compressing, spec, case):
     model = _model(spec, hidden_dropout=0.1, **CASES[case])
     torch.manual_seed(7)
     loss, gradients, (codes, instead_of) = _pass(model)
-    compressing.uninstall()
+    compressing.CHECKPOINT.remove()
     torch.manual_seed(7)
     stock_loss, stock_gradients, nothing = _pass(model)
     assert torch.equal(loss, stock_loss) and nothing == (0, 0)
@@ -144,7 +144,7 @@ def test_fp8_recompute_replays_random_states(megatron, device):
     try:
         *found, (codes, _) = gradients()
     finally:
-        recompute.uninstall()
+        recompute.CHECKPOINT.remove()
     assert nothing == (0, 0) and codes == x.numel() * (1 + 1 / GROUP)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
