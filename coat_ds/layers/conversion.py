@@ -29,7 +29,7 @@ class Conversion:
 
     converted: by kind, the names of the converted modules; an expert layer counts as a linear and as a
         feed-forward layer.
-    left: by name of a module that was not converted, the reason.
+    left: the modules that were left as they are: the reason by the module's name.
     found: by kind, the number of modules, converted or not.
     """
 

@@ -14,13 +14,12 @@ It may import `coat_kernels` and the config. Start at optimizer.py.
     moment.py        the moments in `state[p]`: FP32 tensors to every caller, codes inside; relative codes
     tensor.py        how operations of torch on moments are carried out
     pieces.py        what is stored: codes, scales, exponents
-    stored_moment.py moments that are written to files as they are stored
+    stored_moment.py moments in state dicts: FP32, or as they are stored
     streaming.py     moments that are decoded one by one while a file is written
     loading.py       load_state_dict: which state dicts are refused, and how the others are loaded
-    state_dict.py    moments in state dicts: what is written, and how it is restored
     recover.py       codes recovered from FP32 values
     narrow_grad.py   gradients that look FP32 and are BF16 or FP16
-    shards.py        DTensors
+    shards.py        DTensors, and the shapes of parameters that ZeRO-3 has emptied
     accounting.py    bytes of states, and log lines about them
 
 Nothing here imports DeepSpeed, Megatron or their adapters.

@@ -82,7 +82,7 @@ class HostStates:
         """Moves the moments and the remainder in the state of `p` into the allocation, which is made first if
         it does not exist. Does nothing if they are there.
 
-        Raises HostMemoryError, before it allocates, if the host has too little memory.
+        Raises HostMemoryError, before it allocates, if there is too little host memory.
         """
         second, first = (local(state[name]) for name in SECOND_FIRST)
         remainder = local(state["remainder"]) if "remainder" in state else None

@@ -39,9 +39,9 @@ from coat_ds.optim.options import (
 )
 from coat_ds.optim.release import Release
 from coat_ds.optim.shards import is_distributed, shape_of
-from coat_ds.optim.state_dict import states_to_save
 from coat_ds.optim.states import arrange, ready_state, state_device
 from coat_ds.optim.step import Scaling, unscale_, update_group
+from coat_ds.optim.stored_moment import states_to_save
 
 
 class CoatAdamW(torch.optim.Optimizer):

@@ -1,4 +1,4 @@
-"""Parameters of which each rank holds a part: DTensors of FSDP2 and of tensor parallelism, and ZeRO-3's."""
+"""Parameters that are split over ranks: DTensors of FSDP2 and of tensor parallelism, and ZeRO-3's."""
 
 import sys
 from typing import TYPE_CHECKING, Any, TypeGuard

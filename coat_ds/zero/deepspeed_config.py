@@ -102,7 +102,11 @@ def without_auto(config: Mapping[str, Any]) -> dict[str, Any]:
 def block_of(config: Mapping[str, Any]) -> CoatConfig:
     """The block of a DeepSpeed config, which may be left out if the optimizer's type is ours; disabled if
     there is no block. Raises CoatConfigError for an unsupported or misplaced block."""
-    check_place(config)
+    if (key := misplaced_block(config)) is not None:
+        raise CoatConfigError(
+            f'{key}: found a block there, which would be ignored. Write "coat", in small letters, at the top '
+            'of the config, next to "optimizer", not in it.'
+        )
     implied = names_ours(config) and "coat" not in config
     return CoatConfig.from_dict({"enabled": True} if implied else config.get("coat"))
 
@@ -110,16 +114,6 @@ def block_of(config: Mapping[str, Any]) -> CoatConfig:
 def names_ours(config: Mapping[str, Any]) -> bool:
     """Whether the optimizer's type in the config is "CoatAdamW"."""
     return str(section(config, "optimizer").get("type")).lower() == OPTIMIZER_TYPE.lower()
-
-
-def check_place(config: Mapping[str, Any]) -> None:
-    """Raises CoatConfigError for a misplaced or misspelled block, which would have no effect."""
-    key = misplaced_block(config)
-    if key is not None:
-        raise CoatConfigError(
-            f'{key}: found a block there, which would be ignored. Write "coat", in small letters, at the top '
-            'of the config, next to "optimizer", not in it.'
-        )
 
 
 def bf16_key(config: Mapping[str, Any]) -> str:
@@ -252,15 +246,10 @@ def optimizer_options(config: Mapping[str, Any]) -> dict[str, Any]:
             )
     for name, value in params.items():
         if name not in OPTIMIZER_PARAMS:
+            why = f"CoatAdamW has no such option. Known: {', '.join(OPTIMIZER_PARAMS)}. Drop it."
             if name in OptimizerConfig.__dataclass_fields__:
-                raise CoatConfigError(
-                    f"optimizer.params.{name}: found {value!r}, but it is a key of coat.optimizer. Write it "
-                    "there."
-                )
-            raise CoatConfigError(
-                f"optimizer.params.{name}: CoatAdamW has no such option (value {value!r}). Known: "
-                f"{', '.join(OPTIMIZER_PARAMS)}. Drop it."
-            )
+                why = "it is a key of coat.optimizer. Write it there."
+            raise CoatConfigError(f"optimizer.params.{name}: found {value!r}, but {why}")
         accepted = OPTIMIZER_PARAMS[name]
         if accepted is not None and value not in accepted:
             raise CoatConfigError(

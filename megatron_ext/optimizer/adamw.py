@@ -17,8 +17,8 @@ from coat_ds.optim.layouts import Fragment
 from coat_ds.optim.moment import Moment, pair_up
 from coat_ds.optim.optimizer import CoatAdamW
 from coat_ds.optim.options import MOMENTS, SECOND_FIRST
-from coat_ds.optim.state_dict import states_to_save
 from coat_ds.optim.states import ready_state, set_moment
+from coat_ds.optim.stored_moment import states_to_save
 from coat_kernels.adamw import join_master, split_master
 from coat_kernels.codecs import parts_of
 

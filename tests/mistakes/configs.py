@@ -122,7 +122,7 @@ MISTAKES = {
         Mistake(
             "an option that AdamW does not have",
             params(lr=1e-3, momentum=0.9),
-            ("optimizer.params.momentum: ", "(value 0.9)", "Known: lr, betas", "Drop it"),
+            ("optimizer.params.momentum: ", "found 0.9", "Known: lr, betas", "Drop it"),
         ),
         Mistake(
             "an option of the block",
