@@ -244,8 +244,8 @@ MUTATIONS = (
     ),
     Mutation(
         "config: a block in the wrong place is not looked for",
-        "    key = misplaced_block(config)\n",
-        "    key = None\n",
+        "if (key := misplaced_block(config)) is not None:",
+        "if (key := None) is not None:",
         "coat_ds/test_host_config.py",
     ),
     Mutation(
@@ -268,8 +268,8 @@ MUTATIONS = (
     ),
     Mutation(
         "patches: any parameters of a framework's function will do",
-        "names[: len(wanted) - 1] == wanted[:-1]",
-        "len(names) >= 0",
+        'if name == "..." else f"{name},"',
+        'if name else f"{name},"',
         "coat_ds/test_patches.py",
     ),
 )
