@@ -205,16 +205,13 @@ def runs_of(states: list[torch.Tensor]) -> tuple[list[Run], list[int]]:
 
 
 class SlotPlan(NamedTuple):
-    """Where the tensors of a chunk are in a slot, and which bytes of host memory are copied to it and back.
-    Bytes stand with their first byte in the slot."""
+    """Where the tensors of a chunk are in a slot, and which bytes of host memory are copied."""
 
     chunk: list[Operands]
     places: list[tuple[torch.Tensor, int]]
     """The tensors in the slot, each with its first byte."""
-    there: list[tuple[int, torch.Tensor]]
-    """The bytes to copy to the GPU."""
-    back: list[tuple[int, torch.Tensor]]
-    """The bytes to copy back."""
+    copies: list[tuple[int, torch.Tensor, bool]]
+    """First byte in the slot, bytes of host memory, and whether they are copied back."""
     size: int
 
 
@@ -222,19 +219,15 @@ def plan_of(chunk: list[Operands], host: HostStates) -> SlotPlan:
     states = [t for x in chunk for t in x.states]
     runs, begins = runs_of(states)
     places = list(zip(states, begins, strict=True))
-    both = [(run.begin, host.bytes_at(run.start, run.stop)) for run in runs]
-    there, back = list(both), list(both)
+    copies = [(run.begin, host.bytes_at(run.start, run.stop), True) for run in runs]
     size = runs[-1].end
     for x in chunk:
-        if not x.param.is_cpu:
-            continue
-        for t, to in ((x.param, (there, back)), (x.grad, (there,))):
+        for t, is_written in ((x.param, True), (x.grad, False)) if x.param.is_cpu else ():
             begin = -(-size // ALIGNMENT) * ALIGNMENT
             size = begin + t.nbytes
             places.append((t, begin))
-            for copies in to:
-                copies.append((begin, t.reshape(-1).view(torch.uint8)))
-    return SlotPlan(chunk, places, there, back, size)
+            copies.append((begin, t.reshape(-1).view(torch.uint8), is_written))
+    return SlotPlan(chunk, places, copies, size)
 
 
 class Passage:
@@ -263,15 +256,16 @@ class Passage:
             number, self._next = self._next, (self._next + 1) % SLOTS
             slot = self._slots[number]
             with self._copying_in(number):
-                for begin, here in plan.there:
+                for begin, here, _ in plan.copies:
                     slot[begin : begin + here.numel()].copy_(here, non_blocking=True)
             placed = {
                 id(t): slot[begin : begin + t.nbytes].view(t.dtype).view(t.shape) for t, begin in plan.places
             }
             yield [x.replaced(placed) for x in plan.chunk]
             with self._copying_out(number):
-                for begin, here in plan.back:
-                    here.copy_(slot[begin : begin + here.numel()], non_blocking=True)
+                for begin, here, is_written in plan.copies:
+                    if is_written:
+                        here.copy_(slot[begin : begin + here.numel()], non_blocking=True)
 
     def end(self) -> None:
         """Waits until all states are back: the CPU may read them at any time, and other streams may use the
