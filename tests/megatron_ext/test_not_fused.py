@@ -113,7 +113,8 @@ def test_forwards_that_are_not_fused(device):
         # a node is freed with its output
         y, _ = dropping.train(not recomputes)(x, attention_mask=None)
         behind = y.grad_fn.next_functions
-        assert any("AttentionBlock" in type(f).__name__ for f, _ in behind) == recomputes
+        # of the residual, and of attention's output if the block contains attention
+        assert sum("QkvBlock" in type(f).__name__ for f, _ in behind) == 1 + recomputes
     # Megatron applies partial rotary positions
     half = torch.zeros(S, 1, 1, H // HEADS // 2, device=device)
     assert "MlpBlock" not in node(layer, device, rotary_pos_emb=half)
