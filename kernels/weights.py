@@ -1,4 +1,4 @@
-"""FP8 operands of weights, and their copies over the micro-batches of one optimizer step.
+"""E4M3 operands of weights, and their copies over the micro-batches of one optimizer step.
 
 The weights of one GEMM are a tuple: one weight, or the weights of several layers that read the same input
 (queries, keys and values; gate and up), stacked along the rows. Stacked weights have one scale. Each weight
@@ -23,7 +23,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from coat_kernels.device import uses_kernels
-from coat_kernels.fp8 import Fp8Format
+from coat_kernels.fp8 import E4M3
 from coat_kernels.tensorwise.operands import fp8_operands
 from coat_kernels.tensorwise.predicted import PredictedScale, quantize_predicted, write_reference
 from coat_kernels.tensorwise.quantize import Quantized, empty_operands, launch_quantize, quantize_tensor
@@ -126,78 +126,73 @@ class WeightCache:
             self._owners, self._key, self._codes = owners, None, None
         return self
 
-    def forward(
-        self, weights: Weights, fmt: Fp8Format, trains: bool = True
-    ) -> tuple[Quantized, torch.Tensor]:
-        """The weights as [n, k], row-major, and their amax. `trains`: a backward may follow."""
+    def forward(self, weights: Weights, trains: bool = True) -> tuple[Quantized, torch.Tensor]:
+        """The weights as [n, k], E4M3, row-major, and their amax. `trains`: a backward may follow."""
         if self.keep == "none" or not trains:
-            return self._quantize(weights, fmt)
-        key = self._key_of(weights, fmt)
+            return self._quantize(weights)
+        key = self._key_of(weights)
         if key == self._key:
             return self._codes, self._largest
         self._key = None
         if self._stays and self._codes is not None:
-            self._attempt(weights, fmt, into=(self._codes, self._largest))
+            self._attempt(weights, into=(self._codes, self._largest))
         else:
             # frees the old copy before the new one is allocated
             self._largest, self._codes = None, None
-            self._codes, self._largest = self._quantize(weights, fmt, columns=True)
+            self._codes, self._largest = self._quantize(weights, columns=True)
         self._key = key
         return self._codes, self._largest
 
-    def refresh_for_graph(self, weights: Weights, fmt: Fp8Format) -> tuple:
+    def refresh_for_graph(self, weights: Weights) -> tuple:
         """Updates the copies of `weights`, which are written in place from now on. Returns the cache's part
         of a CUDA graph's key: the cache, and with gradients the addresses of the copies."""
         if self.keep == "none" or not torch.is_grad_enabled():
             return (self,)
         self._stays = True
-        self.forward(weights, fmt)
+        self.forward(weights)
         return self, *(t.data_ptr() for t in (self._largest, *self._codes[:3]))
 
-    def columns(self, weights: Weights, largest: torch.Tensor, fmt: Fp8Format) -> Quantized:
+    def columns(self, weights: Weights, largest: torch.Tensor) -> Quantized:
         """`weights` column-major, as in the forward that found `largest`."""
-        return self._again(weights, largest, fmt, rows=False)
+        return self._again(weights, largest, rows=False)
 
-    def rows(self, weights: Weights, largest: torch.Tensor, fmt: Fp8Format) -> Quantized:
+    def rows(self, weights: Weights, largest: torch.Tensor) -> Quantized:
         """`weights` row-major, as in the forward that found `largest`."""
-        return self._again(weights, largest, fmt, rows=True)
+        return self._again(weights, largest, rows=True)
 
-    def _again(self, weights: Weights, largest: torch.Tensor, fmt: Fp8Format, rows: bool) -> Quantized:
-        if self._codes is not None and self._key == self._key_of(weights, fmt):
+    def _again(self, weights: Weights, largest: torch.Tensor, rows: bool) -> Quantized:
+        if self._codes is not None and self._key == self._key_of(weights):
             return self._codes
         first, *others = weights
         if not others or not uses_kernels(first):
-            return quantize_tensor(rows_of(*weights), largest, fmt, rows=rows, columns=not rows)
+            return quantize_tensor(rows_of(*weights), largest, E4M3, rows=rows, columns=not rows)
         n, k = sum(map(len, weights)), first.shape[1]
-        out = empty_operands(n, k, fmt, largest.device, rows, not rows, False)
+        out = empty_operands(n, k, E4M3, largest.device, rows, not rows, False)
         _write(weights, out, Scales.known(largest, out.scale))
         return out
 
     @staticmethod
-    def _key_of(weights: Weights, fmt: Fp8Format) -> tuple:
+    def _key_of(weights: Weights) -> tuple:
         epochs = (_epoch if w.requires_grad else _epoch_of_frozen for w in weights)
         places = ((w.data_ptr(), w._version, w.shape, w.stride()) for w in weights)
-        return fmt, *epochs, *places
+        return *epochs, *places
 
-    def prediction(self, fmt: Fp8Format) -> PredictedScale | None:
-        """The prediction of the weights' scale in `fmt`; None if scales are not predicted."""
+    def prediction(self) -> PredictedScale | None:
+        """The prediction of the weights' scale; None if scales are not predicted."""
         if self.predicts and self._predicted is None:
-            self._predicted = PredictedScale(fmt)
+            self._predicted = PredictedScale(E4M3)
         return self._predicted
 
-    def _quantize(
-        self, weights: Weights, fmt: Fp8Format, columns: bool = False
-    ) -> tuple[Quantized, torch.Tensor]:
+    def _quantize(self, weights: Weights, columns: bool = False) -> tuple[Quantized, torch.Tensor]:
         x, *others = weights
         if others and uses_kernels(x):
-            return self._attempt(weights, fmt, columns)
+            return self._attempt(weights, columns)
         x = rows_of(*weights) if others else x
-        return fp8_operands(x, fmt, columns=columns, predicted=self.prediction(fmt))
+        return fp8_operands(x, E4M3, columns=columns, predicted=self.prediction())
 
     def _attempt(
         self,
         weights: Weights,
-        fmt: Fp8Format,
         columns: bool = False,
         into: tuple[Quantized, torch.Tensor] | None = None,
     ) -> tuple[Quantized, torch.Tensor]:
@@ -205,9 +200,9 @@ class WeightCache:
         if uses_kernels(weights[0]):
             write = functools.partial(_write, weights)
         else:
-            write = functools.partial(write_reference, rows_of(*weights), fmt=fmt)
+            write = functools.partial(write_reference, rows_of(*weights), fmt=E4M3)
         n, k = sum(w.shape[:-1].numel() for w in weights), weights[0].shape[-1]
-        prediction, device = self.prediction(fmt) or PredictedScale(fmt), weights[0].device
+        prediction, device = self.prediction() or PredictedScale(E4M3), weights[0].device
         return quantize_predicted(write, prediction, (n, k), device, columns=columns, into=into)
 
 

@@ -116,7 +116,7 @@ def how_of(kind: str, activations: ActivationsConfig) -> str:
 
 def multiplied(linear: LinearFormats, activations: ActivationsConfig) -> str:
     """The formats of GEMMs."""
-    how = f"{linear.forward.name}, gradients in {linear.backward.name}"
+    how = f"e4m3, gradients in {linear.backward.name}"
     return f"{how}, evaluation as stock layers" if activations.evaluation == "stock" else how
 
 

@@ -30,7 +30,7 @@ MAXIMA = "maxima"
 STAND_IN = "stand_in"
 # tensor: what the weak reference under STAND_IN refers to, on the tensor that keeps it alive
 HELD = "held"
-# (FP8 format, weak references to codes and scale). Written and read by linear layers that share an input
+# weak references to E4M3 codes and their scale. Written and read by linear layers that share an input
 SAVED_CODES = "saved_codes"
 # weak reference to Packed. Written and read by FP8 activation checkpointing
 PACKED = "packed"

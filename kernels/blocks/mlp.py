@@ -14,6 +14,7 @@ from coat_kernels.activation.op import (
 from coat_kernels.autograd.derivatives import once_differentiable
 from coat_kernels.autograd.origin import Origin
 from coat_kernels.device import require_fp8, uses_kernels
+from coat_kernels.fp8 import E4M3
 from coat_kernels.linear.op import (
     LinearOptions,
     gathered_columns,
@@ -38,7 +39,7 @@ def _summed(z: torch.Tensor, linear: LinearOptions) -> torch.Tensor:
 
 def _go_together(products: tuple[Weights, ...], linears: tuple[LinearOptions, ...]) -> bool:
     """Whether one launch quantizes the weights of all these GEMMs: on a GPU, if each has a single weight
-    without a cached copy, and all have one format and one dtype."""
+    without a cached copy, and all have one dtype."""
     if not uses_kernels(products[0][0]):
         return False
     for (weight, *others), linear in zip(products, linears, strict=True):
@@ -46,7 +47,6 @@ def _go_together(products: tuple[Weights, ...], linears: tuple[LinearOptions, ..
             others
             or linear.cache.keep != "none"
             or not linear.cache.predicts
-            or linear.formats.forward.dtype != linears[0].formats.forward.dtype
             or weight.dtype != products[0][0].dtype
         ):
             return False
@@ -62,22 +62,19 @@ def _by_rows(
 ) -> list[tuple[Quantized, torch.Tensor]]:
     """The row-major weights of the GEMMs, and `o`, the input of the first GEMM, row-major and, if `columns`,
     also column-major; each with its amax. They share one launch if possible."""
-    fmt, scale = linears[0].formats.forward, linears[0].x_scale
-    together = _go_together(products, linears)
+    scale, together = linears[0].x_scale, _go_together(products, linears)
     joins = together and not columns and type(o) is torch.Tensor and o.dtype == products[0][0].dtype
     if together:
         xs = [weight.contiguous() for (weight,) in products]
-        predictions = [linear.cache.prediction(fmt) for linear in linears]
+        predictions = [linear.cache.prediction() for linear in linears]
         if joins:
             xs, predictions = [*xs, o.reshape(-1, o.shape[-1]).contiguous()], [*predictions, scale]
-        found = rows_together(xs, predictions, fmt)
+        found = rows_together(xs, predictions, E4M3)
     else:
         pairs = zip(products, linears, strict=True)
-        found = [
-            linear.cache.forward(weights, linear.formats.forward, may_train) for weights, linear in pairs
-        ]
+        found = [linear.cache.forward(weights, may_train) for weights, linear in pairs]
     if not joins:
-        found.append(fp8_operands(o, fmt, columns=columns, predicted=scale))
+        found.append(fp8_operands(o, E4M3, columns=columns, predicted=scale))
     return found
 
 
@@ -87,9 +84,9 @@ def _by_columns(
     """The column-major weights of the GEMMs, with the amaxes found by `_by_rows`."""
     if _go_together(products, linears):
         xs = [weight.contiguous() for (weight,) in products]
-        return columns_together(xs, largest, linears[0].formats.forward)
+        return columns_together(xs, largest, E4M3)
     return [
-        linear.cache.columns(weights, most, linear.formats.forward)
+        linear.cache.columns(weights, most)
         for weights, most, linear in zip(products, largest, linears, strict=True)
     ]
 
@@ -171,10 +168,10 @@ class _MlpBlock(torch.autograd.Function):
         dtype, tokens = grad.dtype, codes_x.shape[0]
 
         # operands are in lists, so the GEMMs can free parts of them as soon as they are used
-        weights = [fc2.cache.columns((w_fc2,), largest_fc2, fc2.formats.forward)]
+        weights = [fc2.cache.columns((w_fc2,), largest_fc2)]
         operands = [quantized_grad(grad, fc2, sums=b_fc2 is not None and fc2.parallel is None)]
         grad_b_fc2 = None if b_fc2 is None else _bias_grad(b_fc2, operands[0].sums, grad)
-        columns = activation_columns(saved_u, largest_p, activation, fc2.formats.forward)
+        columns = activation_columns(saved_u, largest_p, activation, E4M3)
         columns = gathered_columns(columns, tokens, fc2)
         grad_p, (grad_w_fc2,) = multiply_backward(
             operands.pop(), (w_fc2,), weights.pop(), columns, dtype, fc2
@@ -187,7 +184,7 @@ class _MlpBlock(torch.autograd.Function):
         # not quantized with fc2's weight: memory peaks before this line
         weights = _by_columns(((w_proj,), w_fc1), (largest_proj, largest_fc1), (proj, fc1))
         grad_b_fc1 = None if b_fc1 is None else operands[0].sums.to(b_fc1.dtype)
-        columns = norm_columns(saved_x, norm_weight, norm_bias, largest_y, norm, fc1.formats.forward)
+        columns = norm_columns(saved_x, norm_weight, norm_bias, largest_y, norm, E4M3)
         columns = gathered_columns(columns, tokens, fc1)
         grad_y, grads_w_fc1 = multiply_backward(operands.pop(), w_fc1, weights.pop(), columns, dtype, fc1)
         del columns
@@ -202,7 +199,7 @@ class _MlpBlock(torch.autograd.Function):
         if ctx.columns_of_o is None:
             columns = Quantized(None, *saved_o)
         else:
-            columns = ctx.columns_of_o(*saved_o, proj.formats.forward)
+            columns = ctx.columns_of_o(*saved_o, E4M3)
         columns = gathered_columns(columns, tokens, proj)
         grad_o, (grad_w_proj,) = multiply_backward(
             operands.pop(), (w_proj,), weights.pop(), columns, dtype, proj

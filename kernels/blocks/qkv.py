@@ -8,6 +8,7 @@ import torch
 
 from coat_kernels.autograd.derivatives import once_differentiable
 from coat_kernels.device import require_fp8
+from coat_kernels.fp8 import E4M3
 from coat_kernels.linear.op import LinearOptions, gathered_columns, multiply, multiply_backward
 from coat_kernels.norm.op import NormOptions, norm_columns, norm_gradients, norm_operands
 from coat_kernels.rope.op import rotate_qkv_backward_operands, rotate_qkv_forward
@@ -47,8 +48,8 @@ class _Saved(NamedTuple):
 
     def normed(self, options: QkvOptions) -> Quantized:
         """The norm's output, which is the projection's input, recomputed column-major."""
-        saved, fmt = (self.codes, self.exponent, self.rstd), options.linear.formats.forward
-        return norm_columns(saved, self.norm_weight, self.norm_bias, self.largest_y, options.norm, fmt)
+        saved = self.codes, self.exponent, self.rstd
+        return norm_columns(saved, self.norm_weight, self.norm_bias, self.largest_y, options.norm, E4M3)
 
 
 # number of saved tensors before the weights
@@ -64,7 +65,7 @@ def _qkv_forward(
     y, largest_y, saved, rstd = norm_operands(
         rows, norm_weight, norm_bias, options.norm, linear.x_scale, linear.input_group
     )
-    w, largest_w = linear.cache.forward(weights, linear.formats.forward, may_train)
+    w, largest_w = linear.cache.forward(weights, may_train)
     mixed = multiply(y.rows, y.scale, w, bias, x.dtype, linear)
     mixed = mixed.view(-1, x.shape[1], mixed.shape[1])
     qkv = rotate_qkv_forward(mixed, cos, sin, options.kv_groups, options.d, options.apart)
@@ -76,7 +77,7 @@ def _qkv_again(y: Quantized, saved: _Saved, batch: int, dtype, options: QkvOptio
     """(q, k, v), recomputed from the column-major output of the norm."""
     linear, (tokens, h) = options.linear, saved.codes.shape
     rows = transpose_codes(y.columns)[:tokens, :h]
-    w = linear.cache.rows(saved.weights, saved.largest_w, linear.formats.forward)
+    w = linear.cache.rows(saved.weights, saved.largest_w)
     mixed = multiply(rows, y.scale, w, saved.bias, dtype, linear)
     mixed = mixed.view(-1, batch, mixed.shape[1])
     how = options.kv_groups, options.d, options.apart
@@ -109,7 +110,7 @@ def _qkv_backward(dq, dk, dv, grad_residual, y: Quantized, saved: _Saved, option
     ]
     grad_bias = None if bias is None else grad[0].sums.to(bias.dtype)
     columns = gathered_columns(y, saved.codes.shape[0], linear)
-    w = [linear.cache.columns(weights, saved.largest_w, linear.formats.forward)]
+    w = [linear.cache.columns(weights, saved.largest_w)]
     grad_y, grads = multiply_backward(grad.pop(), weights, w.pop(), columns, grad_residual.dtype, linear)
     norm_bias, codes = saved.norm_bias, (saved.codes, saved.exponent, saved.rstd)
     bias_dtype, needs_bias = (None, False) if norm_bias is None else (norm_bias.dtype, True)

@@ -66,18 +66,18 @@ class _Weight:
     def forward(self, trains: bool) -> tuple[Scaled, torch.Tensor]:
         """The operand [e, m, k] of the forward GEMM, and the amax."""
         if self.transposed and (self.cache.keep == "none" or not trains):
-            predicted = self.cache.prediction(E4M3)
+            predicted = self.cache.prediction()
             q, largest = fp8_operands(self.weight, E4M3, rows=False, columns=True, predicted=predicted)
         else:
-            q, largest = self.cache.forward((self.weight,), E4M3, trains)
+            q, largest = self.cache.forward((self.weight,), trains)
         return (self._by_columns(q) if self.transposed else self._by_rows(q), q.scale), largest
 
     def backward(self, largest: torch.Tensor) -> Scaled:
         """The operand [e, k, m] of the input's gradient."""
         if self.transposed:
-            q = self.cache.rows((self.weight,), largest, E4M3)
+            q = self.cache.rows((self.weight,), largest)
             return self._by_rows(q), q.scale
-        q = self.cache.columns((self.weight,), largest, E4M3)
+        q = self.cache.columns((self.weight,), largest)
         return self._by_columns(q), q.scale
 
     def _by_rows(self, q) -> torch.Tensor:

@@ -30,11 +30,10 @@ from coat_kernels.weights import NO_CACHE, WeightCache, Weights
 
 @dataclass(frozen=True, slots=True)
 class LinearFormats:
-    """FP8 formats of the forward operands (input, weight) and of the output's gradient, and which GEMMs
-    accumulate fast: with fewer bits, on GPUs that offer the choice (Hopper).
+    """The FP8 format of the output's gradient, and which GEMMs accumulate fast: with fewer bits, on GPUs that
+    offer the choice (Hopper). The input and the weight are E4M3.
     """
 
-    forward: Fp8Format = E4M3
     backward: Fp8Format = E5M2
     fast_forward: bool = True
     fast_input_grad: bool = False
@@ -69,7 +68,7 @@ class LinearOptions(NamedTuple):
         """The dependencies of GEMMs with `weights` other than their tensors, for CUDA graphs
         (`Graphs.call`)."""
         address = None if self.weight_grad_into is None else self.weight_grad_into().data_ptr()
-        cached = self.cache.refresh_for_graph(weights, self.formats.forward)
+        cached = self.cache.refresh_for_graph(weights)
         return self.formats, self.x_scale, self.grad_scale, address, *cached
 
     @property
@@ -91,7 +90,7 @@ class LinearState:
 
     def __init__(self, formats: LinearFormats = DEFAULT_FORMATS, weight_cache: str = "none"):
         self.formats, self.cache = formats, WeightCache(weight_cache)
-        self.x_scale, self.grad_scale = PredictedScale(formats.forward), PredictedScale(formats.backward)
+        self.x_scale, self.grad_scale = PredictedScale(E4M3), PredictedScale(formats.backward)
 
     def options(
         self,
@@ -177,17 +176,16 @@ class _Fp8Linear(torch.autograd.Function):
         *_, needs_weight = ctx.needs_input_grad
         trains_weight = trains and needs_weight
         saves_x = trains_weight and origin is None
-        fmt = options.formats.forward
         whole = _shared(x) if saves_x and options.parallel is None else None
-        saved = () if whole is None else _noted_codes(whole, fmt)
+        saved = () if whole is None else _noted_codes(whole)
         (rows, columns, scale, _), largest_x = fp8_operands(
-            x, fmt, columns=saves_x and not saved, group=options.input_group, predicted=options.x_scale
+            x, E4M3, columns=saves_x and not saved, group=options.input_group, predicted=options.x_scale
         )
         if saves_x and not saved:
             saved = (columns, scale)
             if whole is not None:
-                _note_codes(whole, saved, largest_x, fmt)
-        w, largest_w = options.cache.forward(weights, fmt, trains)
+                _note_codes(whole, saved, largest_x)
+        w, largest_w = options.cache.forward(weights, trains)
         y = multiply(rows, scale, w, bias, dtype, options)
         ctx.options, ctx.shape, ctx.dtype = options, x.shape, x.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
@@ -214,11 +212,11 @@ class _Fp8Linear(torch.autograd.Function):
             if needs_w:
                 # the all-gather overlaps with the dgrad GEMM. The gradient's scale is already known, so no
                 # other collective waits for the all-gather
-                fmt, tokens = options.formats.forward, ctx.shape[:-1].numel()
-                whole = Quantized(None, *saved) if ctx.columns is None else ctx.columns(*saved, fmt)
+                tokens = ctx.shape[:-1].numel()
+                whole = Quantized(None, *saved) if ctx.columns is None else ctx.columns(*saved, E4M3)
                 columns = gathered_columns(whole, tokens, options)
                 del whole
-            w = [options.cache.columns(weights, largest_w, options.formats.forward) if needs_x else None]
+            w = [options.cache.columns(weights, largest_w) if needs_x else None]
             grad_x, grads = multiply_backward(grad.pop(), weights, w.pop(), columns, ctx.dtype, options)
         elif needs_bias:
             sums = grad_y.flatten(0, -2).sum(0, dtype=torch.float32)
@@ -242,18 +240,15 @@ def _shared(x: torch.Tensor) -> torch.Tensor | None:
     return whole if type(whole) is torch.Tensor and whole.grad_fn is not None else None
 
 
-def _note_codes(
-    x: torch.Tensor, saved: tuple[torch.Tensor, torch.Tensor], largest: torch.Tensor, fmt: Fp8Format
-) -> None:
+def _note_codes(x: torch.Tensor, saved: tuple[torch.Tensor, torch.Tensor], largest: torch.Tensor) -> None:
     """Notes on `x` the codes that autograd saves of it, and its amax. The references are weak: if hooks move
     the codes elsewhere, or checkpointing drops them, the note must not keep them alive."""
-    with_maxima(note(x, SAVED_CODES, (fmt, *map(TensorWeakRef, saved))), largest)
+    with_maxima(note(x, SAVED_CODES, tuple(map(TensorWeakRef, saved))), largest)
 
 
-def _noted_codes(x: torch.Tensor, fmt: Fp8Format) -> tuple[torch.Tensor, ...]:
+def _noted_codes(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The column-major codes of `x` and their scale, if another layer saves them; empty if none does."""
-    fmt_of_codes, *references = noted(x, SAVED_CODES) or (None,)
-    found = tuple(reference() for reference in references if fmt_of_codes == fmt)
+    found = tuple(reference() for reference in noted(x, SAVED_CODES) or ())
     return () if any(t is None for t in found) else found
 
 

@@ -37,10 +37,10 @@ def test_merged_codes_are_those_of_the_whole(keep, kernels, device):
         largest = whole.abs().amax().float().view(1)
         expected = quantize_tensor_reference(whole, largest, E4M3, columns=True)
         bound = cache.of(weights)
-        rows, found = bound.forward(weights, E4M3)
-        columns = bound.columns(weights, found, E4M3)
+        rows, found = bound.forward(weights)
+        columns = bound.columns(weights, found)
         assert found.equal(largest)
-        for codes in (rows, columns, bound.rows(weights, found, E4M3)):
+        for codes in (rows, columns, bound.rows(weights, found)):
             assert codes.scale.equal(expected.scale)
         if quantizing.uses_kernels(weights[0]):
             # so the next forward does not quantize with a wrong scale
@@ -81,33 +81,33 @@ def test_merged_weight_that_changes_before_backward_is_refused(device):
 
 def test_merged_copies_belong_to_these_weights(device):
     cache, weights = WeightCache("fp8"), weights_of(device)
-    first, _ = cache.of(weights).forward(weights, E4M3)
-    assert cache.of(weights).forward(weights, E4M3)[0] is first
+    first, _ = cache.of(weights).forward(weights)
+    assert cache.of(weights).forward(weights)[0] is first
     others = weights_of(device)
-    assert cache.of(others).forward(others, E4M3)[0] is not first
+    assert cache.of(others).forward(others)[0] is not first
     # a backward pass runs after the forward pass of other weights
     smaller = tuple(torch.nn.Parameter(w / 300) for w in weights)
     bound = cache.of(smaller)
-    kept, largest = bound.forward(smaller, E4M3)
-    cache.of(others).forward(others, E4M3)
-    for codes in (bound.columns(smaller, largest, E4M3), bound.rows(smaller, largest, E4M3)):
+    kept, largest = bound.forward(smaller)
+    cache.of(others).forward(others)
+    for codes in (bound.columns(smaller, largest), bound.rows(smaller, largest)):
         assert codes.scale.equal(kept.scale)
-    second, _ = cache.of(others).forward(others, E4M3)
+    second, _ = cache.of(others).forward(others)
     invalidate_weight_caches()
-    assert cache.of(others).forward(others, E4M3)[0] is not second
+    assert cache.of(others).forward(others)[0] is not second
 
 
 def test_merged_copies_of_a_graph_are_written_in_place(kernels, device, monkeypatch):
     cache, weights = WeightCache("fp8"), weights_of(device)
-    places = cache.of(weights).refresh_for_graph(weights, E4M3)
+    places = cache.of(weights).refresh_for_graph(weights)
     with torch.no_grad():
         weights[1].mul_(300)
     with monkeypatch.context() as patched:
         patched.setattr(predicted, "empty_operands", None)
-        assert cache.of(weights).refresh_for_graph(weights, E4M3) == places
-    found, largest = cache.of(weights).forward(weights, E4M3)
+        assert cache.of(weights).refresh_for_graph(weights) == places
+    found, largest = cache.of(weights).forward(weights)
     assert (cache, *(t.data_ptr() for t in (largest, *found[:3]))) == places
-    expected, most = WeightCache("fp8").of(weights).forward(weights, E4M3)
+    expected, most = WeightCache("fp8").of(weights).forward(weights)
     assert largest.equal(most) and found.scale.equal(expected.scale)
     assert found.rows.float().equal(expected.rows.float())
     assert found.columns.float().equal(expected.columns.float())
@@ -116,7 +116,7 @@ def test_merged_copies_of_a_graph_are_written_in_place(kernels, device, monkeypa
 def test_merged_copies_of_a_graph_take_no_other_weights(device):
     cache, weights = WeightCache("fp8"), weights_of(device)
     for given in (weights, weights[:2]):
-        cache.of(given).refresh_for_graph(given, E4M3)
+        cache.of(given).refresh_for_graph(given)
         assert cache.nbytes == 2 * sum(w.numel() for w in given) + 8
 
 

@@ -1,7 +1,7 @@
 """Translates `coat.activations` into options of the layers."""
 
 from coat_ds.config import ActivationsConfig
-from coat_kernels.fp8 import E4M3, fp8_format
+from coat_kernels.fp8 import fp8_format
 from coat_kernels.linear import LinearFormats
 
 
@@ -9,7 +9,6 @@ def formats(activations: ActivationsConfig, cancels: bool = False) -> LinearForm
     """The FP8 formats of a linear layer. cancels: large terms cancel in its weight's gradient."""
     fast_backward = activations.fast_accumulation == "all"
     return LinearFormats(
-        E4M3,
         fp8_format(activations.backward_format),
         fast_forward=activations.fast_accumulation != "none",
         fast_input_grad=fast_backward,

@@ -60,7 +60,7 @@ class Fp8Linear(ConvertedForward, Gemm):
         self.transposed = transposed
 
     def shown(self) -> str:
-        return f"coat=fp8 {self.formats.forward.name}/{self.formats.backward.name}"
+        return f"coat=fp8 e4m3/{self.formats.backward.name}"
 
     def compute(self, input: torch.Tensor) -> torch.Tensor:
         module, weight = self.module, self.module.weight

@@ -50,11 +50,11 @@ class _Halves(WeightCache):
     def __reduce__(self):
         return type(self), (self.module,)
 
-    def forward(self, weights, fmt, trains=True):
-        return super().forward(self._whole(), fmt, trains)
+    def forward(self, weights, trains=True):
+        return super().forward(self._whole(), trains)
 
-    def columns(self, weights, largest, fmt):
-        return super().columns(self._whole(), largest, fmt)
+    def columns(self, weights, largest):
+        return super().columns(self._whole(), largest)
 
     def _whole(self) -> tuple[torch.Tensor]:
         return (torch.cat((self.module.w1.detach(), self.module.w3.detach()), dim=1),)
