@@ -25,7 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from coat_kernels.device import uses_kernels
 from coat_kernels.fp8 import E4M3
 from coat_kernels.tensorwise.operands import fp8_operands
-from coat_kernels.tensorwise.predicted import PredictedScale, quantize_predicted, write_reference
+from coat_kernels.tensorwise.predicted import PredictedScale, quantize_predicted
 from coat_kernels.tensorwise.quantize import Quantized, empty_operands, launch_quantize, quantize_tensor
 from coat_kernels.tensorwise.scale import Scales
 
@@ -191,18 +191,13 @@ class WeightCache:
         return fp8_operands(x, E4M3, columns=columns, predicted=self.prediction())
 
     def _attempt(
-        self,
-        weights: Weights,
-        columns: bool = False,
-        into: tuple[Quantized, torch.Tensor] | None = None,
+        self, weights: Weights, columns: bool = False, into: tuple[Quantized, torch.Tensor] | None = None
     ) -> tuple[Quantized, torch.Tensor]:
-        """The weights row-major, first quantized with the predicted scale; in new memory, or in `into`."""
-        if uses_kernels(weights[0]):
-            write = functools.partial(_write, weights)
-        else:
-            write = functools.partial(write_reference, rows_of(*weights), fmt=E4M3)
+        """The weights row-major, first quantized by kernels with the predicted scale; in new memory, or in
+        `into`."""
+        write, device = functools.partial(_write, weights), weights[0].device
         n, k = sum(w.shape[:-1].numel() for w in weights), weights[0].shape[-1]
-        prediction, device = self.prediction() or PredictedScale(E4M3), weights[0].device
+        prediction = self.prediction() or PredictedScale(E4M3)
         return quantize_predicted(write, prediction, (n, k), device, columns=columns, into=into)
 
 

@@ -295,7 +295,7 @@ class Trainer:
         if missing := [key for key in IDENTITY if key not in saved]:
             raise LaunchError(
                 f"--resume {checkpoint}: expected the settings of its run, found no {', '.join(missing)}: an "
-                "older version wrote it. Go on with that version, or start anew with another --output"
+                "older version wrote it. Go on with that version, or start a new run in another --output"
             )
         with checkpoints.reading(checkpoint):
             self.step, self.val_loss_start = state["step"], float(state["val_loss_start"])

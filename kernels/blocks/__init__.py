@@ -1,6 +1,7 @@
 """The dense transformer layer as two fused blocks around attention, one autograd function each.
 
-It may import every other folder of `coat_kernels` but `attention`, `experts` and `graphs`. Start at qkv.py.
+It may import `norm`, `linear`, `rope`, `activation`, `tensorwise`, `autograd` and the files of
+`coat_kernels`. Start at qkv.py.
 
     qkv_block    norm, qkv projection, rotary positions; with attention, it saves the norm's input alone
     mlp_block    output projection, residual addition, norm, fc1, activation, fc2, residual addition
