@@ -16,7 +16,6 @@ from benchmarks.common.spawn import Rank, join, run_ranks
 from benchmarks.common.timing import measure
 from coat_kernels.experts import ExpertsState, KernelGate, grouped_experts
 from coat_kernels.experts.order import by_expert
-from coat_kernels.weights import WeightCache
 from megatron_ext.saved_bytes import SavedStorages
 
 
@@ -122,7 +121,7 @@ def ours(given: Inputs, sizes: Sizes, keep: str = "none") -> Layer:
     gate = KernelGate("silu")
     if sizes.biases:
         gate = KernelGate("quick_gelu", limit=LIMIT, offset=1.0, interleaved=True)
-    state = ExpertsState(WeightCache(keep), WeightCache(keep))
+    state = ExpertsState(keep)
     options = {"gate": gate, "transposed": sizes.biases, "state": state}
     return Layer(lambda: grouped_experts(chosen=given.chosen, **options, **given.tensors), given.tensors)
 

@@ -15,9 +15,6 @@ therefore has a scale of its own: tokens with small gradients keep their precisi
 gradients sum over rows, and have one scale.
 """
 
-import functools
-from dataclasses import dataclass, field
-
 import torch
 
 from coat_kernels.activation import KINDS
@@ -40,20 +37,18 @@ from coat_kernels.tensorwise.predicted import PredictedScale
 from coat_kernels.weights import WeightCache
 
 
-@dataclass(frozen=True, slots=True)
 class ExpertsState:
-    """What a layer of experts keeps from one call to the next. It belongs to the caller.
+    """What a layer of experts keeps from one call to the next: FP8 copies of the weights, and the last scales
+    of the input and of the gate's output. It belongs to the caller.
 
-    gate_up, down: the FP8 copies of the weights. x_scale, a_scale: predict the scales of the input and of the
-    gate's output. fast: GEMMs accumulate with fewer bits on Hopper; the errors are the same, and without it
-    many small experts are slower than in BF16.
+    weight_cache: as `keep` of `WeightCache`. fast: GEMMs accumulate with fewer bits on Hopper; the errors are
+    the same, and without it many small experts are slower than in BF16.
     """
 
-    gate_up: WeightCache = field(default_factory=WeightCache)
-    down: WeightCache = field(default_factory=WeightCache)
-    x_scale: PredictedScale = field(default_factory=functools.partial(PredictedScale, E4M3))
-    a_scale: PredictedScale = field(default_factory=functools.partial(PredictedScale, E4M3))
-    fast: bool = True
+    def __init__(self, weight_cache: str = "none", fast: bool = True):
+        self.gate_up, self.down = WeightCache(weight_cache), WeightCache(weight_cache)
+        self.x_scale, self.a_scale = PredictedScale(E4M3), PredictedScale(E4M3)
+        self.fast = fast
 
 
 class _Weight:

@@ -21,7 +21,6 @@ from coat_ds.layers.conversion import grouped
 from coat_ds.layers.inventory import Part
 from coat_ds.layers.modules.converted_forward import is_evaluated
 from coat_kernels.experts import ExpertsState, KernelGate, OwnGate, permuted_experts
-from coat_kernels.weights import WeightCache
 from megatron_ext.layers.decoder_layer import wait_for_parameters
 from megatron_ext.layers.linear import without_accumulation_fusion
 from megatron_ext.layers.mlp import kernel_kind
@@ -92,8 +91,7 @@ class CoatGroupedMLP(Configurable, SequentialMLP):
 
     def apply_activations(self, activations: ActivationsConfig) -> None:
         super().apply_activations(activations)
-        caches = (WeightCache(activations.weight_cache) for _ in _PROJECTIONS)
-        self._state = ExpertsState(*caches, fast=activations.fast_accumulation != "none")
+        self._state = ExpertsState(activations.weight_cache, activations.fast_accumulation != "none")
         config, gated = self.config, self.config.gated_linear_unit
         how = {"saved_format": activations.saved_format, "gated": gated}
         self._gate = OwnGate(self._act, **how)

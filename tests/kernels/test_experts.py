@@ -182,7 +182,7 @@ def test_grouped_experts_with_transposed_weights(keep, device):
         n: tensors[n].detach().transpose(1, 2).contiguous().requires_grad_() for n in ("gate_up", "down")
     }
     parameters = {name: torch.nn.Parameter(t) for name, t in stored.items()}
-    state = ExpertsState(WeightCache(keep), WeightCache(keep))
+    state = ExpertsState(keep)
     call = functools.partial(grouped_experts, transposed=True, state=state)
     for _ in range(2):
         found, of_all = run(call, chosen, tensors | parameters, grad, SILU)
@@ -199,7 +199,7 @@ def test_grouped_experts_quantize_cached_weights_once_a_step(device, monkeypatch
     for name in ("gate_up", "down"):
         tensors[name] = torch.nn.Parameter(tensors[name].detach())
     grad = torch.randn(T, HIDDEN, device=device).bfloat16()
-    state, quantized = ExpertsState(WeightCache("fp8"), WeightCache("fp8")), []
+    state, quantized = ExpertsState("fp8"), []
     for name in ("_quantize", "_again"):
         stock = getattr(WeightCache, name)
         monkeypatch.setattr(

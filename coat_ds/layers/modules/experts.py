@@ -12,7 +12,6 @@ from coat_ds.optim.shards import shape_of
 from coat_kernels.experts import ExpertsState, KernelGate, OwnGate, grouped_experts
 from coat_kernels.experts.reference import gate_reference
 from coat_kernels.fp8 import ALIGNMENT
-from coat_kernels.weights import WeightCache
 
 # attributes of transformers' expert classes, with their defaults; older releases set only other values
 _TRAITS = {
@@ -104,8 +103,7 @@ class Fp8Experts(ConvertedForward):
         # a plain function in LFM2; GPT-OSS has none
         self.act = getattr(module, "act_fn", None)
         self.gate = _kernel_gate(module, self.saved_format)
-        caches = (WeightCache(activations.weight_cache) for _ in range(2))
-        self.state = ExpertsState(*caches, fast=activations.fast_accumulation != "none")
+        self.state = ExpertsState(activations.weight_cache, activations.fast_accumulation != "none")
 
     def shown(self) -> str:
         return "coat=FP8, 8-bit saved"

@@ -85,7 +85,8 @@ class AutoEPExperts(ConvertedForward):
                 f"{activations.KEY}.weight_cache: gate and up are two weights of AutoEP's experts and "
                 "are quantized in each pass. Copies of other weights are kept."
             )
-        self.state = ExpertsState(_Halves(module), WeightCache(activations.weight_cache), fast=fast)
+        self.state = ExpertsState(activations.weight_cache, fast)
+        self.state.gate_up = _Halves(module)
 
     def shown(self) -> str:
         return "coat=FP8, 8-bit saved"
