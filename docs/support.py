@@ -147,11 +147,12 @@ SECTIONS: dict[str, list[Row]] = {
             proof=("tests/megatron_ext/test_moe.py",)),
         Row("MoE of Megatron, `--moe-grouped-gemm`", cpu=2, h200=1,
             condition="saved in 8 bits, no Transformer Engine; "
-                      "`--load-main-params-from-ckpt` does not find the weights; GPU: tests of single layers",
-            proof=("tests/megatron_ext/test_grouped_experts.py",)),
-        Row("MoE of Megatron + expert parallelism (`allgather`, `alltoall`)", cpu=2,
+                      "`--load-main-params-from-ckpt` does not find the weights",
+            proof=("tests/megatron_ext/test_grouped_experts.py", "megatron_resume.csv")),
+        Row("MoE of Megatron + expert parallelism (`allgather`, `alltoall`)", cpu=2, h200=1,
             condition="with tensor parallelism, recompute, capacity factors; with expert tensor parallelism "
-                      "only under `--moe-pad-expert-input-to-capacity`"),
+                      "only under `--moe-pad-expert-input-to-capacity`; GPU: two processes on one, over gloo",
+            proof=("tests/megatron_ext/test_moe.py",)),
         Row("MoE of Megatron, `flex` dispatcher", *NOT_RUN,
             condition="refused without DeepEP or HybridEP; `--overlap-moe-expert-parallel-comm`: not run"),
         Row("MoE of Megatron + expert parallelism under DeepSpeed", *REFUSED,
