@@ -29,7 +29,7 @@ class Conversion:
 
     converted: by kind, the names of the converted modules; an expert layer counts as a linear and as a
         feed-forward layer.
-    left: the modules that were left as they are: the reason by the module's name.
+    left: the reason why a module stays stock, by the name of the module.
     found: by kind, the number of modules, converted or not.
     """
 
