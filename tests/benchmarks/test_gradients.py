@@ -14,7 +14,7 @@ from benchmarks.gradients.variants import VARIANTS, Emulated, rounded
 from benchmarks.tables.blocks import Results
 from benchmarks.tables.gradients import ERRORS, LINEARS, gradients
 from coat_kernels.fp8 import E4M3, E5M2
-from tests.benchmarks.test_harness import run
+from tests.benchmarks.dry import run
 
 
 @pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)

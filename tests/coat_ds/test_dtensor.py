@@ -132,7 +132,7 @@ def check_state():
     again.load_state_dict(torch.load(saved, weights_only=False))
     return {
         "laid out alike": all(m.placements == p.placements and m.shape == p.shape for p, m in state.values()),
-        "codecs": {name: m.to_local().codec.name for name, (_, m) in state.items()},
+        "codecs": {name: m.to_local().pieces[0].codec.name for name, (_, m) in state.items()},
         "shapes": {name: tuple(m.to_local().shape) for name, (_, m) in state.items()},
         "bytes": state_bytes(optimizer),
         "arrivals": again.pop_load_summary(),

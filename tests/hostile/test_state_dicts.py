@@ -109,10 +109,10 @@ def test_states_go_through_any_chain_of_optimizers(seed, kinds, shapes, steps):
             assert after.param_groups[0][name] == group[name]
         for p, q in zip(before.param_groups[0]["params"], params, strict=True):
             for name, old, new in zip(MOMENTS, moments_of(before, p), moments_of(after, q), strict=True):
-                if kind != "CoatAdamW" or after.state[q][name].codec.name == "fp32":
+                if kind != "CoatAdamW" or after.state[q][name].pieces[0].codec.name == "fp32":
                     assert torch.equal(old, new)
                 else:
-                    codec = after.state[q][name].codec
+                    codec = after.state[q][name].pieces[0].codec
                     second = after.state[q]["exp_avg_sq"]
                     beside = Stored(second.pieces[0].codec, second.pieces[0].storage)
                     encoded = codec.encode(old, beside=beside)

@@ -5,6 +5,7 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import resource
+import signal
 import sys
 import traceback
 from dataclasses import dataclass
@@ -84,6 +85,8 @@ def _printed(folder: Path, ranks: int) -> str:
 
 
 def _rank(environment: dict, folder: Path, faults: dict, argv: list[str]) -> None:
+    # a shell's job in the background ignores interrupts, and so do the processes that it starts
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     # until now the environment is that of the server
     os.environ.clear()
     os.environ.update({name: str(value) for name, value in environment.items()})
