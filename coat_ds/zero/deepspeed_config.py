@@ -259,6 +259,9 @@ def optimizer_options(config: Mapping[str, Any]) -> dict[str, Any]:
     passed = {name: value for name, value in params.items() if OPTIMIZER_PARAMS[name] is None}
     default = {} if params.get("torch_adam") else {"weight_decay": DEFAULT_WEIGHT_DECAY}
     check_numbers(_ANY_NUMBERS | passed, "optimizer.params.")
+    if "betas" in passed:
+        # torch refuses integers, such as 0
+        passed["betas"] = tuple(map(float, passed["betas"]))
     return {**default, **passed}
 
 

@@ -276,3 +276,9 @@ def test_optimizer_options_decay_as_without_the_block(torch_adam, stock):
         options = deepspeed_config.optimizer_options(params(lr=1e-3, torch_adam=torch_adam, **given))
         expected = given.get("weight_decay", inspect.signature(stock).parameters["weight_decay"].default)
         assert CoatAdamW(made, **options).param_groups[0]["weight_decay"] == expected
+
+
+def test_optimizer_options_take_a_beta_of_zero_as_json_writes_it():
+    (p,) = torch.nn.Linear(4, 4, bias=False).parameters()
+    options = deepspeed_config.optimizer_options(params(betas=[0, 0.95]))
+    assert torch.optim.AdamW([p], **options).defaults["betas"] == (0.0, 0.95)
