@@ -97,7 +97,8 @@ def _rebuild(pieces: list[tuple], group_size: int, shape: tuple[int, ...]) -> to
     _expect(
         type(group_size) is int and group_size == GROUP_SIZE, f"groups of {GROUP_SIZE} elements", group_size
     )
-    _expect(type(shape) is tuple and all(type(n) is int and n >= 0 for n in shape), "a shape", shape)
+    is_shape = type(shape) is tuple and all(type(n) is int and n >= 0 for n in shape)
+    _expect(is_shape and math.prod(shape) < 2**63, "a shape", shape)
     is_list = type(pieces) is list and all(type(x) is tuple and len(x) in (5, 9) for x in pieces)
     _expect(is_list and pieces, "first element, codec and three tensors, of one moment or of two", pieces)
     begins = [piece[0] for piece in pieces]
