@@ -1,8 +1,10 @@
 """The sizes of a decoder-only transformer."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from coat_ds.plan.errors import PlanError
 from coat_ds.plan.experts import Experts
@@ -153,8 +155,7 @@ def from_shape(values: Mapping, vocabulary: int | None) -> Sizes:
     if vocabulary is None:
         raise PlanError("vocabulary: a file of sizes names none. Give --vocabulary, 32000 for Llama-2.")
     for key in ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads"):
-        if type(found := values.get(key)) is not int or found < 1:
-            raise PlanError(f"{key}: expected a whole number above 0, found {found!r}. Correct the file.")
+        _positive(key, values.get(key))
     hidden, heads = values["hidden_size"], values["num_attention_heads"]
     if hidden % heads:
         raise PlanError(
@@ -173,21 +174,30 @@ def from_shape(values: Mapping, vocabulary: int | None) -> Sizes:
     )
 
 
+def _positive(key: str, found: Any, most: float = math.inf) -> int:
+    """`found` if it is a whole number from 1 to `most`; else raises PlanError."""
+    if type(found) is not int or not 1 <= found <= most:
+        limit = "above 0" if most == math.inf else f"from 1 to {most}"
+        raise PlanError(f"{key}: expected a whole number {limit}, found {found!r}. Correct the file.")
+    return found
+
+
 def _experts_of_shape(values: Mapping) -> Experts | None:
-    """The experts by Megatron's arguments, with Megatron's defaults."""
-    if not (count := values.get("num_experts")):
+    """The experts by Megatron's arguments, with Megatron's defaults. Raises PlanError for impossible ones."""
+    if values.get("num_experts") is None:
         return None
+    count = _positive("num_experts", values["num_experts"])
     every, layers = values.get("moe_layer_freq", 1), range(values["num_layers"])
-    sparse = [i % every == 0 for i in layers] if isinstance(every, int) else every
-    if len(sparse) != len(layers):
-        raise PlanError(
-            f"moe_layer_freq: expected a whole number or {len(layers)} numbers, found {every!r}. Correct it."
-        )
+    if isinstance(every, list) and len(every) == len(layers):
+        sparse = sum(map(bool, every))
+    else:
+        sparse = len(layers[:: _positive("moe_layer_freq", every)])
+    shared = values.get("moe_shared_expert_intermediate_size")
     return Experts(
-        layers=sum(map(bool, sparse)),
+        layers=sparse,
         count=count,
-        used=values.get("moe_router_topk", 2),
-        ffn=values.get("moe_ffn_hidden_size") or values["ffn_hidden_size"],
-        shared=values.get("moe_shared_expert_intermediate_size") or 0,
+        used=_positive("moe_router_topk", values.get("moe_router_topk", 2), count),
+        ffn=_positive("moe_ffn_hidden_size", values.get("moe_ffn_hidden_size") or values["ffn_hidden_size"]),
+        shared=_positive("moe_shared_expert_intermediate_size", shared) if shared else 0,
         shared_gate=bool(values.get("moe_shared_expert_gate")),
     )

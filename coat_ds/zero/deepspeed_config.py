@@ -14,7 +14,7 @@ from coat_ds.config import (
     WatchConfig,
     did_you_mean,
 )
-from coat_ds.optim.options import check_numbers
+from coat_ds.optim.options import RATES, check_numbers
 from coat_ds.zero import convert_optimizer, recompute
 from coat_ds.zero.block import OPTIMIZER_TYPE, enabled, flag, misplaced_block, section
 from coat_kernels.device import capability, has_fp8_gemm
@@ -259,6 +259,11 @@ def optimizer_options(config: Mapping[str, Any]) -> dict[str, Any]:
     passed = {name: value for name, value in params.items() if OPTIMIZER_PARAMS[name] is None}
     default = {} if params.get("torch_adam") else {"weight_decay": DEFAULT_WEIGHT_DECAY}
     check_numbers(_ANY_NUMBERS | passed, "optimizer.params.")
+    for name in RATES:
+        if not passed.get(name, 0) >= 0:
+            raise CoatConfigError(
+                f"optimizer.params.{name}: expected 0 or more, found {passed[name]!r}. Correct it."
+            )
     if "betas" in passed:
         # torch refuses integers, such as 0
         passed["betas"] = tuple(map(float, passed["betas"]))

@@ -123,7 +123,8 @@ def parts_of(borders: Sequence[int]) -> list[Part]:
                 start=before.start, first=before.first, longest=max(part.longest, before.longest)
             )
         parts.append(part)
-    return parts
+    # Megatron's borders may end in documents without tokens
+    return [part for part in parts if part.longest]
 
 
 def _parts(

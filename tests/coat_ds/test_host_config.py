@@ -282,3 +282,10 @@ def test_optimizer_options_take_a_beta_of_zero_as_json_writes_it():
     (p,) = torch.nn.Linear(4, 4, bias=False).parameters()
     options = deepspeed_config.optimizer_options(params(betas=[0, 0.95]))
     assert torch.optim.AdamW([p], **options).defaults["betas"] == (0.0, 0.95)
+
+
+@pytest.mark.parametrize("name", ["lr", "eps", "weight_decay"])
+@pytest.mark.parametrize("value", [-1e-3, float("nan")])
+def test_optimizer_options_below_zero_are_refused(name, value):
+    with pytest.raises(CoatConfigError, match=f"optimizer.params.{name}: .*{value}"):
+        deepspeed_config.optimizer_options(params(**{name: value}))

@@ -39,6 +39,29 @@ def test_plan_sizes_of_json_files():
     assert from_values({**gpt2, "n_inner": 1024}).ffn == 1024
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"moe_layer_freq": 0},
+        {"moe_layer_freq": None},
+        {"moe_layer_freq": [1, 0]},
+        {"moe_layer_freq": "([0]*1+[1]*31)"},
+        {"num_experts": "8"},
+        {"num_experts": -8},
+        {"num_experts": True},
+        {"moe_router_topk": 9},
+        {"moe_ffn_hidden_size": "x"},
+        {"moe_shared_expert_intermediate_size": -1},
+    ],
+    ids=str,
+)
+def test_plan_refuses_impossible_experts_of_megatron(given):
+    (key,) = given
+    shape = json.loads((ROOT / "configs/model_llama2_7b.json").read_text()) | {"num_experts": 8} | given
+    with pytest.raises(PlanError, match=key):
+        sizes.from_shape(shape, 32000)
+
+
 def test_plan_from_module_on_the_meta_device():
     config = transformers.Qwen2Config(**SIZES)
     with torch.device("meta"):

@@ -177,14 +177,15 @@ def test_cudnn_arguments_fit_torchs_operators():
 
 
 def test_parts_of_long_documents_are_apart():
-    lengths = [3, 0, LONG - 1, LONG, LONG + 7, 5, 2]
+    lengths = [3, 0, LONG - 1, LONG, 0, LONG + 7, 5, 2, LONG, 0]
     borders = with_borders(lengths, "cpu").borders
     parts = parts_of(borders)
     assert [(p.first, p.last, p.longest) for p in parts] == [
         (0, 3, LONG - 1),
         (3, 4, LONG),
-        (4, 5, LONG + 7),
-        (5, 7, 5),
+        (5, 6, LONG + 7),
+        (6, 8, 5),
+        (8, 9, LONG),
     ]
     assert all((p.start, p.end) == (borders[p.first], borders[p.last]) for p in parts)
     starts = torch.tensor(borders)
