@@ -76,11 +76,13 @@ def check_tensors(p: torch.Tensor, state: dict[str, Any], device: torch.device) 
         # the step encodes plain moments, of any device
         if not alike or (held.device != device and (isinstance(held, Moment) or name == "remainder")):
             layout = getattr(p, "placements", "contiguous")
-            dtype = ", torch.int16" if name == "remainder" else ""
+            dtype, remedy = "", ""
+            if name == "remainder":
+                dtype, remedy = ", torch.int16", " A remainder may be deleted: it starts at 0 again."
             raise ValueError(
                 f"{_of(p)} has {name} of {_described(value)}; expected shape {tuple(p.shape)}, {layout}"
                 f"{dtype}, on {device}. Move and redistribute the model before the first step, or load a "
-                "state dict again. A remainder may be deleted: it starts at 0 again."
+                f"state dict again.{remedy}"
             )
 
 

@@ -20,7 +20,7 @@ from coat_kernels.attention.whole import BACKENDS, causal_attention, switched_on
 from coat_kernels.autograd.derivatives import once_differentiable
 from coat_kernels.autograd.origin import origin_of, with_origin
 
-# Tokens from which a document is attended to by cuDNN. Below, its gain does not pay the additional launches.
+# Tokens from which cuDNN computes a document, in launches of its own. No smaller number was measured.
 LONG = 2048
 # cuDNN has a plan for each number of tokens, so that numbers are rounded up to one of this many in an octave
 _LENGTHS_PER_OCTAVE = 8

@@ -51,7 +51,7 @@ def without_the_block():
         (coat_ds.install, {"coat": {"enabled": False}}),
     ):
         switch()
-        # made anew: DeepSpeed 0.18 takes options out of it
+        # made for each engine: DeepSpeed 0.18 takes options out of it
         engine, *_ = engine_of(ds_config(cell(1), coat=False) | more)
         losses = [train_step(engine) for _ in range(2)]
         out.append((losses, type(engine.basic_optimizer).__name__, hasattr(engine, "coat")))
