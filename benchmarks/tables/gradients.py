@@ -4,7 +4,6 @@ import statistics
 from collections.abc import Callable
 from typing import NamedTuple
 
-from benchmarks.common.harness import read_rows
 from benchmarks.tables.blocks import Results, between, block, data, percent, table
 
 ERRORS, TUNED, LEARNED, LAYER = "gradients_h200.csv", "sensitivity.csv", "memorize.csv", "layer_h200.csv"
@@ -81,24 +80,18 @@ class Times:
 @block("numerics.md", "gradients")
 def gradients(results: Results) -> str:
     """A line for each variant: errors of gradients, time, and losses above BF16 of the same seed."""
-    found = read_rows(results.folder / ERRORS)
-    errors = [row for row in found if row["what"] == "errors"]
-    times = Times(results, [row for row in found if row["what"] == "time"])
+    errors, times = results.rows(ERRORS, what="errors"), Times(results, results.rows(ERRORS, what="time"))
     lines = []
-    for name in dict.fromkeys([row["variant"] for row in errors] or TRAINED):
+    for name in dict.fromkeys(row["variant"] for row in errors):
         of_name = [row for row in errors if row["variant"] == name]
-        known = not errors and name == "E4M3"
-        line = [name, *_errors(of_name), "" if known else f"{times.of(name):.2f}"]
+        line = [name, *_errors(of_name), f"{times.of(name):.2f}"]
         lines.append(line + _losses(results, TRAINED.get(name)))
-    head = ["gradients in"]
-    if errors:
-        head += [
-            data(ERRORS, "error of weight gradients, E5M2's is 1"),
-            "with the forward's error",
-            "of dx",
-            "gradients that become zero",
-        ]
-    head += [
+    head = [
+        "gradients in",
+        data(ERRORS, "error of weight gradients, E5M2's is 1"),
+        "with the forward's error",
+        "of dx",
+        "gradients that become zero",
         data(LAYER, "ms of a layer"),
         data("numerics.csv", "error of weight gradients, TransformerEngine's is 1"),
         data("converge_stopped.csv", "125M, 134M to 150M tokens"),
@@ -112,9 +105,7 @@ def gradients(results: Results) -> str:
 
 
 def _errors(rows: list[dict]) -> list[str]:
-    """Between models; nothing without rows."""
-    if not rows:
-        return []
+    """Between models."""
     names = "backward_to_e5m2", "total_to_e5m2", "dx_to_e5m2"
     ratios = [between([row[name] for row in rows], "{:.2f}") for name in names]
     return [*ratios, f"up to {percent(max(row['flushed'] for row in rows), 2)}"]

@@ -127,12 +127,6 @@ def fine_tuning(results: Results) -> str:
     )
     rows = results.rows("finetune.csv")
     lines = [_fine_tuned(rows, *line) for line in lines_of]
-    mixture = "finetune_moe_h200.csv"
-    if (results.folder / mixture).exists():
-        found = results.rows(mixture)
-        title = f"upcycled to 4 experts, {found[0]['tokens'] / 1e6:.1f}M tokens"
-        for system, name in (("bf16", "BF16"), ("coat", "COAT")):
-            lines.append(_fine_tuned(found, "hf", system, f"{name}, {data(mixture, title)}"))
     title = data("finetune.csv", f"SmolLM2-135M, {rows[0]['tokens'] / 1e6:.0f}M tokens")
     head = title, "seeds", "loss before", "after"
     return table([*head, "above BF16 in COAT's layers", "in stock layers", "last words right"], *lines)
