@@ -8,6 +8,7 @@ from benchmarks.tables.blocks import Results, between, block, data, percent, tab
 
 ERRORS, TUNED, LEARNED, LAYER = "gradients_h200.csv", "sensitivity.csv", "memorize.csv", "layer_h200.csv"
 E5M2, ENDS = "E5M2", "first and last layer in BF16"
+PRETRAINED = {"converge.csv": "125M, 150M tokens", "converge_1b_warmup.csv": "1B, 46M tokens"}
 # decoder layers of Llama-2-7B, and the first and the last one of them
 LAYERS, AT_ENDS = 32, 2
 LINEARS = "qkv", "o", "gate_up", "down"
@@ -18,15 +19,15 @@ class Trained(NamedTuple):
 
     error: str | None
     """Layer in numerics.csv."""
-    stopped: str | None
-    """Column of converge_stopped.csv."""
+    run: str | None
+    """In converge.csv and converge_1b_warmup.csv."""
     tuned: str
     learned: str | None
 
 
 TRAINED = {
-    E5M2: Trained("ours", "coat_same_step", "coat", "COAT"),
-    "E4M3": Trained("ours, gradients E4M3", "val_loss", "coat-e4m3", "COAT, E4M3 gradients"),
+    E5M2: Trained("ours", "coat", "coat", "COAT"),
+    "E4M3": Trained("ours, gradients E4M3", "coat-e4m3", "coat-e4m3", "COAT, E4M3 gradients"),
     f"E5M2, {ENDS}": Trained(None, None, f"coat, {ENDS}", None),
 }
 
@@ -94,8 +95,7 @@ def gradients(results: Results) -> str:
         "gradients that become zero",
         data(LAYER, "ms of a layer"),
         data("numerics.csv", "error of weight gradients, TransformerEngine's is 1"),
-        data("converge_stopped.csv", "125M, 134M to 150M tokens"),
-        "1B, 32M of 46M tokens",
+        *(data(name, title) for name, title in PRETRAINED.items()),
         data(TUNED, "SmolLM2, 10M tokens"),
         "in stock layers",
         data(LEARNED, "one batch, Mistral's layers"),
@@ -119,17 +119,19 @@ def _losses(results: Results, where: Trained | None) -> list[str]:
     if where.error:
         row = results.row("numerics.csv", data="trained", layer=where.error, figure="to TE current")
         line = [between([row[f"linear_{name}"] for name in ("qkv", "proj", "fc1", "fc2")], "{:.2f}")]
-        for model in ("125m", "1b"):
-            rows = results.rows("converge_stopped.csv", model=model)
-            line.append(_signed(rows, lambda row: row[where.stopped] - row["bf16_same_step"]))
-    bf16 = {row["seed"]: row for row in results.rows(TUNED, system="bf16")}
-    rows = results.rows(TUNED, system=where.tuned)
-    for loss in ("val_loss", "val_loss_bf16"):
-        line.append(_signed(rows, lambda row, loss=loss: row[loss] - bf16[row["seed"]][loss]))
+        line += [_over_bf16(results, name, run=where.run) for name in PRETRAINED]
+    line += [_over_bf16(results, TUNED, loss, system=where.tuned) for loss in ("val_loss", "val_loss_bf16")]
     for family in ("Mistral", "Qwen3"):
         rows = results.rows(LEARNED, family=family, system=where.learned) if where.learned else []
         line.append(_signed(rows, lambda row: row["over_bf16"]))
     return line
+
+
+def _over_bf16(results: Results, name: str, loss: str = "val_loss", **system: str | None) -> str:
+    """Of the same seed."""
+    (column,) = system
+    bf16 = {row["seed"]: row[loss] for row in results.rows(name, **{column: "bf16"})}
+    return _signed(results.rows(name, **system), lambda row: row[loss] - bf16[row["seed"]])
 
 
 def _signed(rows: list[dict], value: Callable[[dict], float]) -> str:
