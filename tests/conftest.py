@@ -5,13 +5,17 @@ defined.
 `each_value` the rest. It prints at its end how many and why; `make test-all` runs them too.
 """
 
+import atexit
 import collections
 import gc
 import itertools
 import os
 
-import pytest
-import torch
+# objects of the imports that follow are permanent, and collections between them would find nothing
+gc.disable()
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
 
 GPU = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
 if not GPU:
@@ -82,16 +86,14 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    # objects imported by now are permanent, so garbage collections can skip them
     gc.collect()
+    # later collections skip what is there by now
     gc.freeze()
+    # some libraries count their remaining objects at exit
+    atexit.register(gc.unfreeze)
     if not GPU:
         gc.set_threshold(*RARELY)
-
-
-def pytest_unconfigure():
-    # some libraries count their remaining objects at exit
-    gc.unfreeze()
+    gc.enable()
 
 
 def pytest_terminal_summary(terminalreporter):

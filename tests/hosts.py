@@ -76,13 +76,16 @@ class TorchAdam:
 def without_compilation() -> None:
     """Unless all tests run, DeepSpeed's CPU optimizers compute with torch, because compilation takes minutes.
 
-    DeepSpeed's own code makes their states, counts steps, saves and loads in either case.
+    DeepSpeed's own code makes their states, counts steps, saves and loads in either case. Of the CPU it reads
+    the vendor alone, for which a second of measurements is made.
     """
+    import cpuinfo
     from deepspeed.ops import op_builder
 
     if not TEST_ALL:
         for builder in (op_builder.CPUAdamBuilder, op_builder.FusedAdamBuilder):
             builder.load = lambda self: TorchAdam()
+        cpuinfo.get_cpu_info = dict
 
 
 def write_checkpoints_in_threads() -> None:

@@ -12,7 +12,7 @@ from benchmarks.finetune import pretrained
 from benchmarks.finetune.table import parse
 from coat_ds import CoatConfig
 from coat_launch.batches import Batch
-from tests.benchmarks.dry import run
+from tests.benchmarks.dry import run, run_here
 
 ENDINGS = ("river", "mountain", "village", "garden", "harbour")
 PROSE = "".join(
@@ -129,5 +129,7 @@ def test_the_dry_run_of_an_upcycled_model(text, tmp_path, tiny):
 
 def test_an_upcycled_model_has_two_experts_or_more_and_no_path_by_megatron(text, tmp_path):
     for experts, name in (("1", "hf-bf16"), ("4", "megatron-bf16")):
-        result = run("finetune", "--quick", "--upcycle", experts, "--work", str(tmp_path), "--runs", name)
+        result = run_here(
+            "finetune", "--quick", "--upcycle", experts, "--work", str(tmp_path), "--runs", name
+        )
         assert result.returncode == 1 and "--upcycle" in result.stderr

@@ -1,34 +1,17 @@
 """The registry, the entry point and the table; nothing here is timed."""
 
-import contextlib
 import csv
-import io
-import subprocess
 import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks.__main__ import main
 from benchmarks.common.harness import RESULTS, Table
 from benchmarks.common.timing import Span, covered_ms, gpu_spans
+from tests.benchmarks.dry import run_here
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def run_here(*arguments):
-    """The same within this process, to save the imports: for commands that start no training and change
-    nothing."""
-    out, err = io.StringIO(), io.StringIO()
-    code = 0
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            main(arguments)
-        except SystemExit as end:
-            code = end.code if isinstance(end.code, int) else 1
-            err.write("" if isinstance(end.code, int) else str(end.code))
-    return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")

@@ -48,19 +48,6 @@ def plain(capsys, *words: str, code: int = 0) -> dict:
     return json.loads(said(capsys, *words, "--json", code=code))
 
 
-def test_coat_command_in_a_process_of_its_own(tmp_path):
-    """Without a message of torch's or DeepSpeed's on the way, and without importing either host, nor torch's
-    module that builds extensions, which warns where there is a compiler and no GPU."""
-    code = "import sys; from coat_ds.cli import main; main(['plan', *sys.argv[1:]]); "
-    code += (
-        "assert not {'deepspeed', 'megatron', 'transformers', 'torch.utils.cpp_extension'} & {*sys.modules}"
-    )
-    words = [sys.executable, "-c", code, *SHAPE]
-    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, env={**os.environ, "RANK": "1"})
-    assert done.returncode == 0 and done.stderr == "", done.stderr
-    assert done.stdout.startswith("6.74B parameters, 1 x H100, ZeRO-2, micro-batch 1 x 2048 tokens")
-
-
 def test_coat_command_prints_version_and_schema(capsys):
     with pytest.raises(SystemExit) as end:
         cli.main(["--version"])
@@ -262,10 +249,14 @@ def test_fit_keeps_deepspeeds_global_batch(capsys, tmp_path, monkeypatch, batche
 
 
 OPTIONAL = ["accelerate", "deepspeed", "matplotlib", "megatron", "tokenizers", "tqdm", "transformers"]
-# a process in which packages are not installed; each command in a fork of its own
+# a process that plans, and in which packages are not installed afterwards; each command in a fork of its own
 WITHOUT = """
 import json, os, sys
+from coat_ds.cli import main
 cases, folder = json.loads(sys.argv[1]), sys.argv[2]
+main(cases["plan"][1])
+print("IMPORTED", json.dumps([*sys.modules]), flush=True)
+del os.environ["RANK"]
 missing = {package for packages, _ in cases.values() for package in packages}
 class Finder:
     def __init__(self, inner):
@@ -277,7 +268,6 @@ class Finder:
 sys.meta_path[:] = map(Finder, sys.meta_path)
 # what every fork would import, and imports none of the packages
 import torch._dynamo, triton.language
-from coat_ds.cli import main
 for name, (missing, words) in cases.items():
     if not (child := os.fork()):
         for stream in (1, 2):
@@ -316,15 +306,26 @@ def ends(tmp_path_factory):
         cases[package] = [package], ["train", "--steps=1", f"--output={folder}/run"]
     cases["table"] = ["matplotlib"], ["watch", str(folder)]
     cases["pictures"] = ["matplotlib"], ["watch", str(folder), "--pictures", str(folder)]
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT, json.dumps(cases), folder], capture_output=True, text=True, cwd=ROOT
-    )
+    words = [sys.executable, "-c", WITHOUT, json.dumps(cases), folder]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, env={**os.environ, "RANK": "1"})
     assert done.returncode == 0, done.stderr
-    codes = dict(line.split() for line in done.stdout.splitlines())
-    return {
+    planned, rest = done.stdout.split("IMPORTED ")
+    imported, *lines = rest.splitlines()
+    codes = dict(line.split() for line in lines)
+    found = {
         name: (int(codes[name]), *((folder / f"{name}.{stream}").read_text() for stream in (1, 2)))
         for name in cases
     }
+    return found | {"by itself": (planned, done.stderr, {*json.loads(imported)})}
+
+
+def test_coat_command_in_a_process_of_its_own(ends):
+    """Without a message of torch's or DeepSpeed's on the way, and without importing either host, nor torch's
+    module that builds extensions, which warns where there is a compiler and no GPU."""
+    planned, error, imported = ends["by itself"]
+    assert planned.startswith("6.74B parameters, 1 x H100, ZeRO-2, micro-batch 1 x 2048 tokens")
+    assert error == ""
+    assert not {"deepspeed", "megatron", "transformers", "torch.utils.cpp_extension"} & imported
 
 
 @pytest.mark.parametrize("name", PLAIN)

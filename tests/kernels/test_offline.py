@@ -6,15 +6,18 @@ import os
 import pkgutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import triton
 
 import coat_kernels
 from coat_kernels.prepared import PreparedKernel
+from tests.hosts import TEST_ALL
 
 pytestmark = pytest.mark.early
 
+ROOT = Path(__file__).parents[2]
 
 # bytes of shared memory of a block (CUDA C++ Programming Guide, by compute capability): Ada, Hopper,
 # Blackwell of data centres and of workstations
@@ -28,6 +31,9 @@ def compile_for(capability: int) -> list[tuple[str, list[str], int]]:
     # in a process without triton's interpreter
     command = [sys.executable, "-m", "tests.kernels.offline", str(capability), str(SHARED[capability])]
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    if not TEST_ALL:
+        # what is not compiled to the end may not be launched by others
+        environment["TRITON_CACHE_DIR"] = str(ROOT / ".pytest_cache/triton")
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True, text=True)
     return [tuple(json.loads(line)) for line in done.stdout.splitlines()]
 
