@@ -49,7 +49,7 @@ check test test-all test-gpu test-hostile test-hosts test-megatron: export PYTHO
 check: lint types
 	$(BIN)/python $(PYTEST) $(CHECKED)
 
-# everything that protects: ten minutes on two cores, and six are the aim
+# everything that protects: six minutes on two cores are the aim
 test: lint
 	$(BIN)/python $(PYTEST) --durations=30
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 import sys
 from types import SimpleNamespace
 
@@ -30,6 +31,7 @@ def quicken_interpreter() -> None:
     assert not builder.options.debug
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
     interpreter._patch_lang = _once_for_a_launch(interpreter._patch_lang)
+    interpreter._patch_builtin = _found_once
     interpreter._get_np_dtype = _by_name(interpreter._get_np_dtype)
     tl.core.tensor.__init__ = _tensors_by_type(tl.core.tensor.__init__)
     tl.core.block_type.__init__ = _types_by_shape(tl.core.block_type.__init__)
@@ -58,6 +60,25 @@ def _once_for_a_launch(exchange):
         return scope
 
     return exchange_once
+
+
+@functools.cache
+def _builtins_of(package):
+    return [(name, member) for name, member in inspect.getmembers(package) if tl.core.is_builtin(member)]
+
+
+def _found_once(package, builder, scope):
+    """The interpreter looks through all names of a package for every launch."""
+    for name, member in _builtins_of(package):
+        scope.set_attr(package, name, _interpreted(getattr(member, "__wrapped__", member)))
+
+
+@functools.cache
+def _interpreted(function):
+    def call(*args, _semantic=None, **options):
+        return function(*args, **options, _semantic=interpreter.interpreter_semantic)
+
+    return call
 
 
 def _by_name(dtype_of):

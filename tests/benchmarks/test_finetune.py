@@ -117,16 +117,6 @@ def test_the_dry_run(text, tmp_path):
     assert (tmp_path / "finetune.png").stat().st_size > 0
 
 
-@pytest.mark.long("a benchmark's dry run")
-def test_the_dry_run_of_an_upcycled_model(text, tmp_path, tiny):
-    rows = dry_run(text, tmp_path, ["hf-bf16", "hf-coat"], "--upcycle", "4")
-    bf16, coat = rows["hf-bf16"], rows["hf-coat"]
-    assert float(coat["saved_bytes_per_token_layer"]) < 0.4 * float(bf16["saved_bytes_per_token_layer"])
-    weights = pretrained.upcycled(tiny, 4).weights
-    # the head is the embedding
-    assert int(bf16["parameters"]) == sum(w.numel() for name, w in weights.items() if "lm_head" not in name)
-
-
 def test_an_upcycled_model_has_two_experts_or_more_and_no_path_by_megatron(text, tmp_path):
     for experts, name in (("1", "hf-bf16"), ("4", "megatron-bf16")):
         result = run_here(

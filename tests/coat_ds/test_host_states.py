@@ -87,6 +87,7 @@ def allocations(optimizer):
     return 1 + sum(after - end >= host_states.ALIGNMENT for (_, end), (after, _) in pairwise(spans))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("offload", ["cpu", BUDGET])
 @pytest.mark.parametrize("kind", KINDS)
 def test_host_states_step_with_the_bits_of_resident_ones(kind, offload, device):
@@ -161,6 +162,7 @@ def test_host_states_lie_in_one_pinned_allocation(device):
     assert allocations(optimizer) == 1
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("layout", ["stock", "compressed"])
 @pytest.mark.parametrize("there", ["none", "cpu", BUDGET])
 def test_host_states_resume_to_the_bit_on_either_side(layout, there, device):

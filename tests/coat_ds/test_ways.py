@@ -9,7 +9,8 @@ import warnings
 import pytest
 
 import coat_ds
-from tests.coat_ds.ways import BLOCK, STEPS, by_stages, cached, trainer, work
+from tests.coat_ds.ways import BLOCK, STAGES, STEPS, by_stages, cached, trainer, work
+from tests.hosts import TEST_ALL
 from tests.util import listening, run_distributed
 
 pytestmark = pytest.mark.early
@@ -20,7 +21,7 @@ def two(tmp_path_factory):
     return run_distributed(work, 2, str(tmp_path_factory.mktemp("ways")))
 
 
-HOSTED = ["Trainer", "Trainer with sections", "SFT", "Accelerate"]
+HOSTED = ["Trainer", "Trainer with sections", "Accelerate", *(["SFT"] if TEST_ALL else [])]
 WHOLE = "14 of 15 linear layers in FP8 (e4m3, gradients in e5m2)"
 
 
@@ -120,7 +121,7 @@ def test_zero_stages_agree(two):
 def check_stages(ranks, converted):
     for rank in ranks:
         base = rank["stages"][1, converted][0]
-        for stage in (0, 2, 3) if converted else (3,):
+        for stage in set(STAGES) - {1} if converted else (3,):
             losses, said, was, is_ = rank["stages"][stage, converted]
             # stage 0 clips and rounds in another order
             assert losses == pytest.approx(base, rel=2e-2 if stage == 0 else 1e-3)

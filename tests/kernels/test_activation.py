@@ -209,16 +209,3 @@ def test_activation_operators_pass_opcheck(gated, device):
         torch.library.opcheck(act.op.activation_forward.op, (x, *options, keep))
     y, _, *kept = act.op.activation_forward(x, *options, "e4m3")
     torch.library.opcheck(act.op.activation_backward.op, (y, *kept, *options, "e4m3"))
-
-
-def test_activation_compiled_equals_eager(device):
-    x, grad = torch.randn(2, 3, 40, device=device), torch.randn(2, 3, 20, device=device)
-
-    def run(f):
-        inputs = x.clone().requires_grad_()
-        y = f(inputs, act.ActivationOptions("silu", True))
-        return y, torch.autograd.grad(y, [inputs], grad)[0]
-
-    compiled = torch.compile(act.activation, backend="aot_eager", fullgraph=True)
-    for a, e in zip(run(compiled), run(act.activation), strict=True):
-        same(a, e)

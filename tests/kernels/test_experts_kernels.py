@@ -156,7 +156,7 @@ def test_expert_scales_are_repeated(device):
         assert of_b.storage_offset() % 32 == 0
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_value
 @pytest.mark.parametrize("gate", GATES.values(), ids=GATES)
 @pytest.mark.parametrize("f", [48, 256])
 @pytest.mark.parametrize("fmt", ROUNDING)

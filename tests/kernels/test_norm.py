@@ -286,22 +286,6 @@ def test_norm_operators_pass_opcheck(layer_norm, device):
 
 
 @LAYER_NORM
-def test_norm_compiled_equals_eager(layer_norm, device):
-    weight, bias = (torch.randn(40, device=device).requires_grad_() for _ in range(2))
-    x, grad = torch.randn(2, 6, 40, device=device)
-    parameters = [weight, bias] if layer_norm else [weight]
-
-    def run(f):
-        inputs = x.clone().requires_grad_()
-        y, handed_on = f(inputs, *parameters, *([] if layer_norm else [None]), layer_norm, residual=True)
-        return y, *torch.autograd.grad((y, handed_on), [inputs, *parameters], (grad, grad))
-
-    compiled = torch.compile(apply, backend="aot_eager", fullgraph=True)
-    for a, e in zip(run(compiled), run(apply), strict=True):
-        same(a, e)
-
-
-@LAYER_NORM
 @pytest.mark.parametrize("h", [96, 128, 576])
 def test_norm_output_has_the_same_bits_trained_frozen_and_quantized(layer_norm, h, device):
     """With trained and with frozen weights, and quantized by the norm itself."""

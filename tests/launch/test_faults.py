@@ -339,7 +339,7 @@ LONG = pytest.mark.long("ZeRO's stages with the other layout of checkpoints, in 
 CELLS = [
     pytest.param("stock", 0, "none", marks=LONG),
     pytest.param("compressed", 0, "none", marks=LONG),
-    ("stock", 1, "cpu"),
+    pytest.param("stock", 1, "cpu", marks=LONG),
     pytest.param("compressed", 1, "none", marks=LONG),
     pytest.param("stock", 2, "none", marks=LONG),
     pytest.param("compressed", 2, "cpu", marks=LONG),

@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from argparse import Namespace
 from pathlib import Path
 
@@ -127,7 +126,7 @@ def test_a_rank_without_a_gpu_of_its_own_is_refused(tmp_path):
 def test_a_watched_run_resumes_with_its_readings(tmp_path):
     config = host_config(tmp_path, coat={"enabled": True, "watch": {"every": 2}})
     arguments = ["--steps", 4, "--save-interval", 2, "--deepspeed-config", config]
-    forked(tmp_path, *arguments, ranks=2)
+    forked(tmp_path, *arguments)
     whole = losses(tmp_path)
     # each checkpoint includes the reading of its step; readings are in the run's folder
     readings = read(tmp_path / "coat")
@@ -135,7 +134,7 @@ def test_a_watched_run_resumes_with_its_readings(tmp_path):
     assert "input_flushed" in readings[0].groups["decoder.layers.*.mlp.linear_fc1"]
     # a run does not overwrite later checkpoints
     shutil.rmtree(tmp_path / "coat/checkpoints/step4")
-    text = forked(tmp_path, *arguments, "--resume", tmp_path / "coat/checkpoints/step2", ranks=2)
+    text = forked(tmp_path, *arguments, "--resume", tmp_path / "coat/checkpoints/step2")
     assert "step 3/4" in text and losses(tmp_path) == whole
     assert [reading.groups for reading in read(tmp_path / "coat")] == [r.groups for r in readings]
 
@@ -146,29 +145,6 @@ def test_interrupt_keeps_the_metrics(tmp_path):
     assert ended.codes == [130] and list(losses(tmp_path)) == [1, 2]
     assert "stopped after step" in ended.text and "metrics.jsonl" in ended.text
     assert "Traceback" not in ended.text
-
-
-@pytest.mark.long("a run that imports the frameworks")
-def test_a_signal_ends_a_comparison(tmp_path):
-    """The current run saves and stops, and the other run does not start."""
-    process = subprocess.Popen(
-        command("--compare", "--steps", 100000, "--output", tmp_path),
-        env=ENV,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        deadline = time.monotonic() + 300
-        while not (tmp_path / "metrics.jsonl").exists() or not losses(tmp_path):
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.01)
-        process.send_signal(signal.SIGTERM)
-        _, said = process.communicate(timeout=300)
-    finally:
-        process.kill()
-    assert process.returncode == pretrain_gpt.STOPPED and "go on with --resume" in said
-    assert (tmp_path / "bf16/checkpoints/latest").exists() and not (tmp_path / "coat").exists()
 
 
 def fails(capsys, tmp_path, *arguments) -> str:

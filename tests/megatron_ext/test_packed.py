@@ -163,6 +163,7 @@ def test_packed_sequences_in_sdpa_layers_are_exact(config, device):
         assert rel_rms(found[name], value) < 1000**0.5 * 30 * 2**-24, name
 
 
+@pytest.mark.each_value
 @FORMATS
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_packed_sequences_in_coat_layers_against_bf16(config, attention_format, device, monkeypatch):
@@ -179,6 +180,7 @@ def test_packed_sequences_in_coat_layers_against_bf16(config, attention_format, 
         assert rel_rms(found[name], value) < (4 if value.numel() < 8 else 2) * bound, name
 
 
+@pytest.mark.each_value
 @FORMATS
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_packed_sequences_fused_and_not_fused_save_no_mask(config, attention_format, device, monkeypatch):

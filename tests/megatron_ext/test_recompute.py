@@ -98,6 +98,7 @@ def _pass(model):
     return loss.detach(), gradients, kept
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("spec", ["sdpa_layer_spec", "coat_layer_spec"])
 def test_fp8_recompute_halves_inputs(compressing, spec, case):

@@ -13,14 +13,17 @@ from tests.util import run_distributed
 pytestmark = pytest.mark.early
 
 FOUR_RANKS = ["small buckets"]
-# other cases have their kinds of layers, of attention and of recompute, or their buckets on four ranks
+# other cases have their kinds of layers, of attention and of recompute
 LEFT_OUT = (
     "reentrant",
     "experts",
     "Megatron's",
     "secondary partitions",
     "8-bit attention, module by module",
-    *FOUR_RANKS,
+    "module by module",
+    "DeepSpeed's checkpoint",
+    "two forwards",
+    "Qwen3-MoE of 24 experts, converted",
 )
 TWO_RANKS = [name for name in CASES if TEST_ALL or name not in LEFT_OUT]
 
@@ -108,6 +111,7 @@ def test_layer_units_compute_what_stage_1_computes(two, name):
         check(name, *rank[name])
 
 
+@pytest.mark.long("four ranks; two ranks have the same case")
 @pytest.mark.parametrize("name", FOUR_RANKS)
 def test_layer_units_on_four_ranks(four, name):
     for rank in four:

@@ -1,11 +1,20 @@
 """What tests of converted models measure, and the bounds that FP8 explains."""
 
+import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from coat_ds.layers.modules.decoder_layer import Fp8DecoderLayer
+from tests.families import FAMILIES
 from tests.kernels.agreement import E4M3_RMS, E5M2_RMS
 from tests.util import saved_tensors
+
+# those that together have every kind of layer that is converted; make test-all runs the others too
+_KINDS = ("llama", "gpt2", "mixtral", "qwen3_moe_grouped", "llava", "bert")
+_REST = pytest.mark.long("the same kinds of layers in other families")
+OF_EACH_KIND = pytest.mark.parametrize(
+    "name", [name if name in _KINDS else pytest.param(name, marks=_REST) for name in FAMILIES]
+)
 
 
 def placed(batch: dict, device: torch.device | str) -> dict:

@@ -1,24 +1,20 @@
 """DeepSpeed's tensor parallelism for models of transformers (AutoTP), in two processes."""
 
 import warnings
-from importlib.metadata import version
 
 import pytest
 import torch
 import torch.distributed as dist
-from packaging.version import Version
 
 import coat_ds
 from coat_ds.layers.modules.converted_forward import converted_forward
 from coat_ds.layers.parallel.autotp import is_autotp
 from tests.coat_ds.engines import adamw, engine_of
-from tests.coat_ds.layers.parts import Net, check_watched, in_two_parts, tokens
+from tests.coat_ds.layers.parts import Net, in_two_parts, tokens
 from tests.families import FAMILIES
 from tests.util import on_gpus, rel_rms, run_distributed
 
 LLAMA = FAMILIES["llama"]
-# before, AutoTP cuts such heads in two, and the model fails without COAT
-UNEVEN = Version(version("deepspeed")) >= Version("0.19")
 
 
 def products():
@@ -121,34 +117,6 @@ def check(ranks):
 
 def test_autotp_needs_the_json_alone():
     check(run_distributed(of_engines, 2))
-
-
-def of_others():
-    """Two models, each stock and watched: one whose embedding is its head, and one of three heads for keys
-    and values; the second rank has one of them, too small to gain by FP8."""
-    warnings.simplefilter("ignore")
-    dist.init_process_group("gloo")
-    coat_ds.install()
-    heads = {"hidden_size": 192, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 16}
-    found = []
-    for fields in [{"tie_word_embeddings": True}, *[heads] * UNEVEN]:
-        stock = train(False, model=LLAMA.build(**fields))
-        found.append((stock, train(True, {"every": 1}, LLAMA.build(**fields))))
-    return found
-
-
-@pytest.mark.long("the watch under one more way to split layers")
-def test_autotp_watches_tied_and_uneven_parts():
-    ranks = run_distributed(of_others, 2)
-    for (expected, *_), (losses, *_) in (pair for rank in ranks for pair in rank):
-        assert losses == pytest.approx(expected, rel=2**-7) and losses != expected
-    check_watched([tied[1][-1] for tied, *_ in ranks])
-    if not UNEVEN:
-        return
-    first, other = (uneven[1] for _, uneven in ranks)
-    # rows of readings are those of all ranks, which only layers of both have
-    assert first[2] == other[2] and first[1] == other[1] == (10, 15)
-    assert first[-1][1].groups == other[-1][1].groups
 
 
 @on_gpus(2)

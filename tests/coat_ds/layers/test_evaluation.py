@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import coat_ds
-from tests.coat_ds.layers.measures import placed, run
+from tests.coat_ds.layers.measures import OF_EACH_KIND, placed, run
 from tests.coat_ds.layers.parts import Net, tokens
 from tests.coat_ds.ways import BLOCK, Data, engine_of, step
 from tests.families import FAMILIES
@@ -19,9 +19,6 @@ from tests.util import run_distributed
 
 LLAMA = FAMILIES["llama"]
 STOCK = {"evaluation": "stock"}
-# which together have every kind of layer that is converted
-DIFFERENT = ("llama", "gpt2", "mixtral", "qwen3_moe_grouped", "llava", "bert")
-LONG = pytest.mark.long("the same kinds of layers in other families")
 BLOCKS = {"without": {"enabled": False}, "fp8": BLOCK, "stock": {**BLOCK, "activations": STOCK}}
 
 
@@ -30,9 +27,7 @@ def logits_of(model, batch, gradients=False):
         return model(**{name: value for name, value in batch.items() if name != "labels"}).logits.detach()
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in DIFFERENT else pytest.param(name, marks=LONG) for name in FAMILIES]
-)
+@OF_EACH_KIND
 def test_evaluation_of_a_family_is_stock(name, device):
     family = FAMILIES[name]
     batch = placed(family.batch(), device)
@@ -94,6 +89,7 @@ def test_evaluation_of_a_forward_that_was_patched_before():
     assert seen == [x]
 
 
+@pytest.mark.long("torch traces for seconds; compiled models: test_convert.py")
 def test_evaluation_of_a_compiled_model():
     stock, x = Net(norm=nn.RMSNorm(64)), tokens()
     model = torch.compile(coat_ds.convert(Net(norm=nn.RMSNorm(64)), STOCK), backend="eager")

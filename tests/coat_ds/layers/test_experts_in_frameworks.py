@@ -12,10 +12,13 @@ import coat_ds
 from tests.coat_ds.engines import adamw, engine_of
 from tests.coat_ds.layers.measures import fp8_bound, relative, run
 from tests.families import FAMILIES
+from tests.hosts import TEST_ALL
 from tests.util import run_distributed
 
 QWEN3 = FAMILIES["qwen3_moe"]
 STEPS, MICRO_BATCHES = 3, 2
+# ZeRO 1 leaves weights whole, as one process does
+STAGES = (1, 3) if TEST_ALL else (3,)
 STOCK = {"enabled": False}
 BLOCKS = {
     "stock": STOCK,
@@ -83,7 +86,7 @@ def ranks() -> dict:
     import deepspeed
 
     deepspeed.init_distributed("gloo")
-    ways = {f"ZeRO-{stage}": lambda block, stage=stage: zero(stage, block) for stage in (1, 3)}
+    ways = {f"ZeRO-{stage}": lambda block, stage=stage: zero(stage, block) for stage in STAGES}
     ways["FSDP2"] = fsdp2
     return {way: {name: train(block) for name, block in BLOCKS.items()} for way, train in ways.items()}
 
@@ -93,7 +96,7 @@ def two():
     return run_distributed(ranks, 2)
 
 
-@pytest.mark.parametrize("way", ["ZeRO-1", "ZeRO-3", "FSDP2"])
+@pytest.mark.parametrize("way", [*(f"ZeRO-{stage}" for stage in STAGES), "FSDP2"])
 def test_experts_train_as_bf16_with_and_without_cached_weights(two, way):
     for rank in two:
         stock, *ours = rank[way].values()

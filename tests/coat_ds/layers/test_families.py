@@ -6,6 +6,7 @@ import torch
 import coat_ds
 from coat_ds.layers.modules import decoder_layer
 from tests.coat_ds.layers.measures import (
+    OF_EACH_KIND,
     bytes_left_behind,
     fp8_bound,
     fp8_forward_bound,
@@ -15,7 +16,7 @@ from tests.coat_ds.layers.measures import (
     run,
     saved_bytes,
 )
-from tests.families import FAMILIES, LAYERS, losses_of
+from tests.families import FAMILIES, LAYERS
 from tests.util import rel_rms
 
 ALL = pytest.mark.parametrize("name", FAMILIES)
@@ -72,6 +73,7 @@ def test_converted_layer_saves_the_promised_bytes(name):
     assert per_layer(family, {"attention_format": "sqrt8"}) <= 0.40 * stock
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("attention_format", ["bf16", "sqrt8", "recompute"])
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_converted_layers_share_the_mask_of_padding(name, attention_format):
@@ -83,7 +85,7 @@ def test_converted_layers_share_the_mask_of_padding(name, attention_format):
     assert saved_bytes(model, padded(batch, 9)) - saved_bytes(model, batch) == 2 * rows * tokens**2
 
 
-@ALL
+@OF_EACH_KIND
 def test_converted_family_holds_nothing_that_hooks_offloaded(name):
     family = FAMILIES[name]
     model = coat_ds.convert(family.build(), {"attention_format": "sqrt8"})
@@ -97,7 +99,7 @@ def test_converted_experts_save_the_promised_bytes():
     assert per_layer(family, {}) <= 0.35 * per_layer(family, None)
 
 
-@ALL
+@OF_EACH_KIND
 def test_converted_family_saves_generates_and_unconverts(name, tmp_path):
     family, batch = FAMILIES[name], FAMILIES[name].batch()
     model = family.build()
@@ -134,20 +136,7 @@ def test_converted_family_saves_generates_and_unconverts(name, tmp_path):
     assert loss == stock[0] and all(g.equal(stock[1][n]) for n, g in gradients.items())
 
 
-@pytest.mark.long("trains every family five times")
-@pytest.mark.parametrize("name", FAMILIES)
-def test_converted_family_trains_as_bf16(name):
-    family = FAMILIES[name]
-    last = [sum(losses_of(family, 30, None, seed)[-5:]) / 5 for seed in range(4)]
-    losses = losses_of(family, 30, {})
-    found = sum(losses[-5:]) / 5
-    middle = sum(last) / 4
-    spread = (sum((loss - middle) ** 2 for loss in last) / 3) ** 0.5
-    assert found < losses[0] - 0.2
-    # three deviations of one more seed, and FP8's noise of less than a percent
-    assert abs(found - middle) < 3 * spread + 0.01 * middle
-
-
+@pytest.mark.each_value
 @pytest.mark.parametrize("attention_format", ["bf16", "sqrt8", "recompute"])
 @pytest.mark.parametrize(
     ("name", "tokens", "padding"),
@@ -194,6 +183,7 @@ def with_shared_norms(model):
     second.q_norm.weight.register_hook(lambda grad: -grad)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("change, padding", [(untouched, 0), (untouched, 9), (with_shared_norms, 0)])
 @pytest.mark.parametrize("attention_format", ["bf16", "recompute"])
 def test_fused_head_norms_have_right_gradients(attention_format, change, padding, monkeypatch):

@@ -2,7 +2,6 @@
 
 import warnings
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -10,7 +9,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import coat_ds
-from tests.coat_ds.layers.parts import watched
 from tests.families import FAMILIES
 from tests.util import on_gpus, rel_rms, run_distributed
 
@@ -79,27 +77,6 @@ def test_fsdp2_norms_that_are_units_of_their_own():
         for expected, gradient in zip(alone, together, strict=True):
             # linear layers with FSDP's hooks save their inputs by themselves, in FP8
             assert rel_rms(gradient, expected) < 2**-4
-
-
-def watched_alone_and_sharded():
-    """Losses and readings, of one process and of ranks that free gathered weights, or keep them."""
-    warnings.simplefilter("ignore")
-    dist.init_process_group("gloo")
-    found, mesh = [], init_device_mesh("cpu", (2,))
-    for frees in (None, True, False):
-        model = coat_ds.convert(LLAMA.build())
-        if frees is not None:
-            for module in (*model.model.layers, model):
-                fully_shard(module, mesh=mesh, reshard_after_forward=frees)
-        found.append(watched(model, LLAMA.batch()))
-    return found
-
-
-def test_fsdp2_model_is_watched():
-    for alone, *sharded in run_distributed(watched_alone_and_sharded, 2):
-        for losses, reading in sharded:
-            assert losses == pytest.approx(alone[0], rel=2**-7)
-            assert reading.groups.keys() == alone[1].groups.keys()
 
 
 def check(ranks):

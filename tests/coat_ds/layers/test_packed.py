@@ -77,6 +77,7 @@ def test_packed_rows_attention_alone_is_exact(name, lengths, monkeypatch):
     assert not made
 
 
+@pytest.mark.pairwise
 @FORMATS
 @pytest.mark.parametrize("lengths", [LENGTHS["several"], LENGTHS["many"]], ids=len)
 @pytest.mark.parametrize("name", ["mistral", "qwen3"])
@@ -103,17 +104,7 @@ def test_packed_rows_by_borders_are_those_by_positions(attention_format, monkeyp
     assert len(taken) == 3 * len(model.model.layers)
 
 
-def test_packed_rows_of_trl_without_padding(monkeypatch):
-    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
-
-    made = masks_made(monkeypatch)
-    model = coat_ds.convert(FAMILIES["llama"].build())
-    collator = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
-    found = collator([{**d, "labels": d["input_ids"]} for d in documents(LENGTHS["several"])])
-    same(run(model, found), run(model, flat(LENGTHS["several"])))
-    assert not made
-
-
+@pytest.mark.each_value
 @FORMATS
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_packed_rows_save_no_mask(name, attention_format):
@@ -309,14 +300,6 @@ def test_packed_rows_leave_the_mask_of_blocks_in_both_directions():
     }
     found = coat_mask(**how)
     assert type(found) is torch.Tensor and found.equal(sdpa_mask(**how))
-
-
-def test_packed_rows_of_a_compiled_model():
-    # of one layer, since torch traces each for seconds
-    model = coat_ds.convert(FAMILIES["llama"].build(num_hidden_layers=1))
-    batch = flat([5, 33, 4], return_flash_attn_kwargs=True, return_position_ids=False)
-    expected = run(model, batch)[0]
-    assert abs(run(torch.compile(model, backend="eager"), batch)[0] / expected - 1) < 2**-7
 
 
 def batches_of(lengths) -> tuple[dict, ...]:

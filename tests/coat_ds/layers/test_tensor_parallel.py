@@ -201,6 +201,7 @@ def with_fsdp():
     return losses
 
 
+@pytest.mark.long("four ranks; two ranks of either kind are in this file and in test_fsdp.py")
 def test_tensor_parallel_beside_fsdp2():
     for alone, parts in run_distributed(with_fsdp, 4):
         assert alone[-1] < alone[0] - 0.1

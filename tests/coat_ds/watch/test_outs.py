@@ -44,6 +44,7 @@ def test_watch_command_prints_a_table_and_draws(run, tmp_path, capsys):
     assert f"Name {run}." in capsys.readouterr().err
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("figure", ["update_error", "input_flushed", "gradient_flushed"])
 @pytest.mark.parametrize("value", [0.5, 0.51, float("nan")])
 def test_watch_command_ends_with_a_verdict(tmp_path, capsys, figure, value):

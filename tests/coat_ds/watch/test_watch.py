@@ -152,6 +152,7 @@ COMPILED = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("is_given", [False, True])
 @pytest.mark.parametrize("way", COMPILED)
 def test_watch_causes_no_recompilation(way, is_given):
