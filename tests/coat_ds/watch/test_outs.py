@@ -1,6 +1,5 @@
 """Where readings go, what `coat watch` prints of them, and errors of a wrong block."""
 
-import json
 import resource
 
 import pytest
@@ -115,12 +114,6 @@ def test_watch_command_leaves_out_a_line_that_was_cut_off(run, kept, caplog):
     append(run, reading(8, 0.05))
     assert [r.step for r in read(run)] == [*steps, 8] and read(run)[-1] == reading(8, 0.05)
     assert [f"{path}: line 4" in line for line in caplog.messages] == [True] * (0 if kept == -1 else 3)
-
-
-def test_watch_command_reads_files_of_earlier_versions(tmp_path):
-    line = reading(6, 0.02)._asdict() | {"samples": 48, "fallen": []}
-    (tmp_path / FILE).write_text(json.dumps(line) + "\n")
-    assert read(tmp_path) == [reading(6, 0.02)]
 
 
 @pytest.mark.parametrize("content", ["", "{}\n", "no\n", "[" * 10**5], ids=lambda text: text[:3])

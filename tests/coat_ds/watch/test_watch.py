@@ -6,11 +6,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import coat_ds
 from coat_ds import CoatAdamW
-from coat_ds.watch import Watch, codes
+from coat_ds.watch import Watch
 from coat_ds.watch.readings import read
 from coat_kernels.autograd import observers
 from tests.coat_ds.engines import engine_of
-from tests.coat_ds.watch.parts import model, with_graphs
+from tests.coat_ds.watch.parts import model
 from tests.util import run_distributed
 
 
@@ -121,28 +121,6 @@ def test_watch_goes_on_from_a_step():
         watch.end_step(step)
     watch.close()
     assert [reading.step for reading in readings] == [8, 12, 16]
-
-
-def test_watch_keeps_the_figures_of_a_replayed_layers_last_turn(monkeypatch):
-    monkeypatch.setattr(codes, "TURNS", 2)
-    made, readings = coat_ds.convert(torch.nn.Sequential(model(), model()).bfloat16()), []
-    with_graphs(made)
-    watch = Watch(made, None, {"every": 1}, [readings.append])
-    for step in range(1, 6):
-        for i, layer in enumerate(made):
-            assert layer.graphs.eager == (step % 2 == i)
-            # a replay has no codes
-            if layer.graphs.eager:
-                x = torch.ones(16, 64, dtype=torch.bfloat16)
-                x[:step] = 0
-                layer(x).sum().backward()
-        watch.end_step()
-    watch.close()
-    assert not any(layer.graphs.eager for layer in made)
-    # of layer 0's last turn and layer 1's; the second linear layer of each reads biases
-    turns = [(0, 1), (2, 1), (2, 3), (4, 3), (4, 5)]
-    found = [reading.groups["*.*"]["input_flushed"] for reading in readings]
-    assert found == [sum(rows) / (32 * sum(map(bool, rows))) for rows in turns]
 
 
 COMPILED = {
