@@ -1,6 +1,7 @@
 """Gradients that backward applies and frees: the bits of a step after backward."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ from tests.coat_ds.sharded import VOCABULARY, build
 from tests.families import FAMILIES
 from tests.util import run_distributed
 
-OFFLOADS = ["none", "cpu", 1e-4]
+# GB of states that stay on the device
+BUDGET = 1e-4
 STEPS = 4
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -68,13 +70,17 @@ def run(model, optimizer, steps=range(STEPS), scale_of=None):
     return losses
 
 
-@pytest.mark.each_value
-@pytest.mark.parametrize(
-    "released, steps",
-    [(True, STEPS), *(pytest.param(released, 50, marks=pytest.mark.gpu) for released in (False, True))],
-)
-@pytest.mark.parametrize("offload", OFFLOADS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+DTYPES = torch.float32, torch.bfloat16
+# on a CPU each type, and each place of the states
+RUNS = [(True, STEPS, torch.float32, "none"), (True, STEPS, torch.bfloat16, "cpu")]
+RUNS += [(True, STEPS, torch.bfloat16, BUDGET)]
+RUNS += [
+    pytest.param(*run, marks=pytest.mark.gpu)
+    for run in itertools.product((False, True), (50,), DTYPES, ("none", "cpu", BUDGET))
+]
+
+
+@pytest.mark.parametrize("released, steps, dtype, offload", RUNS)
 def test_release_gradients_steps_as_after_backward(released, dtype, offload, steps, device):
     model, other = (net(device, dtype) for _ in range(2))
     after, during = adamw(model), adamw(other, offload=offload)
