@@ -98,14 +98,19 @@ def check_params(params: list[torch.Tensor], in_framework: bool, checkpoint_layo
         for p in params:
             if p.requires_grad:
                 check_dtype(p)
-    if len(set(params)) < len(params):
-        raise ValueError(
-            "CoatAdamW: a parameter group lists a tensor twice, which torch only warns of. List it once."
-        )
+    check_listed_once(params)
     if checkpoint_layout == "compressed" and any(map(is_distributed, params)):
         raise ValueError(
             "CoatAdamW: checkpoint_layout='compressed' cannot be cut for another number of ranks, as "
             "checkpoints of DTensors are. Take 'stock'."
+        )
+
+
+def check_listed_once(params: list[torch.Tensor]) -> None:
+    """Raises ValueError for a tensor that a parameter group lists twice."""
+    if len(set(params)) < len(params):
+        raise ValueError(
+            "CoatAdamW: a parameter group lists a tensor twice, which torch only warns of. List it once."
         )
 
 

@@ -221,8 +221,8 @@ def _check_state(entry: Any, group: dict[str, Any], p: torch.Tensor, of_p: str) 
             "of CoatAdamW or torch.optim.AdamW."
         )
     others = [k for k in entry if k not in ("step", *MOMENTS, "remainder")]
-    # in this optimizer's own state dict such entries are notes of the caller
-    if others and not any(name in group for name in FORMATS):
+    # in this optimizer's own state dict other entries are notes of the caller
+    if "max_exp_avg_sq" in others or (others and not any(name in group for name in FORMATS)):
         _refuse(
             f"the state of {of_p} has {', '.join(others)}, which AdamW does not have: it is from an "
             f"optimizer with another update. Go on with that one. Remove {' and '.join(others)} from the "

@@ -21,6 +21,7 @@ from coat_ds.optim.accounting import layout_table, planned_bytes, stalling, stat
 from coat_ds.optim.checks import (
     check_changes,
     check_grad_scale,
+    check_listed_once,
     check_params,
     check_tensors,
 )
@@ -254,6 +255,7 @@ class CoatAdamW(torch.optim.Optimizer):
     ) -> None:
         """Steps parameters, which all have gradients, by group."""
         for group, params in work:
+            check_listed_once(params)
             for p in params:
                 check_tensors(p, self.state.get(p, {}), state_device(self, p, group))
         counted = scaling.found_inf is not None
@@ -289,6 +291,11 @@ class CoatAdamW(torch.optim.Optimizer):
             )
         if clip_by_last_norm is not None:
             check_type("CoatAdamW.release_gradients: clip_by_last_norm", clip_by_last_norm, float)
+            if not clip_by_last_norm > 0:
+                raise ValueError(
+                    "CoatAdamW.release_gradients: clip_by_last_norm: expected a number above 0, found "
+                    f"{clip_by_last_norm}. None clips nothing."
+                )
             if any(is_distributed(p) for group in self.param_groups for p in group["params"]):
                 raise ValueError(
                     "CoatAdamW.release_gradients: clip_by_last_norm: found DTensors, whose norm needs all "

@@ -79,6 +79,11 @@ class Release:
     def _apply(self, optimizer, device: torch.device) -> None:
         """Steps the parameters on `device` that have final gradients, and frees the gradients."""
         params = dict.fromkeys(self._final.pop(device))
+        if any(p.grad is None for p in params):
+            raise RuntimeError(
+                f"{_ERROR}found no gradient of a parameter that backward has computed one of, and other "
+                "gradients were applied. Call zero_grad() after step(), not before it."
+            )
         grads = [grad_of(p) for p in params]
         if self._passages is None:
             self._passages = optimizer._passages()
@@ -118,6 +123,10 @@ class Release:
                 f"{_ERROR}found a gradient scaler or grad_scale, but backward has applied the gradients. "
                 "Train in BF16 without a scaler, clip by clip_by_last_norm, or do not release gradients."
             )
+        # parameters without a hook: added or unfrozen since, or their gradients were set by the caller
+        for p in (p for group in optimizer.param_groups for p in group["params"]):
+            if p.grad is not None and p not in self._taken:
+                self._final[p.device].append(p)
         for device in list(self._final):
             self._apply(optimizer, device)
         if self._passages is not None:

@@ -63,7 +63,7 @@ def ready_state(
     if not has_remainder(p, group):
         # the parameter's dtype or bf16_params has changed
         state.pop("remainder", None)
-    elif "remainder" not in state:
+    elif state.get("remainder") is None:
         # zero: the parameter's own value is the master
         device = state_device(optimizer, p, group)
         state["remainder"] = laid_out_like(p, torch.zeros(local(p).shape, dtype=torch.int16, device=device))

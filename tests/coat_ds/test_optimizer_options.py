@@ -51,6 +51,12 @@ def test_parameters_listed_twice_are_errors():
     with pytest.raises(ValueError, match="lists a tensor twice"):
         optimizer.add_param_group({"params": [p, p]})
     assert len(optimizer.param_groups) == 1
+    (held,) = optimizer.param_groups[0]["params"]
+    optimizer.param_groups[0]["params"].append(held)
+    set_grads([held], 0)
+    with pytest.raises(ValueError, match="lists a tensor twice"):
+        optimizer.step()
+    assert not held.any()
 
 
 def test_group_options_may_be_those_of_the_whole_optimizer():

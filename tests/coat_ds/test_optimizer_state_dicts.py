@@ -270,6 +270,10 @@ LOAD_ERRORS = [
     (of_group(adam_w_mode=0), "parameter group 0 has adam_w_mode=0"),
     (of_group(correct_bias=False), "parameter group 0 has correct_bias=False"),
     (of_group(decoupled_weight_decay=False), "parameter group 0 has decoupled_weight_decay=False"),
+    (
+        lambda d: d["state"][0].update(max_exp_avg_sq=torch.zeros(33, 70)),
+        "the state of parameter 0 has max_exp_avg_sq",
+    ),
     (of_another(torch.optim.NAdam), "the state of parameter 0 has mu_product"),
     (
         of_another(torch.optim.Adamax),

@@ -139,6 +139,27 @@ def test_release_gradients_clips_by_the_norm_of_the_backward_before(device):
     assert far < 1e-3 * count
 
 
+@pytest.mark.parametrize("change", ["added", "unfrozen"])
+def test_release_gradients_clips_those_of_parameters_that_come_later(change):
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    late = list(model[1].parameters())
+    model[1].requires_grad_(False)
+    optimizer = CoatAdamW(model[: 1 if change == "added" else 2].parameters(), weight_decay=0.0)
+    optimizer.release_gradients(clip_by_last_norm=1e-9)
+    for step in range(2):
+        model(torch.ones(2, 8)).square().sum().backward()
+        optimizer.step()
+        if step == 0:
+            model.requires_grad_(True)
+            if change == "added":
+                optimizer.add_param_group({"params": late})
+            before = [p.detach().clone() for p in late]
+    assert all(p.grad is None for p in model.parameters())
+    for p, old in zip(late, before, strict=True):
+        # clipped, gradients are below eps of 1e-8; unclipped, the first step would be lr = 1e-3
+        assert 0 < (p - old).abs().max() < 1.1e-4
+
+
 def test_release_gradients_goes_on_from_a_checkpoint(device):
     model = net(device)
     optimizer = adamw(model, offload="cpu")
@@ -177,7 +198,7 @@ def fails(action, words):
         action()
 
 
-def test_release_gradients_refusals(device):
+def test_release_gradients_refusals(device, monkeypatch):
     model = net(device)
     optimizer = adamw(model)
     optimizer.release_gradients()
@@ -189,7 +210,15 @@ def test_release_gradients_refusals(device):
     model = net(device)
     optimizer = adamw(model)
     fails(lambda: optimizer.release_gradients(clip_by_last_norm="1"), "clip_by_last_norm: expected a number")
+    for wrong in (0, -1.0, float("nan")):
+        fails(lambda: optimizer.release_gradients(wrong), f"expected a number above 0, found {wrong}. None")  # noqa: B023
     optimizer.release_gradients()
+    # the gradients then wait for the step
+    monkeypatch.setattr(release, "CHUNK", 2**25)
+    backward(model, 0)
+    optimizer.zero_grad()
+    fails(optimizer.step, "found no gradient of a parameter .* Call zero_grad\\(\\) after step")
+    optimizer.step()
     backward(model, 0)
     fails(
         lambda: optimizer.step(grad_scale=torch.ones((), device=device)),
