@@ -9,7 +9,7 @@ from benchmarks.common.harness import Table, benchmark
 from benchmarks.common.memory import release
 from benchmarks.common.rounding import BACKWARD, FORWARD, round_operands
 from coat_kernels.fp8 import E4M3, E5M2
-from coat_kernels.tensorwise import largest_magnitude, quantize_tensor
+from coat_kernels.tensorwise import quantize_tensor, tensor_amax
 
 TOKENS = 4, 512
 # hidden size, feed-forward, layers, vocabulary
@@ -38,7 +38,7 @@ def _rounded(chosen: tuple[str, ...], layer: str, name: str, x: torch.Tensor) ->
     if name not in chosen:
         return x
     x = x.contiguous()
-    q = quantize_tensor(x, largest_magnitude(x), E5M2 if name.endswith("grad") else E4M3)
+    q = quantize_tensor(x, tensor_amax(x), E5M2 if name.endswith("grad") else E4M3)
     return (q.rows.float() * q.scale).to(x.dtype)
 
 

@@ -46,10 +46,10 @@ class TensorParallel:
         return self.sequence and not self.by_output
 
 
-def largest_of_all(largest: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def all_reduce_amax(amax: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """The amax over all ranks, from the amax of each rank, FP32 [1], in place."""
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-    return largest
+    dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)
+    return amax
 
 
 def agreed(vote: bool, group: dist.ProcessGroup) -> bool:

@@ -46,5 +46,5 @@ def stored_max(b_x, DTYPE: tl.constexpr):
     Rounding keeps the order, so the rounded amax is the amax of the rounded values. A value that is finite in
     FP32 but not in BF16 counts as BF16's largest.
     """
-    largest = widen(cast(finite_max(b_x), DTYPE))
-    return tl.minimum(largest, 3.3895313892515355e38) if DTYPE == tl.bfloat16 else largest
+    amax = widen(cast(finite_max(b_x), DTYPE))
+    return tl.minimum(amax, 3.3895313892515355e38) if DTYPE == tl.bfloat16 else amax

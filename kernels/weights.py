@@ -99,7 +99,7 @@ class WeightCache:
             _count_optimizer_steps()
         self.keep, self.predicts = keep, predicts
         self._predicted: PredictedScale | None = None
-        self._key, self._largest, self._codes = None, None, None
+        self._key, self._amax, self._codes = None, None, None
         # whether copies are written in place, because a CUDA graph contains their addresses
         self._stays = False
         # strong references: torch refuses to swap the contents of a parameter that has weak references
@@ -111,7 +111,7 @@ class WeightCache:
     @property
     def nbytes(self) -> int:
         """Bytes held now."""
-        held = (self._largest, *(self._codes or ()))
+        held = (self._amax, *(self._codes or ()))
         return sum(t.nbytes for t in held if t is not None)
 
     def of(self, weights: Weights) -> "WeightCache":
@@ -132,16 +132,16 @@ class WeightCache:
             return self._quantize(weights)
         key = self._key_of(weights)
         if key == self._key:
-            return self._codes, self._largest
+            return self._codes, self._amax
         self._key = None
         if self._stays and self._codes is not None:
-            self._attempt(weights, into=(self._codes, self._largest))
+            self._attempt(weights, into=(self._codes, self._amax))
         else:
             # frees the old copy before the new one is allocated
-            self._largest, self._codes = None, None
-            self._codes, self._largest = self._quantize(weights, columns=True)
+            self._amax, self._codes = None, None
+            self._codes, self._amax = self._quantize(weights, columns=True)
         self._key = key
-        return self._codes, self._largest
+        return self._codes, self._amax
 
     def refresh_for_graph(self, weights: Weights) -> tuple:
         """Updates the copies of `weights`, which are written in place from now on. Returns the cache's part
@@ -150,25 +150,25 @@ class WeightCache:
             return (self,)
         self._stays = True
         self.forward(weights)
-        return self, *(t.data_ptr() for t in (self._largest, *self._codes[:3]))
+        return self, *(t.data_ptr() for t in (self._amax, *self._codes[:3]))
 
-    def columns(self, weights: Weights, largest: torch.Tensor) -> Quantized:
-        """`weights` column-major, as in the forward that found `largest`."""
-        return self._again(weights, largest, rows=False)
+    def columns(self, weights: Weights, amax: torch.Tensor) -> Quantized:
+        """`weights` column-major, as in the forward that found `amax`."""
+        return self._again(weights, amax, rows=False)
 
-    def rows(self, weights: Weights, largest: torch.Tensor) -> Quantized:
-        """`weights` row-major, as in the forward that found `largest`."""
-        return self._again(weights, largest, rows=True)
+    def rows(self, weights: Weights, amax: torch.Tensor) -> Quantized:
+        """`weights` row-major, as in the forward that found `amax`."""
+        return self._again(weights, amax, rows=True)
 
-    def _again(self, weights: Weights, largest: torch.Tensor, rows: bool) -> Quantized:
+    def _again(self, weights: Weights, amax: torch.Tensor, rows: bool) -> Quantized:
         if self._codes is not None and self._key == self._key_of(weights):
             return self._codes
         first, *others = weights
         if not others or not uses_kernels(first):
-            return quantize_tensor(rows_of(*weights), largest, E4M3, rows=rows, columns=not rows)
+            return quantize_tensor(rows_of(*weights), amax, E4M3, rows=rows, columns=not rows)
         n, k = sum(map(len, weights)), first.shape[1]
-        out = empty_operands(n, k, E4M3, largest.device, rows, not rows, False)
-        _write(weights, out, Scales.known(largest, out.scale))
+        out = empty_operands(n, k, E4M3, amax.device, rows, not rows, False)
+        _write(weights, out, Scales.known(amax, out.scale))
         return out
 
     @staticmethod

@@ -106,7 +106,7 @@ MUTATIONS = (
     ),
     Mutation(
         "dropped all-reduce: ranks do not agree on a scale",
-        "    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)\n",
+        "    dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)\n",
         "",
         "kernels/test_parallel.py",
     ),

@@ -11,7 +11,7 @@ from benchmarks.common.shapes import LAYERS
 from benchmarks.common.timing import measure
 from coat_kernels.fp8 import E4M3, E5M2
 from coat_kernels.linear import scaled_matmul
-from coat_kernels.tensorwise import largest_magnitude, quantize_tensor
+from coat_kernels.tensorwise import quantize_tensor, tensor_amax
 from coat_kernels.tensorwise.scale import tensor_scale_reference
 
 FORMATS = {"E5M2": E5M2, "E4M3": E4M3}
@@ -41,7 +41,7 @@ def gemm(way: str, rows: int, columns: int, summed: int) -> Callable[[], object]
 def quantizer(way: str, grad: torch.Tensor) -> Callable[[], object]:
     """Makes the codes for dgrad and, transposed, for wgrad; row scales by torch's operations."""
     if way in FORMATS:
-        return lambda: quantize_tensor(grad, largest_magnitude(grad), FORMATS[way], rows=True, columns=True)
+        return lambda: quantize_tensor(grad, tensor_amax(grad), FORMATS[way], rows=True, columns=True)
 
     def call() -> None:
         for dim in (1, 0):

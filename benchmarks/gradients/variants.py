@@ -56,8 +56,8 @@ def rounded(
     x: torch.Tensor, fmt: Fp8Format, dim: int | None = None, stochastic: bool = False
 ) -> torch.Tensor:
     """`x` [m, n] in FP8 and back: one scale for all, or with `dim` for each slice along it."""
-    largest = x.abs().amax() if dim is None else x.abs().amax(dim, keepdim=True)
-    scale = tensor_scale_reference(largest, fmt)
+    amax = x.abs().amax() if dim is None else x.abs().amax(dim, keepdim=True)
+    scale = tensor_scale_reference(amax, fmt)
     if not stochastic:
         return to_tensor_codes_reference(x, scale, fmt).to(x.dtype) * scale
     value = x / scale

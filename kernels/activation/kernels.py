@@ -72,14 +72,14 @@ def value_and_slope(b_x, KIND: tl.constexpr):
 @PreparedKernel
 @triton.jit
 def activation_forward_kernel(p_x, p_y, p_rows, p_codes, p_exponent, p_maxima,
-                              p_predicted, p_used, p_found, found, p_largest, p_true,
+                              p_predicted, p_used, p_found, found, p_amax, p_true,
                               rows, f, groups, tiles,
                               KIND: tl.constexpr, PARTS: tl.constexpr,
                               E5M2: tl.constexpr, TO_CODES: tl.constexpr, EVEN: tl.constexpr,
                               ROWS: tl.constexpr, COLUMNS: tl.constexpr, G: tl.constexpr):  # fmt: skip
     """Writes y, or its row-major FP8 codes; also the saved input and the maxima, if requested."""
     DTYPE: tl.constexpr = p_x.dtype.element_ty
-    scale, todo = scale_and_tiles(p_predicted, p_used, p_found, found, p_largest, p_true, tiles, E5M2)
+    scale, todo = scale_and_tiles(p_predicted, p_used, p_found, found, p_amax, p_true, tiles, E5M2)
     across = tl.cdiv(f, COLUMNS)
     for tile in range(tl.program_id(0), todo, tl.num_programs(0)):
         o_row = (tile // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -126,7 +126,7 @@ def load_parts(p_codes, p_exponent, o_row, column, rows, f, groups, PARTS: tl.co
 @PreparedKernel
 @triton.jit
 def activation_backward_kernel(p_grad_y, p_codes, p_exponent, p_grad_x, p_rows, p_columns, p_sums,
-                               p_maxima, p_predicted, p_used, p_found, found, p_largest, p_true,
+                               p_maxima, p_predicted, p_used, p_found, found, p_amax, p_true,
                                rows, f, groups, padded_rows, tiles,
                                KIND: tl.constexpr, PARTS: tl.constexpr, E5M2: tl.constexpr,
                                FROM_CODES: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr,
@@ -138,7 +138,7 @@ def activation_backward_kernel(p_grad_y, p_codes, p_exponent, p_grad_x, p_rows, 
     # columns are transposed in words of four rows
     TURNS: tl.constexpr = 1 if p_columns is None else 4
     HEIGHT: tl.constexpr = ROWS // TURNS
-    scale, todo = scale_and_tiles(p_predicted, p_used, p_found, found, p_largest, p_true, tiles, E5M2)
+    scale, todo = scale_and_tiles(p_predicted, p_used, p_found, found, p_amax, p_true, tiles, E5M2)
     across = tl.cdiv(f, COLUMNS)
     b_sums = tl.zeros([HEIGHT, COLUMNS], dtype=tl.float32)
     b_up_sums = b_sums
@@ -203,12 +203,12 @@ def store_rows(b_x, p_x, p_rows, o_x, m_x, scale, DTYPE: tl.constexpr, E5M2: tl.
 
 @PreparedKernel
 @triton.jit
-def activation_columns_kernel(p_codes, p_exponent, p_largest, p_columns, p_scale,
+def activation_columns_kernel(p_codes, p_exponent, p_amax, p_columns, p_scale,
                               rows, f, groups, padded_rows,
                               KIND: tl.constexpr, PARTS: tl.constexpr, E5M2: tl.constexpr,
                               FROM_CODES: tl.constexpr, EVEN: tl.constexpr, M: tl.constexpr,
                               N: tl.constexpr, G: tl.constexpr):  # fmt: skip
-    scale = tensor_scale(tl.load(p_largest), E5M2)
+    scale = tensor_scale(tl.load(p_amax), E5M2)
     # every program stores the same scale
     tl.store(p_scale, scale)
     o_word = tl.program_id(1) * (M // 4) + tl.arange(0, M // 4)
@@ -341,17 +341,17 @@ def launch_backward(
     return maxima
 
 
-def activation_columns_triton(q: Grouped, largest, kind: str, gated: bool, fmt: Fp8Format) -> Quantized:
+def activation_columns_triton(q: Grouped, amax, kind: str, gated: bool, fmt: Fp8Format) -> Quantized:
     """`activation_columns_reference` in one kernel."""
     rows, parts = q.codes.shape[0], 1 + gated
     f = q.codes.shape[1] // parts
-    columns = empty_columns(rows, f, fmt.dtype, largest.device)
-    scale = torch.empty(1, dtype=torch.float32, device=largest.device)
+    columns = empty_columns(rows, f, fmt.dtype, amax.device)
+    scale = torch.empty(1, dtype=torch.float32, device=amax.device)
     down, across = tiling(columns.shape[1], f, COLUMNS_M, COLUMNS_N)
     activation_columns_kernel[across, down](
         q.codes,
         q.exponent,
-        largest,
+        amax,
         columns.view(torch.int32),
         scale,
         rows,

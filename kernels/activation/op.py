@@ -79,12 +79,12 @@ def activation_backward(
 
 
 def activation_columns(
-    saved: Sequence[torch.Tensor], largest: torch.Tensor, options: ActivationOptions, fmt: Fp8Format
+    saved: Sequence[torch.Tensor], amax: torch.Tensor, options: ActivationOptions, fmt: Fp8Format
 ) -> Quantized:
     """y, recomputed from the codes and the exponent that are `saved`, column-major in `fmt`."""
     q = Grouped(*saved, GROUP_FORMATS[options.saved_format])
     make = activation_columns_triton if uses_kernels(q.codes) else activation_columns_reference
-    return make(q, largest, options.kind, options.gated, fmt)
+    return make(q, amax, options.kind, options.gated, fmt)
 
 
 class _Activation(torch.autograd.Function):
@@ -148,8 +148,9 @@ def activation_backward_operands(
     else:
         grad_x, _ = activation_backward_reference(grad_y, q, options.kind, options.gated)
         write = functools.partial(write_reference, grad_x, fmt=scale.fmt)
-    how = {"columns": True, "sums": sums, "finds_largest": False}
-    return quantize_predicted(write, scale, q.codes.shape, grad_y.device, **how)[0]
+    return quantize_predicted(
+        write, scale, q.codes.shape, grad_y.device, columns=True, sums=sums, returns_amax=False
+    )[0]
 
 
 def activation(x: torch.Tensor, options: ActivationOptions) -> torch.Tensor:
@@ -171,7 +172,7 @@ def activation(x: torch.Tensor, options: ActivationOptions) -> torch.Tensor:
         return with_maxima(y.view(*x.shape[:-1], y.shape[1]), maxima)
     y, maxima, codes, exponent = _Activation.apply(x, options)
 
-    def columns(codes, exponent, largest, fmt: Fp8Format) -> Quantized:
-        return activation_columns((codes, exponent), largest, options, fmt)
+    def columns(codes, exponent, amax, fmt: Fp8Format) -> Quantized:
+        return activation_columns((codes, exponent), amax, options, fmt)
 
     return with_maxima(with_origin(y, Origin((codes, exponent), columns)), maxima)

@@ -103,10 +103,10 @@ def activation_backward_reference(grad_y, q: Grouped, kind: str, gated: bool):
     return grad_x, row_maxima(grad_x)
 
 
-def activation_columns_reference(q: Grouped, largest, kind: str, gated: bool, fmt: Fp8Format) -> Quantized:
-    """y, recomputed from the saved input, as column-major FP8 codes with the scale of the amax `largest`."""
+def activation_columns_reference(q: Grouped, amax, kind: str, gated: bool, fmt: Fp8Format) -> Quantized:
+    """y, recomputed from the saved input, as column-major FP8 codes with the scale of the amax `amax`."""
     parts = dequantize_parts(q, gated)
     y, _ = value_and_slope_reference(parts[0], kind)
     if gated:
         y = y * parts[1]
-    return quantize_tensor_reference(y, largest, fmt, rows=False, columns=True)
+    return quantize_tensor_reference(y, amax, fmt, rows=False, columns=True)

@@ -34,9 +34,9 @@ class Order(NamedTuple):
         x = rows.view([shape[i] for i in self.there]).permute(self.back)
         return x.flatten(0, 1) if self.batch > 1 else x
 
-    def columns(self, output: torch.Tensor, largest: torch.Tensor, fmt: Fp8Format) -> Quantized:
+    def columns(self, output: torch.Tensor, amax: torch.Tensor, fmt: Fp8Format) -> Quantized:
         """Recomputes an output that is saved unquantized, for an `Origin`."""
-        return quantize_tensor(self.rows(output).contiguous(), largest, fmt, rows=False, columns=True)
+        return quantize_tensor(self.rows(output).contiguous(), amax, fmt, rows=False, columns=True)
 
 
 # tokens of one position are adjacent, or tokens of one sequence
@@ -135,9 +135,9 @@ def origin_in_groups(saved: Grouped, dtype: torch.dtype) -> Origin:
     """The origin of a tensor in `dtype` that is saved in groups, `saved`."""
     saved_format = saved.format
 
-    def columns(codes, exponent, largest, fmt):
+    def columns(codes, exponent, amax, fmt):
         rows = dequantize_groups(Grouped(codes, exponent, saved_format), GROUP_SIZE, dtype)
-        return quantize_tensor(rows, largest, fmt, rows=False, columns=True)
+        return quantize_tensor(rows, amax, fmt, rows=False, columns=True)
 
     return Origin(saved.tensors, columns)
 

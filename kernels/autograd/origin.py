@@ -51,8 +51,8 @@ BORDERS = "borders"
 class Origin(NamedTuple):
     """How to recompute a tensor [m, n].
 
-    `columns(*tensors, largest, fmt)` returns the tensor as column-major `Quantized` codes with the scale of
-    the amax `largest`; larger values saturate. It is exact up to the rounding of the saved tensors.
+    `columns(*tensors, amax, fmt)` returns the tensor as column-major `Quantized` codes with the scale of
+    the amax `amax`; larger values saturate. It is exact up to the rounding of the saved tensors.
     guarded: other tensors that the result depends on, which users may change, and their versions.
     """
 

@@ -79,15 +79,15 @@ def _by_rows(
 
 
 def _by_columns(
-    products: tuple[Weights, ...], largest: tuple[torch.Tensor, ...], linears: tuple[LinearOptions, ...]
+    products: tuple[Weights, ...], amaxes: tuple[torch.Tensor, ...], linears: tuple[LinearOptions, ...]
 ) -> list[Quantized]:
     """The column-major weights of the GEMMs, with the amaxes found by `_by_rows`."""
     if _go_together(products, linears):
         xs = [weight.contiguous() for (weight,) in products]
-        return columns_together(xs, largest, E4M3)
+        return columns_together(xs, amaxes, E4M3)
     return [
-        linear.cache.columns(weights, most)
-        for weights, most, linear in zip(products, largest, linears, strict=True)
+        linear.cache.columns(weights, amax)
+        for weights, amax, linear in zip(products, amaxes, linears, strict=True)
     ]
 
 
@@ -112,8 +112,8 @@ class _MlpBlock(torch.autograd.Function):
         h, dtype = residual.shape[-1], residual.dtype
         by_rows = residual.reshape(-1, h).contiguous()
 
-        (rows_proj, largest_proj), (rows_fc1, largest_fc1), (rows_fc2, largest_fc2), (operands, largest_o) = (
-            _by_rows(o, origin is None, ((w_proj,), w_fc1, (w_fc2,)), (proj, fc1, fc2), may_train)
+        (rows_proj, amax_proj), (rows_fc1, amax_fc1), (rows_fc2, amax_fc2), (operands, amax_o) = _by_rows(
+            o, origin is None, ((w_proj,), w_fc1, (w_fc2,)), (proj, fc1, fc2), may_train
         )
         # the GEMM adds the bias, unless the outputs of several ranks must be summed first
         bias, late_bias = (b_proj, None) if proj.parallel is None else (None, b_proj)
@@ -122,7 +122,7 @@ class _MlpBlock(torch.autograd.Function):
 
         # the norm's kernel computes the sum, so no other pass reads it
         x = torch.empty_like(by_rows)
-        y, largest_y, saved_x, rstd = norm_operands(
+        y, amax_y, saved_x, rstd = norm_operands(
             x,
             norm_weight,
             norm_bias,
@@ -134,7 +134,7 @@ class _MlpBlock(torch.autograd.Function):
         del z
         u = multiply(y.rows, y.scale, rows_fc1, b_fc1, dtype, fc1)
         del y, rows_fc1
-        p, largest_p, saved_u = activation_operands(u, activation, fc2.x_scale)
+        p, amax_p, saved_u = activation_operands(u, activation, fc2.x_scale)
         del u
         bias, late_bias = (b_fc2, None) if fc2.parallel is None else (None, b_fc2)
         out = _summed(multiply(p.rows, p.scale, rows_fc2, bias, dtype, fc2), fc2)
@@ -147,10 +147,10 @@ class _MlpBlock(torch.autograd.Function):
         else:
             # The origin's tensors are saved, so autograd frees them after backward. Only the function is on
             # the node.
-            ctx.columns_of_o, saved_o = origin.columns, (*origin.tensors, largest_o)
+            ctx.columns_of_o, saved_o = origin.columns, (*origin.tensors, amax_o)
         ctx.save_for_backward(
             w_proj, b_proj, norm_weight, norm_bias, b_fc1, w_fc2, b_fc2,
-            largest_proj, largest_y, largest_fc1, largest_p, largest_fc2,
+            amax_proj, amax_y, amax_fc1, amax_p, amax_fc2,
             *saved_x.tensors, rstd, *saved_u.tensors, *w_fc1, *saved_o,
         )  # fmt: skip
         return x.view(residual.shape) + out.view(residual.shape)
@@ -159,7 +159,7 @@ class _MlpBlock(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         (w_proj, b_proj, norm_weight, norm_bias, b_fc1, w_fc2, b_fc2,
-         largest_proj, largest_y, largest_fc1, largest_p, largest_fc2,
+         amax_proj, amax_y, amax_fc1, amax_p, amax_fc2,
          codes_x, exponent_x, rstd, codes_u, exponent_u, *rest) = ctx.saved_tensors  # fmt: skip
         w_fc1, saved_o = tuple(rest[: ctx.count]), rest[ctx.count :]
         saved_x, saved_u = (codes_x, exponent_x, rstd), (codes_u, exponent_u)
@@ -168,10 +168,10 @@ class _MlpBlock(torch.autograd.Function):
         dtype, tokens = grad.dtype, codes_x.shape[0]
 
         # operands are in lists, so the GEMMs can free parts of them as soon as they are used
-        weights = [fc2.cache.columns((w_fc2,), largest_fc2)]
+        weights = [fc2.cache.columns((w_fc2,), amax_fc2)]
         operands = [quantized_grad(grad, fc2, sums=b_fc2 is not None and fc2.parallel is None)]
         grad_b_fc2 = None if b_fc2 is None else _bias_grad(b_fc2, operands[0].sums, grad)
-        columns = activation_columns(saved_u, largest_p, activation, E4M3)
+        columns = activation_columns(saved_u, amax_p, activation, E4M3)
         columns = gathered_columns(columns, tokens, fc2)
         grad_p, (grad_w_fc2,) = multiply_backward(
             operands.pop(), (w_fc2,), weights.pop(), columns, dtype, fc2
@@ -182,9 +182,9 @@ class _MlpBlock(torch.autograd.Function):
         operands = [activation_backward_operands(grad_p(), saved_u, activation, fc1.grad_scale, sums)]
         del grad_p
         # not quantized with fc2's weight: memory peaks before this line
-        weights = _by_columns(((w_proj,), w_fc1), (largest_proj, largest_fc1), (proj, fc1))
+        weights = _by_columns(((w_proj,), w_fc1), (amax_proj, amax_fc1), (proj, fc1))
         grad_b_fc1 = None if b_fc1 is None else operands[0].sums.to(b_fc1.dtype)
-        columns = norm_columns(saved_x, norm_weight, norm_bias, largest_y, norm, E4M3)
+        columns = norm_columns(saved_x, norm_weight, norm_bias, amax_y, norm, E4M3)
         columns = gathered_columns(columns, tokens, fc1)
         grad_y, grads_w_fc1 = multiply_backward(operands.pop(), w_fc1, weights.pop(), columns, dtype, fc1)
         del columns

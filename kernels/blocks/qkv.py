@@ -42,14 +42,14 @@ class _Saved(NamedTuple):
     codes: torch.Tensor
     exponent: torch.Tensor
     rstd: torch.Tensor
-    largest_y: torch.Tensor
-    largest_w: torch.Tensor
+    amax_y: torch.Tensor
+    amax_w: torch.Tensor
     weights: Weights
 
     def normed(self, options: QkvOptions) -> Quantized:
         """The norm's output, which is the projection's input, recomputed column-major."""
         saved = self.codes, self.exponent, self.rstd
-        return norm_columns(saved, self.norm_weight, self.norm_bias, self.largest_y, options.norm, E4M3)
+        return norm_columns(saved, self.norm_weight, self.norm_bias, self.amax_y, options.norm, E4M3)
 
 
 # number of saved tensors before the weights
@@ -62,22 +62,22 @@ def _qkv_forward(
     """(q, k, v), and the tensors of `_Saved`. may_train: a backward may follow, so a
     cached copy of the weights may be used."""
     linear, rows = options.linear, x.reshape(-1, x.shape[-1]).contiguous()
-    y, largest_y, saved, rstd = norm_operands(
+    y, amax_y, saved, rstd = norm_operands(
         rows, norm_weight, norm_bias, options.norm, linear.x_scale, linear.input_group
     )
-    w, largest_w = linear.cache.forward(weights, may_train)
+    w, amax_w = linear.cache.forward(weights, may_train)
     mixed = multiply(y.rows, y.scale, w, bias, x.dtype, linear)
     mixed = mixed.view(-1, x.shape[1], mixed.shape[1])
     qkv = rotate_qkv_forward(mixed, cos, sin, options.kv_groups, options.d, options.apart)
     parameters = norm_weight, norm_bias, bias, cos, sin
-    return qkv, (*parameters, *saved.tensors, rstd, largest_y, largest_w, *weights)
+    return qkv, (*parameters, *saved.tensors, rstd, amax_y, amax_w, *weights)
 
 
 def _qkv_again(y: Quantized, saved: _Saved, batch: int, dtype, options: QkvOptions):
     """(q, k, v), recomputed from the column-major output of the norm."""
     linear, (tokens, h) = options.linear, saved.codes.shape
     rows = transpose_codes(y.columns)[:tokens, :h]
-    w = linear.cache.rows(saved.weights, saved.largest_w)
+    w = linear.cache.rows(saved.weights, saved.amax_w)
     mixed = multiply(rows, y.scale, w, saved.bias, dtype, linear)
     mixed = mixed.view(-1, batch, mixed.shape[1])
     how = options.kv_groups, options.d, options.apart
@@ -110,7 +110,7 @@ def _qkv_backward(dq, dk, dv, grad_residual, y: Quantized, saved: _Saved, option
     ]
     grad_bias = None if bias is None else grad[0].sums.to(bias.dtype)
     columns = gathered_columns(y, saved.codes.shape[0], linear)
-    w = [linear.cache.columns(weights, saved.largest_w)]
+    w = [linear.cache.columns(weights, saved.amax_w)]
     grad_y, grads = multiply_backward(grad.pop(), weights, w.pop(), columns, grad_residual.dtype, linear)
     norm_bias, codes = saved.norm_bias, (saved.codes, saved.exponent, saved.rstd)
     bias_dtype, needs_bias = (None, False) if norm_bias is None else (norm_bias.dtype, True)

@@ -38,11 +38,11 @@ def log2(x: torch.Tensor) -> torch.Tensor:
 def statistics(x):
     magnitude = x.abs()
     finite = magnitude.isfinite()
-    largest = torch.where(finite, magnitude, 0).amax(1, keepdim=True)
+    amax = torch.where(finite, magnitude, 0).amax(1, keepdim=True)
     smallest = torch.where(finite & (magnitude > 0), magnitude, torch.inf).amin(1, keepdim=True)
-    k = (SPAN.value / (log2(largest) - log2(smallest))).floor()
-    k = torch.where(largest > 0, k, 255).clamp(1, 255)
-    return largest, k.to(torch.uint8)
+    k = (SPAN.value / (log2(amax) - log2(smallest))).floor()
+    k = torch.where(amax > 0, k, 255).clamp(1, 255)
+    return amax, k.to(torch.uint8)
 
 
 def to_codes(x, scale, exponent, dither):

@@ -25,10 +25,10 @@ STEPS_PER_OCTAVE = tl.constexpr(256 / 253)
 
 
 def statistics(x):
-    largest = torch.where(x.isfinite(), x, 0).amax(1, keepdim=True).clamp_min(0)
+    amax = torch.where(x.isfinite(), x, 0).amax(1, keepdim=True).clamp_min(0)
     smallest = torch.where(x > 0, x, torch.inf).amin(1, keepdim=True)
-    octaves = torch.where(largest > 0, log2(largest) - log2(smallest), torch.inf)
-    return largest, (octaves * (256 / 253)).floor().add(1).clamp_max(255).to(torch.uint8)
+    octaves = torch.where(amax > 0, log2(amax) - log2(smallest), torch.inf)
+    return amax, (octaves * (256 / 253)).floor().add(1).clamp_max(255).to(torch.uint8)
 
 
 def to_codes(x, scale, exponent, dither):

@@ -36,10 +36,10 @@ UNDITHERED = tl.constexpr(8.5)
 
 
 def statistics(x):
-    largest = torch.where(x.isfinite(), x.abs(), 0).amax(1, keepdim=True)
+    amax = torch.where(x.isfinite(), x.abs(), 0).amax(1, keepdim=True)
     # the largest FP32 would round to infinity
-    bits = (largest.view(torch.int32) + 0x400).bitwise_and(~0x7FF).clamp_max(0x7F7FF800)
-    scale = torch.where(largest < SMALLEST.value, 0, bits.view(torch.float32))
+    bits = (amax.view(torch.int32) + 0x400).bitwise_and(~0x7FF).clamp_max(0x7F7FF800)
+    scale = torch.where(amax < SMALLEST.value, 0, bits.view(torch.float32))
     return scale, torch.zeros_like(scale, dtype=torch.uint8)
 
 

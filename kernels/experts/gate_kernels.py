@@ -67,7 +67,7 @@ def load_both(p_x, p_bias, o_row, o_expert, column, rows, width, COLUMNS: tl.con
 @PreparedKernel
 @triton.jit
 def gate_forward_kernel(p_x, p_bias, p_weights, p_order, p_ends, p_rows, p_codes, p_exponent, p_maxima,
-                        p_predicted, p_used, p_found, found, p_largest, p_true,
+                        p_predicted, p_used, p_found, found, p_amax, p_true,
                         rows, f, groups, tiles, count,
                         KIND: tl.constexpr, PARTS: tl.constexpr, LIMIT: tl.constexpr, OFFSET: tl.constexpr,
                         INTERLEAVED: tl.constexpr, TO_CODES: tl.constexpr, EVEN: tl.constexpr,
@@ -76,7 +76,7 @@ def gate_forward_kernel(p_x, p_bias, p_weights, p_order, p_ends, p_rows, p_codes
     """Writes the output's codes; the first launch also writes the maxima and, if requested, the saved
     input."""
     DTYPE: tl.constexpr = p_x.dtype.element_ty
-    scale, todo = scale_and_tiles(p_predicted, p_used, p_found, found, p_largest, p_true, tiles, False)
+    scale, todo = scale_and_tiles(p_predicted, p_used, p_found, found, p_amax, p_true, tiles, False)
     across = tl.cdiv(f, COLUMNS)
     for tile in range(tl.program_id(0), todo, tl.num_programs(0)):
         o_row = (tile // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -175,7 +175,7 @@ def load_gate(p_grad, p_codes, p_exponent, p_weights, p_order, p_source, o_place
 
 @PreparedKernel
 @triton.jit
-def gate_output_kernel(p_grad, p_codes, p_exponent, p_weights, p_order, p_source, p_largest, p_columns,
+def gate_output_kernel(p_grad, p_codes, p_exponent, p_weights, p_order, p_source, p_amax, p_columns,
                        p_scale, p_sums, p_maxima, rows, f, groups, places,
                        KIND: tl.constexpr, PARTS: tl.constexpr, LIMIT: tl.constexpr, OFFSET: tl.constexpr,
                        FROM_CODES: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
@@ -188,7 +188,7 @@ def gate_output_kernel(p_grad, p_codes, p_exponent, p_weights, p_order, p_source
     o_word = (tile // across) * (M // 4) + tl.arange(0, M // 4)
     column = (tile % across) * N
     b_words = tl.zeros([M // 4, N], dtype=tl.int32)
-    scale = tensor_scale(tl.load(p_largest), False)
+    scale = tensor_scale(tl.load(p_amax), False)
     if p_scale is not None:
         # every program stores the same scale
         tl.store(p_scale, scale)
@@ -212,10 +212,10 @@ def gate_output_kernel(p_grad, p_codes, p_exponent, p_weights, p_order, p_source
 
 @PreparedKernel
 @triton.jit
-def gate_finish_kernel(p_sums, p_parts, p_dots, p_order, p_grad, p_maxima, p_largest, rows, across,
+def gate_finish_kernel(p_sums, p_parts, p_dots, p_order, p_grad, p_maxima, p_amax, rows, across,
                        BLOCK: tl.constexpr):  # fmt: skip
     """The gradient of the weights from the sums of all tiles, and the largest of their maxima, for each row
-    and for all rows. `p_largest` begins as zero."""
+    and for all rows. `p_amax` begins as zero."""
     o_row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     m_row = o_row < rows
     b_sum = tl.zeros([BLOCK], dtype=tl.float32)
@@ -232,12 +232,12 @@ def gate_finish_kernel(p_sums, p_parts, p_dots, p_order, p_grad, p_maxima, p_lar
     tl.store(p_grad + o_choice, cast(b_sum, p_grad.dtype.element_ty), mask=m_row)
     tl.store(p_maxima + o_row, b_most, mask=m_row)
     # the bits of positive numbers have their order
-    tl.atomic_max(p_largest, tl.max(b_most, axis=0).to(tl.int32, bitcast=True))
+    tl.atomic_max(p_amax, tl.max(b_most, axis=0).to(tl.int32, bitcast=True))
 
 
 @PreparedKernel
 @triton.jit
-def gate_grad_kernel(p_grad, p_codes, p_exponent, p_weights, p_order, p_source, p_maxima, p_largest, p_rows,
+def gate_grad_kernel(p_grad, p_codes, p_exponent, p_weights, p_order, p_source, p_maxima, p_amax, p_rows,
                      p_scales, p_columns, p_scale, rows, f, groups, places,
                      KIND: tl.constexpr, PARTS: tl.constexpr, LIMIT: tl.constexpr, OFFSET: tl.constexpr,
                      FROM_CODES: tl.constexpr, M: tl.constexpr, N: tl.constexpr, G: tl.constexpr,
@@ -250,7 +250,7 @@ def gate_grad_kernel(p_grad, p_codes, p_exponent, p_weights, p_order, p_source, 
     o_f = column + tl.arange(0, N)
     b_words = tl.zeros([M // 4, N], dtype=tl.int32)
     b_up_words = b_words
-    scale = tensor_scale(tl.load(p_largest), False)
+    scale = tensor_scale(tl.load(p_amax), False)
     if p_scale is not None:
         tl.store(p_scale, scale)
     for i in tl.static_range(4):
@@ -307,7 +307,7 @@ def _tiles(q: Grouped, source: torch.Tensor, gate) -> tuple[tuple, int, dict]:
 
 
 def gate_output_triton(
-    grad_a, q: Grouped, weights, rows, source, largest, dots, gate,
+    grad_a, q: Grouped, weights, rows, source, amax, dots, gate,
     needs_columns: bool = True, needs_rest: bool = True,
 ):  # fmt: skip
     """`gate_output_reference` in two launches; None in the place of results that are not needed.
@@ -328,7 +328,7 @@ def gate_output_triton(
         weights,
         rows.order,
         source,
-        largest,
+        amax,
         None if columns is None else columns.view(torch.int32),
         scale,
         sums,
@@ -356,7 +356,7 @@ def gate_output_triton(
 
 
 def gate_grad_triton(
-    grad_a, q: Grouped, weights, rows, source, maxima, largest, gate,
+    grad_a, q: Grouped, weights, rows, source, maxima, amax, gate,
     needs_rows: bool = True, needs_columns: bool = True,
 ):  # fmt: skip
     """`gate_grad_reference` in one pass; None in the place of results that are not needed."""
@@ -377,7 +377,7 @@ def gate_grad_triton(
         rows.order,
         source,
         maxima,
-        largest,
+        amax,
         None if codes is None else codes.view(torch.uint8),
         scales,
         None if columns is None else columns.view(torch.int32),

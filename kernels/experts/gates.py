@@ -36,7 +36,7 @@ from coat_kernels.groups import (
 from coat_kernels.tensorwise.operands import fp8_operands
 from coat_kernels.tensorwise.predicted import PredictedScale, quantize_predicted, write_reference
 from coat_kernels.tensorwise.quantize import Quantized
-from coat_kernels.tensorwise.scale import largest_of
+from coat_kernels.tensorwise.scale import compute_amax
 
 
 class GateGrads(NamedTuple):
@@ -69,7 +69,7 @@ class Gradient(NamedTuple):
     of_output: torch.Tensor
     weights: torch.Tensor
     saved: tuple[torch.Tensor, ...]
-    largest: torch.Tensor
+    amax: torch.Tensor
     dots: torch.Tensor | None
 
 
@@ -82,11 +82,11 @@ def quantize_each_row(
 
 
 def gather_columns(
-    x: torch.Tensor, source: torch.Tensor, largest: torch.Tensor | None = None
+    x: torch.Tensor, source: torch.Tensor, amax: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The rows `source` of FP8 codes, or of values with the amax `largest`, as transposed codes, and their
+    """The rows `source` of FP8 codes, or of values with the amax `amax`, as transposed codes, and their
     scale; by the kernel on CUDA."""
-    return (gather_columns_triton if uses_kernels(x) else gather_columns_reference)(x, source, largest)
+    return (gather_columns_triton if uses_kernels(x) else gather_columns_reference)(x, source, amax)
 
 
 class KernelGate(NamedTuple):
@@ -136,11 +136,11 @@ class KernelGate(NamedTuple):
             output_of = functools.partial(gate_output_triton, needs_columns=needs.output, needs_rest=rest)
             which = {"needs_rows": needs.rows, "needs_columns": needs.columns}
             grad_of = functools.partial(gate_grad_triton, **which)
-        *output, grad_weights, maxima, largest = output_of(*inputs, given.largest, given.dots, self)
+        *output, grad_weights, maxima, amax = output_of(*inputs, given.amax, given.dots, self)
         found = GateGrads(grad_weights, tuple(output))
         if not gradient:
             return found
-        *by_rows, columns, scale = grad_of(*inputs, maxima, largest, self)
+        *by_rows, columns, scale = grad_of(*inputs, maxima, amax, self)
         return found._replace(rows=tuple(by_rows), columns=(columns, scale))
 
 
@@ -171,14 +171,14 @@ class OwnGate(NamedTuple):
             of_rows = (given.of_output * a.detach()).sum(1, dtype=torch.float32)
             grad_weights = weights_grad_reference(of_rows, given.weights, rows, given.dots)
         if needs.output:
-            output = gather_columns(_times(a.detach(), weights), places.row, given.largest)
+            output = gather_columns(_times(a.detach(), weights), places.row, given.amax)
         if needs.rows or needs.columns:
             (grad,) = torch.autograd.grad(a, both, _times(given.of_output, weights))
             del a, both
             if needs.rows:
                 by_rows = quantize_each_row(grad, Rows(rows.ends))[:2]
             if needs.columns:
-                columns = gather_columns(grad, places.row, largest_of(grad))
+                columns = gather_columns(grad, places.row, compute_amax(grad))
         return GateGrads(grad_weights, output, by_rows, columns)
 
 

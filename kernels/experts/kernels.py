@@ -10,7 +10,7 @@ from coat_kernels.experts.reference import most_places
 from coat_kernels.fp8 import ALIGNMENT, E4M3, cast, widen
 from coat_kernels.prepared import PreparedKernel, cdiv, next_power_of_2
 from coat_kernels.tensorwise.quantize import to_tensor_codes, to_tensor_words
-from coat_kernels.tensorwise.scale import largest_triton, tensor_scale
+from coat_kernels.tensorwise.scale import amax_triton, tensor_scale
 from coat_kernels.tensorwise.transpose import COLUMNS_TILE, store_words
 from coat_kernels.tiles import finite_abs, tile_mask
 
@@ -179,9 +179,9 @@ def quantize_each_row_kernel(p_x, p_back, p_ends, p_bias, p_codes, p_scale, p_ma
     for start in range(0, m, BLOCK):
         o_x = start + tl.arange(0, BLOCK)
         b_most = tl.maximum(b_most, finite_abs(widen(tl.load(p_x + o_x, mask=o_x < m, other=0.0))))
-    largest = tl.max(b_most, axis=0)
-    scale = tensor_scale(largest, False)
-    tl.store(p_maxima + token, largest)
+    amax = tl.max(b_most, axis=0)
+    scale = tensor_scale(amax, False)
+    tl.store(p_maxima + token, amax)
     for start in range(0, m, BLOCK):
         o_x = start + tl.arange(0, BLOCK)
         b_x = widen(tl.load(p_x + o_x, mask=o_x < m, other=0.0))
@@ -227,12 +227,12 @@ def quantize_each_row_triton(
         BLOCK=min(next_power_of_2(m), ROW_BLOCK),
         num_warps=4,
     )
-    return codes, scale, largest_triton(maxima), dots
+    return codes, scale, amax_triton(maxima), dots
 
 
 @PreparedKernel
 @triton.jit
-def gather_columns_kernel(p_x, p_source, p_largest, p_columns, p_scale, n, m, places, M: tl.constexpr,
+def gather_columns_kernel(p_x, p_source, p_amax, p_columns, p_scale, n, m, places, M: tl.constexpr,
                           N: tl.constexpr):  # fmt: skip
     """Gathers rows and transposes them: codes, or, with an amax, values that it quantizes."""
     across = tl.cdiv(m, N)
@@ -240,15 +240,15 @@ def gather_columns_kernel(p_x, p_source, p_largest, p_columns, p_scale, n, m, pl
     o_word = (tile // across) * (M // 4) + tl.arange(0, M // 4)
     o_m = (tile % across) * N + tl.arange(0, N)
     b_words = tl.zeros([M // 4, N], dtype=tl.int32)
-    if p_largest is not None:
-        scale = tensor_scale(tl.load(p_largest), False)
+    if p_amax is not None:
+        scale = tensor_scale(tl.load(p_amax), False)
         # every program stores the same scale
         tl.store(p_scale, scale)
     for i in tl.static_range(4):
         o_place = o_word * 4 + i
         o_row = tl.load(p_source + o_place, mask=o_place < places, other=n).to(tl.int64)
         b_x = tl.load(p_x + o_row[:, None] * m + o_m[None, :], mask=tile_mask(o_row, o_m, n, m), other=0)
-        if p_largest is not None:
+        if p_amax is not None:
             b_words |= to_tensor_words(widen(b_x), scale, False) << (8 * i)
         else:
             b_words |= b_x.to(tl.int32) << (8 * i)
@@ -256,17 +256,17 @@ def gather_columns_kernel(p_x, p_source, p_largest, p_columns, p_scale, n, m, pl
 
 
 def gather_columns_triton(
-    x: torch.Tensor, source: torch.Tensor, largest: torch.Tensor | None = None
+    x: torch.Tensor, source: torch.Tensor, amax: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`gather_columns_reference` as a kernel. `x` is contiguous, and the number of places is a multiple of
     4."""
     (n, m), places, (tile_m, tile_n) = x.shape, len(source), COLUMNS_TILE
     columns = torch.empty(m, places, dtype=E4M3.dtype, device=x.device)
-    scale = None if largest is None else torch.empty(1, dtype=torch.float32, device=x.device)
+    scale = None if amax is None else torch.empty(1, dtype=torch.float32, device=x.device)
     gather_columns_kernel[(cdiv(places, tile_m) * cdiv(m, tile_n),)](
-        x.view(torch.uint8) if largest is None else x,
+        x.view(torch.uint8) if amax is None else x,
         source,
-        largest,
+        amax,
         columns.view(torch.int32),
         scale,
         n,

@@ -62,17 +62,17 @@ class _Weight:
         """The operand [e, m, k] of the forward GEMM, and the amax."""
         if self.transposed and (self.cache.keep == "none" or not trains):
             predicted = self.cache.prediction()
-            q, largest = fp8_operands(self.weight, E4M3, rows=False, columns=True, predicted=predicted)
+            q, amax = fp8_operands(self.weight, E4M3, rows=False, columns=True, predicted=predicted)
         else:
-            q, largest = self.cache.forward((self.weight,), trains)
-        return (self._by_columns(q) if self.transposed else self._by_rows(q), q.scale), largest
+            q, amax = self.cache.forward((self.weight,), trains)
+        return (self._by_columns(q) if self.transposed else self._by_rows(q), q.scale), amax
 
-    def backward(self, largest: torch.Tensor) -> Scaled:
+    def backward(self, amax: torch.Tensor) -> Scaled:
         """The operand [e, k, m] of the input's gradient."""
         if self.transposed:
-            q = self.cache.rows((self.weight,), largest)
+            q = self.cache.rows((self.weight,), amax)
             return self._by_rows(q), q.scale
-        q = self.cache.columns((self.weight,), largest)
+        q = self.cache.columns((self.weight,), amax)
         return self._by_columns(q), q.scale
 
     def _by_rows(self, q) -> torch.Tensor:
@@ -97,22 +97,22 @@ class _Experts(torch.autograd.Function):
         """saves: "x" or "codes", the form in which the input is saved for backward; None without backward."""
         x, weights, trained = x.contiguous(), weights.contiguous(), saves is not None
         first, second = _Weight(state.gate_up, gate_up, transposed), _Weight(state.down, down, transposed)
-        (codes, _, scale, _), largest_x = fp8_operands(x, E4M3, predicted=state.x_scale)
+        (codes, _, scale, _), amax_x = fp8_operands(x, E4M3, predicted=state.x_scale)
         _observe("input", state.x_scale, codes)
-        w_1, largest_1 = first.forward(trained)
+        w_1, amax_1 = first.forward(trained)
         both = matmul_of_rows((rows.gather(codes), scale), w_1, rows.ends, state.fast)
         del w_1
-        a, largest_a, saved = gate.forward(both, weights, gate_up_bias, rows, state.a_scale, trained)
+        a, amax_a, saved = gate.forward(both, weights, gate_up_bias, rows, state.a_scale, trained)
         _observe("input", state.a_scale, a.rows)
         del both
-        w_2, largest_2 = second.forward(trained)
+        w_2, amax_2 = second.forward(trained)
         y = matmul_of_rows((a.rows, a.scale), w_2, rows.ends, state.fast)
         of_x = ()
         if trained and ctx.needs_input_grad[2]:
-            of_x = (codes, scale) if saves == "codes" else (x, largest_x)
+            of_x = (codes, scale) if saves == "codes" else (x, amax_x)
         ctx.save_for_backward(
             weights, gate_up, down, gate_up_bias, down_bias, *rows,
-            largest_1, largest_2, largest_a, *saved, *of_x,
+            amax_1, amax_2, amax_a, *saved, *of_x,
         )  # fmt: skip
         ctx.gate, ctx.transposed, ctx.state, ctx.saves = gate, transposed, state, saves
         return rows.to_tokens(y, weights, down_bias)
@@ -121,7 +121,7 @@ class _Experts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_y):
         (weights, gate_up, down, gate_up_bias, down_bias, ends, order, back,
-         largest_1, largest_2, largest_a, codes, exponent, *of_x) = ctx.saved_tensors  # fmt: skip
+         amax_1, amax_2, amax_a, codes, exponent, *of_x) = ctx.saved_tensors  # fmt: skip
         (needs_x, needs_weights, needs_gate_up, needs_down, needs_bias, needs_down_bias,
          *_) = ctx.needs_input_grad  # fmt: skip
         rows = Rows(ends, order, back)
@@ -130,16 +130,16 @@ class _Experts(torch.autograd.Function):
         second = _Weight(state.down, down, ctx.transposed)
         grad_y, places = grad_y.contiguous(), rows.places(weights.numel())
         grad_x = grad_gate_up = grad_down = grad_bias = grad_down_bias = None
-        *grad_rows, largest_grad, dots = quantize_each_row(grad_y, rows, down_bias if needs_weights else None)
+        *grad_rows, amax_grad, dots = quantize_each_row(grad_y, rows, down_bias if needs_weights else None)
         _observe("gradient", state.a_scale, grad_rows[0])
-        grad_a = matmul_of_rows(grad_rows, second.backward(largest_2), rows.ends, fast)
+        grad_a = matmul_of_rows(grad_rows, second.backward(amax_2), rows.ends, fast)
         del grad_rows
         needs = Needs(needs_weights, needs_down, needs_x, needs_gate_up or needs_bias)
-        given = Gradient(grad_a, weights, (codes, exponent), largest_a, dots)
+        given = Gradient(grad_a, weights, (codes, exponent), amax_a, dots)
         found = ctx.gate.backward(given, rows, places, needs)
         del grad_a, given
         if needs_down:
-            columns = gather_columns(grad_y, places.token, largest_grad)
+            columns = gather_columns(grad_y, places.token, amax_grad)
             grad_down = second.grad(columns, found.output, places.ends, fast)
             del columns
         if needs_down_bias:
@@ -157,7 +157,7 @@ class _Experts(torch.autograd.Function):
         found = found._replace(columns=None)
         if needs_x:
             _observe("gradient", state.x_scale, found.rows[0])
-            of_rows = matmul_of_rows(found.rows, first.backward(largest_1), rows.ends, fast)
+            of_rows = matmul_of_rows(found.rows, first.backward(amax_1), rows.ends, fast)
             grad_x = rows.to_tokens(of_rows)
         grad_weights = found.weights if needs_weights else None
         return grad_x, grad_weights, grad_gate_up, grad_down, grad_bias, grad_down_bias, *(None,) * 5

@@ -97,13 +97,13 @@ def quantize_each_row_reference(
 
 
 def gather_columns_reference(
-    x: torch.Tensor, source: torch.Tensor, largest: torch.Tensor | None = None
+    x: torch.Tensor, source: torch.Tensor, amax: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The rows `source` [p] of `x` [n, m], transposed, as FP8 codes [m, p]: of FP8 codes, or quantized with
-    the scale of the amax `largest`, which is also returned. Row n is zero."""
+    the scale of the amax `amax`, which is also returned. Row n is zero."""
     codes, scale = x, None
-    if largest is not None:
-        codes, _, scale, _ = quantize_tensor_reference(x, largest, E4M3)
+    if amax is not None:
+        codes, _, scale, _ = quantize_tensor_reference(x, amax, E4M3)
     padded = torch.cat((codes, codes.new_zeros(1, codes.shape[1])))
     return padded[source].t().contiguous(), scale
 
@@ -154,10 +154,10 @@ def gate_forward_reference(
     return a, quantize_parts(parts[: 1 + gate.gated], gate.saved_format)
 
 
-def gate_output_reference(grad_a, q: Grouped, weights, rows, source, largest, dots, gate):
+def gate_output_reference(grad_a, q: Grouped, weights, rows, source, amax, dots, gate):
     """What the backward of a gate finds first, from the gradient `grad_a` [n, f] of its weighted output.
 
-    q: the saved input. weights: the router's, [t, k]. source: as in `gather_columns_reference`. largest: the
+    q: the saved input. weights: the router's, [t, k]. source: as in `gather_columns_reference`. amax: the
     amax of the weighted output in forward. dots: added to the gradient of the weights, FP32 [t, k], or None.
 
     Returns the recomputed weighted output, transposed, E4M3 [f, p], and its scale; the gradient of `weights`,
@@ -165,9 +165,7 @@ def gate_output_reference(grad_a, q: Grouped, weights, rows, source, largest, do
     largest of them, FP32 [1].
     """
     output, _, _ = gate_reference(*dequantize_parts(q, gate.gated), gate=gate)
-    columns, scale = gather_columns_reference(
-        output * rows.of_rows(weights)[:, None].float(), source, largest
-    )
+    columns, scale = gather_columns_reference(output * rows.of_rows(weights)[:, None].float(), source, amax)
     maxima = row_maxima(_gate_grad(grad_a, q, weights, rows, gate))
     grad_weights = weights_grad_reference((grad_a.float() * output).sum(1), weights, rows, dots)
     return columns, scale, grad_weights, maxima, maxima.amax().reshape(1)
@@ -181,8 +179,8 @@ def weights_grad_reference(of_rows: torch.Tensor, weights: torch.Tensor, rows, d
     return (of_rows if dots is None else of_rows + dots).to(weights.dtype)
 
 
-def gate_grad_reference(grad_a, q: Grouped, weights, rows, source, maxima, largest, gate):
-    """The gradient of a gate's input. maxima: the amax of each of its rows; largest: their largest. The other
+def gate_grad_reference(grad_a, q: Grouped, weights, rows, source, maxima, amax, gate):
+    """The gradient of a gate's input. maxima: the amax of each of its rows; amax: of all. The other
     arguments are those of `gate_output_reference`.
 
     Returns E4M3 codes [n, 2 f] with a scale for each row, the scales [n], codes [2 f, p] with one scale, and
@@ -191,7 +189,7 @@ def gate_grad_reference(grad_a, q: Grouped, weights, rows, source, maxima, large
     grad = _gate_grad(grad_a, q, weights, rows, gate)
     scales = tensor_scale_reference(maxima, E4M3)
     of_rows = to_tensor_codes_reference(grad, scales[:, None], E4M3)
-    return of_rows, scales, *gather_columns_reference(grad, source, largest)
+    return of_rows, scales, *gather_columns_reference(grad, source, amax)
 
 
 def _gate_grad(grad_a, q: Grouped, weights, rows, gate) -> torch.Tensor:

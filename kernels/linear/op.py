@@ -178,22 +178,22 @@ class _Fp8Linear(torch.autograd.Function):
         saves_x = trains_weight and origin is None
         whole = _shared(x) if saves_x and options.parallel is None else None
         saved = () if whole is None else _noted_codes(whole)
-        (rows, columns, scale, _), largest_x = fp8_operands(
+        (rows, columns, scale, _), amax_x = fp8_operands(
             x, E4M3, columns=saves_x and not saved, group=options.input_group, predicted=options.x_scale
         )
         if saves_x and not saved:
             saved = (columns, scale)
             if whole is not None:
-                _note_codes(whole, saved, largest_x)
-        w, largest_w = options.cache.forward(weights, trains)
+                _note_codes(whole, saved, amax_x)
+        w, amax_w = options.cache.forward(weights, trains)
         y = multiply(rows, scale, w, bias, dtype, options)
         ctx.options, ctx.shape, ctx.dtype = options, x.shape, x.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.columns = None
         if trains_weight and not saves_x:
-            ctx.columns, saved = origin.columns, (*origin.tensors, largest_x)
+            ctx.columns, saved = origin.columns, (*origin.tensors, amax_x)
         ctx.count = len(weights)
-        ctx.save_for_backward(*weights, largest_w, *saved)
+        ctx.save_for_backward(*weights, amax_w, *saved)
         # detach(): autograd forbids in-place operations on a view that a function returns
         return y.view(-1, *x.shape[1:-1], y.shape[-1]).detach()
 
@@ -201,7 +201,7 @@ class _Fp8Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_y):
         saved = ctx.saved_tensors
-        weights, (largest_w, *saved) = saved[: ctx.count], saved[ctx.count :]
+        weights, (amax_w, *saved) = saved[: ctx.count], saved[ctx.count :]
         needs_x, needs_bias, *_, needs_w = ctx.needs_input_grad
         options, grad_x, grads, sums = ctx.options, None, [None] * ctx.count, None
         if needs_x or needs_w:
@@ -216,7 +216,7 @@ class _Fp8Linear(torch.autograd.Function):
                 whole = Quantized(None, *saved) if ctx.columns is None else ctx.columns(*saved, E4M3)
                 columns = gathered_columns(whole, tokens, options)
                 del whole
-            w = [options.cache.columns(weights, largest_w) if needs_x else None]
+            w = [options.cache.columns(weights, amax_w) if needs_x else None]
             grad_x, grads = multiply_backward(grad.pop(), weights, w.pop(), columns, ctx.dtype, options)
         elif needs_bias:
             sums = grad_y.flatten(0, -2).sum(0, dtype=torch.float32)
@@ -240,10 +240,10 @@ def _shared(x: torch.Tensor) -> torch.Tensor | None:
     return whole if type(whole) is torch.Tensor and whole.grad_fn is not None else None
 
 
-def _note_codes(x: torch.Tensor, saved: tuple[torch.Tensor, torch.Tensor], largest: torch.Tensor) -> None:
+def _note_codes(x: torch.Tensor, saved: tuple[torch.Tensor, torch.Tensor], amax: torch.Tensor) -> None:
     """Notes on `x` the codes that autograd saves of it, and its amax. The references are weak: if hooks move
     the codes elsewhere, or checkpointing drops them, the note must not keep them alive."""
-    with_maxima(note(x, SAVED_CODES, tuple(map(TensorWeakRef, saved))), largest)
+    with_maxima(note(x, SAVED_CODES, tuple(map(TensorWeakRef, saved))), amax)
 
 
 def _noted_codes(x: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -40,7 +40,7 @@ def load_gamma(p_weight, o_h, m_h, ZERO_CENTERED: tl.constexpr, EVEN: tl.constex
 @PreparedKernel
 @triton.jit
 def norm_forward_kernel(p_x, p_residual, p_branch, p_branch_bias, p_weight, p_bias, p_y, p_rows, p_codes,
-                        p_exponent, p_rstd, p_maxima, p_predicted, p_used, p_found, found, p_largest,
+                        p_exponent, p_rstd, p_maxima, p_predicted, p_used, p_found, found, p_amax,
                         p_true, rows, h, groups, eps, tiles,
                         LAYER_NORM: tl.constexpr, ZERO_CENTERED: tl.constexpr, E5M2: tl.constexpr,
                         TO_CODES: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, H: tl.constexpr,
@@ -48,7 +48,7 @@ def norm_forward_kernel(p_x, p_residual, p_branch, p_branch_bias, p_weight, p_bi
     """Writes y, or its row-major FP8 codes; also x, if it is a sum, and the saved tensors and maxima if
     requested."""
     DTYPE: tl.constexpr = p_x.dtype.element_ty
-    scale, todo = scale_and_tiles(p_predicted, p_used, p_found, found, p_largest, p_true, tiles, E5M2)
+    scale, todo = scale_and_tiles(p_predicted, p_used, p_found, found, p_amax, p_true, tiles, E5M2)
     o_h = tl.arange(0, H)
     for tile in range(tl.program_id(0), todo, tl.num_programs(0)):
         o_row = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -92,7 +92,7 @@ def norm_backward_kernel(p_grad_y, p_grad_residual, p_codes, p_exponent, p_rstd,
     b_grad_weight = tl.zeros([ROWS, H], dtype=tl.float32)
     b_grad_bias = tl.zeros([ROWS, H], dtype=tl.float32)
     # one maximum per eight elements, which one thread holds; reduced over the warps once, at the end
-    b_largest = tl.zeros([ROWS, H // 8], dtype=tl.float32)
+    b_amax = tl.zeros([ROWS, H // 8], dtype=tl.float32)
     for tile in tl.range(pid, tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
         o_row = tile * ROWS + tl.arange(0, ROWS)
         m_x = tile_mask(o_row, o_h, rows, h)
@@ -113,14 +113,14 @@ def norm_backward_kernel(p_grad_y, p_grad_residual, p_codes, p_exponent, p_rstd,
             b_abs = finite_abs(b_grad_x)
             if not EVEN:
                 b_abs = tl.where(m_x, b_abs, 0.0)
-            b_largest = tl.maximum(b_largest, tl.max(tl.reshape(b_abs, [ROWS, H // 8, 8]), axis=2))
+            b_amax = tl.maximum(b_amax, tl.max(tl.reshape(b_abs, [ROWS, H // 8, 8]), axis=2))
         if p_grad_weight is not None:
             b_grad_weight += b_grad * b_normed
         if p_grad_bias is not None:
             b_grad_bias += b_grad
     o_partial = pid * h + o_h
     if p_grad_x is not None:
-        tl.store(p_maxima + pid, stored_max(b_largest, p_grad_x.dtype.element_ty))
+        tl.store(p_maxima + pid, stored_max(b_amax, p_grad_x.dtype.element_ty))
     if p_grad_weight is not None:
         store_tile(p_grad_weight, o_partial, tl.sum(b_grad_weight, axis=0), o_h < h, not EVEN)
     if p_grad_bias is not None:
@@ -147,12 +147,12 @@ def norm_sums_kernel(p_parts, p_first, p_second, programs, h, PROGRAMS: tl.const
 
 @PreparedKernel
 @triton.jit
-def norm_columns_kernel(p_codes, p_exponent, p_rstd, p_weight, p_bias, p_largest, p_columns, p_scale,
+def norm_columns_kernel(p_codes, p_exponent, p_rstd, p_weight, p_bias, p_amax, p_columns, p_scale,
                         rows, h, groups, padded_rows,
                         ZERO_CENTERED: tl.constexpr, E5M2: tl.constexpr, FROM_CODES: tl.constexpr,
                         EVEN: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
                         G: tl.constexpr):  # fmt: skip
-    scale = tensor_scale(tl.load(p_largest), E5M2)
+    scale = tensor_scale(tl.load(p_amax), E5M2)
     # every program stores the same scale
     tl.store(p_scale, scale)
     o_word = tl.program_id(1) * (M // 4) + tl.arange(0, M // 4)
@@ -334,7 +334,7 @@ def sum_parts(parts: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
 
 
 def norm_columns_triton(
-    q: Grouped, rstd, weight, bias, largest, zero_centered: bool, fmt: Fp8Format
+    q: Grouped, rstd, weight, bias, amax, zero_centered: bool, fmt: Fp8Format
 ) -> Quantized:
     """`norm_columns_reference` in one kernel."""
     rows, h = q.codes.shape
@@ -347,7 +347,7 @@ def norm_columns_triton(
         rstd,
         weight,
         bias,
-        largest,
+        amax,
         columns.view(torch.int32),
         scale,
         rows,

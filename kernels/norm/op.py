@@ -140,13 +140,13 @@ def norm_gradients(
 
 
 def norm_columns(
-    saved: Sequence[torch.Tensor], weight, bias, largest, options: NormOptions, fmt: Fp8Format
+    saved: Sequence[torch.Tensor], weight, bias, amax, options: NormOptions, fmt: Fp8Format
 ) -> Quantized:
     """y, recomputed from the codes, exponent and rstd that are `saved`, column-major in `fmt`."""
     codes, exponent, rstd = saved
     q = Grouped(codes, exponent, GROUP_FORMATS[options.saved_format])
     make = norm_columns_triton if uses_kernels(codes) else norm_columns_reference
-    return make(q, rstd, weight, bias, largest, options.zero_centered, fmt)
+    return make(q, rstd, weight, bias, amax, options.zero_centered, fmt)
 
 
 class _Norm(torch.autograd.Function):
@@ -244,7 +244,7 @@ def normalize(
     if bias is not None:
         guarded = *guarded, (parameters[1], bias._version)
 
-    def columns(codes, exponent, rstd, largest, fmt: Fp8Format) -> Quantized:
+    def columns(codes, exponent, rstd, amax, fmt: Fp8Format) -> Quantized:
         for t, version in guarded:
             if t._version != version:
                 raise RuntimeError(
@@ -252,7 +252,7 @@ def normalize(
                     "operation: a weight or bias of a norm, needed to recompute a linear layer's input, "
                     f"{t.dtype} {list(t.shape)}, is at version {t._version}; expected version {version}."
                 )
-        return norm_columns((codes, exponent, rstd), *parameters, largest, options, fmt)
+        return norm_columns((codes, exponent, rstd), *parameters, amax, options, fmt)
 
     y = with_maxima(with_origin(y, Origin((codes, exponent, rstd), columns, guarded)), maxima)
     return (y, handed_on) if residual else y

@@ -74,9 +74,9 @@ def norm_backward_reference(
 
 
 def norm_columns_reference(
-    q: Grouped, rstd, weight, bias, largest, zero_centered: bool, fmt: Fp8Format
+    q: Grouped, rstd, weight, bias, amax, zero_centered: bool, fmt: Fp8Format
 ) -> Quantized:
-    """y, recomputed from the saved input, as column-major FP8 codes with the scale of the amax `largest`."""
+    """y, recomputed from the saved input, as column-major FP8 codes with the scale of the amax `amax`."""
     normed = dequantize_groups_reference(q, GROUP_SIZE) * rstd[:, None]
     y = _affine(normed, weight, bias, zero_centered)
-    return quantize_tensor_reference(y, largest, fmt, rows=False, columns=True)
+    return quantize_tensor_reference(y, amax, fmt, rows=False, columns=True)

@@ -129,8 +129,8 @@ def rotate_qkv_backward_kernel(p_dq, p_dk, p_dv, p_cos, p_sin, p_grad, p_maxima,
     b_2 = cast(b_2, p_grad.dtype.element_ty)
     tl.store(p_out + o_half[None, :], b_1, mask=m_head & m_half[None, :])
     tl.store(p_out + o_half[None, :] + D // 2, b_2, mask=m_head & m_half[None, :])
-    largest = tl.maximum(finite_max(b_1), finite_max(b_2))
-    tl.store(p_maxima + token * tl.num_programs(1) + tl.program_id(1), largest)
+    amax = tl.maximum(finite_max(b_1), finite_max(b_2))
+    tl.store(p_maxima + token * tl.num_programs(1) + tl.program_id(1), amax)
 
 
 @triton.jit
@@ -147,7 +147,7 @@ def store_codes(b_grad, b_words, p_rows, o_row, o_channel, m_x, scale, i, DTYPE:
 @PreparedKernel
 @triton.jit
 def rotate_qkv_operands_kernel(p_dq, p_dk, p_dv, p_cos, p_sin, p_rows, p_columns, p_sums, p_maxima,
-                               p_predicted, p_used, p_found, found, p_largest, p_true,
+                               p_predicted, p_used, p_found, found, p_amax, p_true,
                                tokens, batch, heads, padded, tiles,
                                q_s, q_b, q_n, k_s, k_b, k_n, v_s, v_b, v_n,
                                M: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
@@ -156,7 +156,7 @@ def rotate_qkv_operands_kernel(p_dq, p_dk, p_dv, p_cos, p_sin, p_rows, p_columns
     """Writes row-major [tokens, heads * D] and column-major FP8 codes of the gradient, and its column sums
     over the tokens of each tile, as requested."""
     DTYPE: tl.constexpr = p_dq.dtype.element_ty
-    scale, todo = scale_and_tiles(p_predicted, p_used, p_found, found, p_largest, p_true, tiles, E5M2)
+    scale, todo = scale_and_tiles(p_predicted, p_used, p_found, found, p_amax, p_true, tiles, E5M2)
     across = tl.cdiv(heads, HEADS)
     o_half = tl.arange(0, HALF)
     m_half = o_half < D // 2

@@ -34,8 +34,9 @@ def rotate_qkv_backward_operands(
     else:
         grad, _ = rotate_qkv_backward_reference(dq, dk, dv, cos, sin, apart)
         write = functools.partial(write_reference, grad.view(s * b, width), fmt=scale.fmt)
-    how = {"columns": True, "sums": sums, "finds_largest": False}
-    return quantize_predicted(write, scale, (s * b, width), dq.device, **how)[0]
+    return quantize_predicted(
+        write, scale, (s * b, width), dq.device, columns=True, sums=sums, returns_amax=False
+    )[0]
 
 
 def rotate_qkv_forward(

@@ -10,6 +10,6 @@ them for the operands of a GEMM.
 
 from coat_kernels.tensorwise.predicted import PredictedScale
 from coat_kernels.tensorwise.quantize import quantize_tensor
-from coat_kernels.tensorwise.scale import largest_magnitude
+from coat_kernels.tensorwise.scale import tensor_amax
 
-__all__ = ["PredictedScale", "largest_magnitude", "quantize_tensor"]
+__all__ = ["PredictedScale", "tensor_amax", "quantize_tensor"]

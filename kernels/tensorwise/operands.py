@@ -8,7 +8,7 @@ import torch.distributed as dist
 from coat_kernels.autograd.origin import maxima_of
 from coat_kernels.device import uses_kernels
 from coat_kernels.fp8 import Fp8Format
-from coat_kernels.parallel import largest_of_all
+from coat_kernels.parallel import all_reduce_amax
 from coat_kernels.tensorwise.predicted import PredictedScale, quantize_predicted
 from coat_kernels.tensorwise.quantize import (
     Quantized,
@@ -16,7 +16,7 @@ from coat_kernels.tensorwise.quantize import (
     quantize_tensor,
     quantize_tensor_triton,
 )
-from coat_kernels.tensorwise.scale import largest_magnitude
+from coat_kernels.tensorwise.scale import tensor_amax
 
 # with at most this many maxima, each program of a launch over all tiles reads all of them
 FEW_MAXIMA = 1024
@@ -46,9 +46,9 @@ def fp8_operands(
             how = {"rows": rows, "columns": columns, "sums": sums, "group": group}
             return quantize_predicted(write, predicted, plain.shape, x.device, **how)
         if maxima is not None and maxima.numel() <= FEW_MAXIMA and group is None:
-            largest = torch.empty(1, dtype=torch.float32, device=x.device)
-            return quantize_tensor_triton(plain, maxima, fmt, rows, columns, sums, largest), largest
-    largest = largest_magnitude(x)
+            amax = torch.empty(1, dtype=torch.float32, device=x.device)
+            return quantize_tensor_triton(plain, maxima, fmt, rows, columns, sums, amax), amax
+    amax = tensor_amax(x)
     if group is not None:
-        largest_of_all(largest, group)
-    return quantize_tensor(plain, largest, fmt, rows, columns, sums), largest
+        all_reduce_amax(amax, group)
+    return quantize_tensor(plain, amax, fmt, rows, columns, sums), amax

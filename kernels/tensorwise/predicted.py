@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 
 from coat_kernels.fp8 import Fp8Format
-from coat_kernels.parallel import largest_of_all
+from coat_kernels.parallel import all_reduce_amax
 from coat_kernels.tensorwise.quantize import Quantized, empty_operands, to_tensor_codes_reference
 from coat_kernels.tensorwise.scale import (
     Scales,
-    largest_of_maxima,
-    largest_of_maxima_reference,
+    amax_of_maxima,
+    amax_of_maxima_reference,
     maxima_reference,
     tensor_scale_reference,
 )
@@ -58,10 +58,10 @@ def write_reference(x: torch.Tensor, out: Quantized, scales: Scales, fmt: Fp8For
         if out.sums is not None:
             torch.sum(x, 0, dtype=torch.float32, out=out.sums)
     else:
-        largest = largest_of_maxima_reference(scales.maxima)
-        if scales.largest is not None:
-            scales.largest.copy_(largest)
-        scales.true.copy_(tensor_scale_reference(largest, fmt))
+        amax = amax_of_maxima_reference(scales.maxima)
+        if scales.amax is not None:
+            scales.amax.copy_(amax)
+        scales.true.copy_(tensor_scale_reference(amax, fmt))
         scales.predicted.copy_(scales.true)
         if scales.used.equal(scales.true):
             return None
@@ -84,7 +84,7 @@ def quantize_predicted(
     sums: bool = False,
     into: tuple[Quantized, torch.Tensor] | None = None,
     group: dist.ProcessGroup | None = None,
-    finds_largest: bool = True,
+    returns_amax: bool = True,
 ) -> tuple[Quantized, torch.Tensor | None]:
     """FP8 operands of a tensor of this `shape`, and, if requested, its amax over the ranks of `group`.
 
@@ -93,12 +93,12 @@ def quantize_predicted(
     into: earlier operands and their amax, whose memory is written; new memory by default.
     """
     predicted = prediction.on(device)
-    out, largest = into or (empty_operands(*shape, prediction.fmt, device, rows, columns, sums), None)
-    if largest is None and finds_largest:
-        largest = torch.empty_like(out.scale)
+    out, amax = into or (empty_operands(*shape, prediction.fmt, device, rows, columns, sums), None)
+    if amax is None and returns_amax:
+        amax = torch.empty_like(out.scale)
     used = torch.empty_like(out.scale)
     maxima = write(out, Scales(predicted, used))
     if group is not None:
-        maxima = largest_of_all(largest_of_maxima(maxima), group)
-    write(out, Scales(predicted, used, maxima, maxima.numel(), largest, out.scale))
-    return out, largest
+        maxima = all_reduce_amax(amax_of_maxima(maxima), group)
+    write(out, Scales(predicted, used, maxima, maxima.numel(), amax, out.scale))
+    return out, amax

@@ -40,15 +40,15 @@ class Quantized(NamedTuple):
 
 def quantize_tensor_reference(
     x: torch.Tensor,
-    largest: torch.Tensor,
+    amax: torch.Tensor,
     fmt: Fp8Format,
     rows: bool = True,
     columns: bool = False,
     sums: bool = False,
 ) -> Quantized:
-    """`x` [m, n] with the amax `largest`, as row-major and column-major codes and column sums, as
+    """`x` [m, n] with the amax `amax`, as row-major and column-major codes and column sums, as
     requested."""
-    scale = tensor_scale_reference(largest, fmt)
+    scale = tensor_scale_reference(amax, fmt)
     codes = to_tensor_codes_reference(x, scale, fmt)
     return Quantized(
         codes if rows else None,
@@ -78,10 +78,10 @@ def to_tensor_words(b_x, scale, E5M2: tl.constexpr):
 
 @PreparedKernel
 @triton.jit
-def quantize_rows_kernel(p_x, p_rows, p_maxima, p_predicted, p_used, p_found, found, p_largest, p_true,
+def quantize_rows_kernel(p_x, p_rows, p_maxima, p_predicted, p_used, p_found, found, p_amax, p_true,
                          n, tiles, E5M2: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Codes and, if requested, the maximum of each tile."""
-    scale, todo = scale_and_tiles(p_predicted, p_used, p_found, found, p_largest, p_true, tiles, E5M2)
+    scale, todo = scale_and_tiles(p_predicted, p_used, p_found, found, p_amax, p_true, tiles, E5M2)
     for tile in range(tl.program_id(0), todo, tl.num_programs(0)):
         o_x = tl.cast(tile, tl.int64) * BLOCK + tl.arange(0, BLOCK)
         b_x = tl.load(p_x + o_x, mask=o_x < n, other=0.0).to(tl.float32)
@@ -93,11 +93,11 @@ def quantize_rows_kernel(p_x, p_rows, p_maxima, p_predicted, p_used, p_found, fo
 @PreparedKernel
 @triton.jit
 def quantize_columns_kernel(p_x, p_rows, p_columns, p_sums, p_maxima,
-                            p_predicted, p_used, p_found, found, p_largest, p_true, m, n, padded_m, pitch,
+                            p_predicted, p_used, p_found, found, p_amax, p_true, m, n, padded_m, pitch,
                             tiles, E5M2: tl.constexpr, M: tl.constexpr, N: tl.constexpr):  # fmt: skip
     """Row-major and column-major codes, column sums for each row of tiles, and the amax of each tile, as
     requested. `pitch`: bytes from one column to the next."""
-    scale, todo = scale_and_tiles(p_predicted, p_used, p_found, found, p_largest, p_true, tiles, E5M2)
+    scale, todo = scale_and_tiles(p_predicted, p_used, p_found, found, p_amax, p_true, tiles, E5M2)
     across = tl.maximum(tl.cdiv(n, N), 1)
     for tile in range(tl.program_id(0), todo, tl.num_programs(0)):
         o_word = (tile // across) * (M // 4) + tl.arange(0, M // 4)
@@ -195,42 +195,42 @@ def quantize_tensor_triton(
     rows: bool = True,
     columns: bool = False,
     sums: bool = False,
-    largest: torch.Tensor | None = None,
+    amax: torch.Tensor | None = None,
 ) -> Quantized:
     """`quantize_tensor_reference` as a kernel, with the same codes bit for bit, and sums in two stages. The
-    amax is the largest of `maxima`; it is written to `largest` if that is given."""
+    amax is the largest of `maxima`; it is written to `amax` if that is given."""
     out = empty_operands(*x.shape, fmt, x.device, rows, columns, sums)
-    launch_quantize(x, out, Scales.known(maxima, out.scale, largest))
+    launch_quantize(x, out, Scales.known(maxima, out.scale, amax))
     return out
 
 
-def _quantize_fake(x, largest, fmt, *requested):
+def _quantize_fake(x, amax, fmt, *requested):
     return tuple(empty_operands(*x.shape, fp8_format(fmt), x.device, *requested))
 
 
 @compilable(_quantize_fake)
 def quantize_codes(
-    x: torch.Tensor, largest: torch.Tensor, fmt: str, rows: bool, columns: bool, sums: bool
+    x: torch.Tensor, amax: torch.Tensor, fmt: str, rows: bool, columns: bool, sums: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Runs the kernel for CUDA tensors, else the reference. Results that are not requested are None."""
     quantize = quantize_tensor_triton if uses_kernels(x) else quantize_tensor_reference
-    return tuple(quantize(x, largest, fp8_format(fmt), rows, columns, sums))
+    return tuple(quantize(x, amax, fp8_format(fmt), rows, columns, sums))
 
 
 def quantize_tensor(
     x: torch.Tensor,
-    largest: torch.Tensor,
+    amax: torch.Tensor,
     fmt: Fp8Format,
     rows: bool = True,
     columns: bool = False,
     sums: bool = False,
 ) -> Quantized:
-    """`x` [m, n], contiguous, with the amax `largest`, as row-major and column-major codes, and its column
+    """`x` [m, n], contiguous, with the amax `amax`, as row-major and column-major codes, and its column
     sums, as requested."""
     if not torch.compiler.is_compiling():
         quantize = quantize_tensor_triton if uses_kernels(x) else quantize_tensor_reference
-        return quantize(x, largest, fmt, rows, columns, sums)
-    by_rows, by_columns, scale, summed = quantize_codes(x, largest, fmt.name, rows, columns, sums)
+        return quantize(x, amax, fmt, rows, columns, sums)
+    by_rows, by_columns, scale, summed = quantize_codes(x, amax, fmt.name, rows, columns, sums)
     return Quantized(
         by_rows if rows else None, by_columns if columns else None, scale, summed if sums else None
     )

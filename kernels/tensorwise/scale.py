@@ -40,7 +40,7 @@ FOUND = tl.constexpr(4096)
 def maxima_reference(x: torch.Tensor) -> torch.Tensor:
     """The maxima of `x` (any shape), FP32; here the whole tensor is one part."""
     magnitude = x.float().abs()
-    return largest_of_maxima_reference(torch.where(magnitude.isfinite(), magnitude, 0))
+    return amax_of_maxima_reference(torch.where(magnitude.isfinite(), magnitude, 0))
 
 
 def row_maxima(y: torch.Tensor) -> torch.Tensor:
@@ -48,7 +48,7 @@ def row_maxima(y: torch.Tensor) -> torch.Tensor:
     return torch.where(y.isfinite(), y.float().abs(), 0).amax(1)
 
 
-def largest_of_maxima_reference(maxima: torch.Tensor) -> torch.Tensor:
+def amax_of_maxima_reference(maxima: torch.Tensor) -> torch.Tensor:
     """The largest of `maxima` (any shape), FP32 [1]; 0 if there are none."""
     return maxima.amax().reshape(1) if maxima.numel() else maxima.new_zeros(1)
 
@@ -70,63 +70,63 @@ def maxima_triton(x: torch.Tensor) -> torch.Tensor:
 
 @PreparedKernel
 @triton.jit
-def largest_kernel(p_maxima, p_largest, n, BLOCK: tl.constexpr):
-    b_largest = tl.zeros([BLOCK], dtype=tl.float32)
+def amax_kernel(p_maxima, p_amax, n, BLOCK: tl.constexpr):
+    b_amax = tl.zeros([BLOCK], dtype=tl.float32)
     for start in range(0, n, BLOCK):
         o_maxima = start + tl.arange(0, BLOCK)
-        b_largest = tl.maximum(b_largest, tl.load(p_maxima + o_maxima, mask=o_maxima < n, other=0.0))
-    tl.store(p_largest, tl.max(b_largest, axis=0))
+        b_amax = tl.maximum(b_amax, tl.load(p_maxima + o_maxima, mask=o_maxima < n, other=0.0))
+    tl.store(p_amax, tl.max(b_amax, axis=0))
 
 
-def largest_triton(maxima: torch.Tensor) -> torch.Tensor:
+def amax_triton(maxima: torch.Tensor) -> torch.Tensor:
     """The largest of `maxima`, FP32 [1], by one program: torch's own reduction takes three times as long."""
-    largest = torch.empty(1, dtype=torch.float32, device=maxima.device)
-    largest_kernel[(1,)](maxima, largest, len(maxima), BLOCK=8192, num_warps=16)
-    return largest
+    amax = torch.empty(1, dtype=torch.float32, device=maxima.device)
+    amax_kernel[(1,)](maxima, amax, len(maxima), BLOCK=8192, num_warps=16)
+    return amax
 
 
-def largest_of_maxima(maxima: torch.Tensor) -> torch.Tensor:
+def amax_of_maxima(maxima: torch.Tensor) -> torch.Tensor:
     """The largest of `maxima`, FP32 [1]; by the kernel on CUDA."""
-    return (largest_triton if uses_kernels(maxima) else largest_of_maxima_reference)(maxima)
+    return (amax_triton if uses_kernels(maxima) else amax_of_maxima_reference)(maxima)
 
 
 @compilable(lambda x: x.new_empty(1, dtype=torch.float32))
-def largest_of(x: torch.Tensor) -> torch.Tensor:
+def compute_amax(x: torch.Tensor) -> torch.Tensor:
     """The amax of a contiguous tensor, FP32 [1], found by a pass over it."""
-    return largest_of_maxima(maxima_triton(x) if uses_kernels(x) else maxima_reference(x))
+    return amax_of_maxima(maxima_triton(x) if uses_kernels(x) else maxima_reference(x))
 
 
-def largest_magnitude(x: torch.Tensor) -> torch.Tensor:
+def tensor_amax(x: torch.Tensor) -> torch.Tensor:
     """The amax of `x`, FP32 [1]; from its producer's maxima if there are any."""
     if x.numel() == 0:
         return torch.zeros(1, dtype=torch.float32, device=x.device)
     maxima = maxima_of(x)
-    return largest_of(x.contiguous()) if maxima is None else largest_of_maxima(maxima)
+    return compute_amax(x.contiguous()) if maxima is None else amax_of_maxima(maxima)
 
 
-def tensor_scale_reference(largest: torch.Tensor, fmt: Fp8Format) -> torch.Tensor:
-    """The scale of a tensor whose amax is `largest`, FP32 [1]."""
-    mantissa, power = torch.frexp(largest)
+def tensor_scale_reference(amax: torch.Tensor, fmt: Fp8Format) -> torch.Tensor:
+    """The scale of a tensor whose amax is `amax`, FP32 [1]."""
+    mantissa, power = torch.frexp(amax)
     # both formats' largest magnitude is 7/8 * 2^m, and a power of two has mantissa 1/2
     _, m = math.frexp(fmt.max)
     e = power - (mantissa == 0.5).int() - m
     if fmt.is_e5m2:
         e = (e + 3) // 4 * 4
-    return torch.where(largest > 0, torch.ldexp(torch.full_like(largest, 8 / 7), e.clamp_min(-126)), 1.0)
+    return torch.where(amax > 0, torch.ldexp(torch.full_like(amax, 8 / 7), e.clamp_min(-126)), 1.0)
 
 
 @triton.jit
-def tensor_scale(largest, E5M2: tl.constexpr):
+def tensor_scale(amax, E5M2: tl.constexpr):
     """`tensor_scale_reference` of a scalar."""
     # 127 + the scale's exponent, from the bits of the amax
-    bits = largest.to(tl.int32, bitcast=True)
+    bits = amax.to(tl.int32, bitcast=True)
     exponent = (bits >> 23) - (16 if E5M2 else 9) + ((bits & 0x7FFFFF) > 0).to(tl.int32)
     if E5M2:
         # the bit operation rounds down, negative numbers too
         exponent = ((exponent - 127 + 3) & -4) + 127
     # 0x124925 is the mantissa of 8/7
     scale = ((tl.maximum(exponent, 1) << 23) | 0x124925).to(tl.float32, bitcast=True)
-    return tl.where(largest > 0.0, scale, 1.0)
+    return tl.where(amax > 0.0, scale, 1.0)
 
 
 class Scales(NamedTuple):
@@ -139,20 +139,20 @@ class Scales(NamedTuple):
     | single (`known`) | maxima to true | finds the scale, and quantizes with it |
 
     Scales are FP32 [1], and `maxima` FP32 [count]. The launches that find the scale write it to `true` and,
-    if there is one, to `predicted`; and the amax to `largest`, which may be None.
+    if there is one, to `predicted`; and the amax to `amax`, which may be None.
     """
 
     predicted: torch.Tensor | None = None
     used: torch.Tensor | None = None
     maxima: torch.Tensor | None = None
     count: int | None = None
-    largest: torch.Tensor | None = None
+    amax: torch.Tensor | None = None
     true: torch.Tensor | None = None
 
     @classmethod
-    def known(cls, maxima: torch.Tensor, true: torch.Tensor, largest: torch.Tensor | None = None) -> "Scales":
+    def known(cls, maxima: torch.Tensor, true: torch.Tensor, amax: torch.Tensor | None = None) -> "Scales":
         """The scales for a single launch, whose maxima exist."""
-        return cls(None, None, maxima, maxima.numel(), largest, true)
+        return cls(None, None, maxima, maxima.numel(), amax, true)
 
     @property
     def corrects(self) -> bool:
@@ -172,24 +172,24 @@ NO_SCALES = Scales()
 
 
 @triton.jit
-def scale_and_tiles(p_predicted, p_used, p_found, found, p_largest, p_true, tiles, E5M2: tl.constexpr):
+def scale_and_tiles(p_predicted, p_used, p_found, found, p_amax, p_true, tiles, E5M2: tl.constexpr):
     """The scale of a launch, and the number of tiles to write. Every program stores the same scale."""
     todo = tiles
     if p_found is not None:
         if found == 1:
             # `found` is known at compile time, so there is no loop
-            largest = tl.load(p_found)
+            amax = tl.load(p_found)
         else:
-            b_largest = tl.zeros([FOUND], dtype=tl.float32)
+            b_amax = tl.zeros([FOUND], dtype=tl.float32)
             for start in range(0, found, FOUND):
                 o_found = start + tl.arange(0, FOUND)
                 b_found = tl.load(p_found + o_found, mask=o_found < found, other=0.0)
-                b_largest = tl.maximum(b_largest, b_found)
-            largest = tl.max(b_largest, axis=0)
-        scale = tensor_scale(largest, E5M2)
+                b_amax = tl.maximum(b_amax, b_found)
+            amax = tl.max(b_amax, axis=0)
+        scale = tensor_scale(amax, E5M2)
         tl.store(p_true, scale)
-        if p_largest is not None:
-            tl.store(p_largest, largest)
+        if p_amax is not None:
+            tl.store(p_amax, amax)
         if p_predicted is not None:
             tl.store(p_predicted, scale)
             todo = tl.where(tl.load(p_used) == scale, 0, tiles)

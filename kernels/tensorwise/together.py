@@ -44,7 +44,7 @@ def slot_of(tile, tiles_0, tiles_1, tiles_2):
 @triton.jit
 def rows_together_kernel(p_x_0, p_x_1, p_x_2, p_x_3, p_rows_0, p_rows_1, p_rows_2, p_rows_3,
                          p_predicted_0, p_predicted_1, p_predicted_2, p_predicted_3,
-                         p_true, p_largest, n_0, n_1, n_2, n_3,
+                         p_true, p_amax, n_0, n_1, n_2, n_3,
                          SLOTS: tl.constexpr, CORRECTS: tl.constexpr, E5M2: tl.constexpr,
                          BLOCK: tl.constexpr):  # fmt: skip
     """Both launches of `Scales`. The first has one program per tile; the second, CORRECTS, has the same
@@ -67,7 +67,7 @@ def rows_together_kernel(p_x_0, p_x_1, p_x_2, p_x_3, p_rows_0, p_rows_1, p_rows_
     p_used = p_true + APART * SLOTS + slot
     p_maxima = p_true + (APART + 1) * SLOTS + start
     p_found = p_maxima if CORRECTS else None
-    scale, todo = scale_and_tiles(p_predicted, p_used, p_found, tiles, p_largest + slot,
+    scale, todo = scale_and_tiles(p_predicted, p_used, p_found, tiles, p_amax + slot,
                                   p_true + APART * slot, tiles, E5M2)  # fmt: skip
     for tile in range(first, todo, tl.num_programs(0)):
         o_x = tl.cast(tile, tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -80,7 +80,7 @@ def rows_together_kernel(p_x_0, p_x_1, p_x_2, p_x_3, p_rows_0, p_rows_1, p_rows_
 @PreparedKernel
 @triton.jit
 def columns_together_kernel(p_x_0, p_x_1, p_x_2, p_x_3, p_columns_0, p_columns_1, p_columns_2, p_columns_3,
-                            p_largest_0, p_largest_1, p_largest_2, p_largest_3, p_scale,
+                            p_amax_0, p_amax_1, p_amax_2, p_amax_3, p_scale,
                             m_0, m_1, m_2, m_3, n_0, n_1, n_2, n_3,
                             ALIGNMENT: tl.constexpr, E5M2: tl.constexpr,
                             M: tl.constexpr, N: tl.constexpr):  # fmt: skip
@@ -90,10 +90,10 @@ def columns_together_kernel(p_x_0, p_x_1, p_x_2, p_x_3, p_columns_0, p_columns_1
     tile = tl.program_id(0) - start
     p_x = of_slot(slot, p_x_0, p_x_1, p_x_2, p_x_3)
     p_columns = of_slot(slot, p_columns_0, p_columns_1, p_columns_2, p_columns_3)
-    p_largest = of_slot(slot, p_largest_0, p_largest_1, p_largest_2, p_largest_3)
+    p_amax = of_slot(slot, p_amax_0, p_amax_1, p_amax_2, p_amax_3)
     m = of_slot(slot, m_0, m_1, m_2, m_3)
     n = of_slot(slot, n_0, n_1, n_2, n_3)
-    scale = tensor_scale(tl.load(p_largest), E5M2)
+    scale = tensor_scale(tl.load(p_amax), E5M2)
     # every program of a slot stores the same scale
     tl.store(p_scale + APART * slot, scale)
     across = tl.cdiv(n, N)
@@ -125,7 +125,7 @@ def rows_together(
     # one tensor holds the true scales, the used scales and the maxima
     numbers = torch.empty((APART.value + 1) * SLOTS + tiles, dtype=torch.float32, device=device)
     # a separate tensor, because it is saved for backward
-    largest = torch.empty(count, dtype=torch.float32, device=device)
+    amax = torch.empty(count, dtype=torch.float32, device=device)
     codes = [x.view(torch.uint8) for x in rows]
     predicted = [prediction.on(device) for prediction in predictions]
     # unused slots repeat the first slot
@@ -137,7 +137,7 @@ def rows_together(
         *predicted,
         *predicted[:1] * spare,
         numbers,
-        largest,
+        amax,
         *sizes,
         *sizes[:1] * spare,
     )
@@ -146,7 +146,7 @@ def rows_together(
     rows_together_kernel[CORRECTING_PROGRAMS, count](*args, SLOTS=SLOTS, CORRECTS=True, **constants)
     return [
         (Quantized(x, None, scale), most)
-        for x, scale, most in zip(rows, _apart(numbers, count), largest.chunk(count), strict=True)
+        for x, scale, most in zip(rows, _apart(numbers, count), amax.chunk(count), strict=True)
     ]
 
 
@@ -156,7 +156,7 @@ def _apart(numbers: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
 
 
 def columns_together(
-    xs: Sequence[torch.Tensor], largest: Sequence[torch.Tensor], fmt: Fp8Format
+    xs: Sequence[torch.Tensor], amaxes: Sequence[torch.Tensor], fmt: Fp8Format
 ) -> list[Quantized]:
     """Each of `xs`, as in `rows_together` with the amaxes found there, quantized column-major."""
     device, (tile_m, tile_n), spare = xs[0].device, COLUMNS_TILE, SLOTS - len(xs)
@@ -175,8 +175,8 @@ def columns_together(
         *xs[:1] * spare,
         *words,
         *words[:1] * spare,
-        *largest,
-        *largest[:1] * spare,
+        *amaxes,
+        *amaxes[:1] * spare,
         scales,
         *heights,
         *heights[:1] * spare,

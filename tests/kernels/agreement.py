@@ -179,7 +179,7 @@ def log2_error_bound(storage, x):
     up to 150 times k, each to 2^-24) and 2^-18 after it.
     """
     k = storage.exponent.float().repeat_interleave(GROUP)[: len(x)] / 16
-    largest = storage.scale.repeat_interleave(GROUP)[: len(x)]
-    y = E4M3.max * torch.exp2(k * (x.abs().log2() - largest.log2()))
+    amax = storage.scale.repeat_interleave(GROUP)[: len(x)]
+    y = E4M3.max * torch.exp2(k * (x.abs().log2() - amax.log2()))
     relative = torch.maximum(torch.full_like(y, 2**-4), E4M3.tiny / 2 / y).clamp_max(1 - 2**-6)
     return -torch.log2(1 - relative) / k + 2**-16

@@ -109,12 +109,12 @@ def norms() -> None:
 def others() -> None:
     """Kernels that converted models do not call."""
     x = torch.empty(256, 512, dtype=torch.bfloat16)
-    largest = tensorwise.scale.largest_triton(tensorwise.scale.maxima_triton(x))
-    codes = tensorwise.quantize.quantize_tensor_triton(x, largest, E4M3).rows
+    amax = tensorwise.scale.amax_triton(tensorwise.scale.maxima_triton(x))
+    codes = tensorwise.quantize.quantize_tensor_triton(x, amax, E4M3).rows
     tensorwise.transpose.transpose_codes_triton(codes)
     prediction = tensorwise.PredictedScale(E4M3)
     tensorwise.together.rows_together([x] * 3, [prediction] * 3, E4M3)
-    tensorwise.together.columns_together([x] * 3, [largest] * 3, E4M3)
+    tensorwise.together.columns_together([x] * 3, [amax] * 3, E4M3)
     kept = groups.kernels.quantize_groups_triton(x, 16)
     groups.kernels.dequantize_groups_triton(kept, 16)
     out, one = torch.empty(256, 256), torch.ones(1)

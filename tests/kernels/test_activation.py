@@ -86,10 +86,10 @@ def check_kernels(x, grad, kind, gated, keep):
     found = act.kernels.activation_backward_triton(grad, kept, kind, gated)
     close(found[0], reference[0])
     assert found[1].amax() == finite_max(found[0])
-    largest = expected[1].amax(0, keepdim=True)
+    amax = expected[1].amax(0, keepdim=True)
     fmt = E5M2 if gated else E4M3
-    made = act.kernels.activation_columns_triton(kept, largest, kind, gated, fmt)
-    wanted = act.reference.activation_columns_reference(kept, largest, kind, gated, fmt)
+    made = act.kernels.activation_columns_triton(kept, amax, kind, gated, fmt)
+    wanted = act.reference.activation_columns_reference(kept, amax, kind, gated, fmt)
     assert made.rows is None and made.scale.equal(wanted.scale)
     # the last bit of FP32 decides on a tie between two codes
     close(made.columns.float(), wanted.columns.float())
@@ -165,10 +165,10 @@ def test_activation_columns_are_the_output_quantized_and_transposed(kind, gated,
     x = torch.randn(37, 960, device=device).requires_grad_()
     y = act.activation(x, act.ActivationOptions(kind, gated))
     f = y.shape[1]
-    origin, largest = origin_of(y), maxima_of(y).amax(0, keepdim=True)
-    assert largest == y.abs().amax()
-    rows, columns, scale, _ = origin.columns(*origin.tensors, largest, E4M3)
-    expected = quantize_tensor_reference(y.detach(), largest, E4M3, columns=True)
+    origin, amax = origin_of(y), maxima_of(y).amax(0, keepdim=True)
+    assert amax == y.abs().amax()
+    rows, columns, scale, _ = origin.columns(*origin.tensors, amax, E4M3)
+    expected = quantize_tensor_reference(y.detach(), amax, E4M3, columns=True)
     assert rows is None and scale.equal(expected.scale) and columns.shape == (f, 48)
     assert (columns.float()[:, 37:] == 0).all()
     # one rounding of the result and one each of gate and up; a slope of y relative to y is 2 at most

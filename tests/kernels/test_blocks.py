@@ -105,8 +105,8 @@ class Model:
         if not self.llama:
             return o
 
-        def columns(o, largest, fmt):
-            return tensorwise.quantize_tensor(o, largest, fmt, rows=False, columns=True)
+        def columns(o, amax, fmt):
+            return tensorwise.quantize_tensor(o, amax, fmt, rows=False, columns=True)
 
         return with_origin(o, Origin((o.detach().flatten(0, 1),), columns))
 
@@ -274,8 +274,8 @@ def test_fused_blocks_hold_nothing_behind_backward(has_origin, device):
     origin, o = None, torch.randn(S, B, GROUPS * M * D, device=device).bfloat16()
     if has_origin:
 
-        def columns(o, largest, fmt):
-            return quantize_tensor(o.flatten(0, 1), largest, fmt, rows=False, columns=True)
+        def columns(o, amax, fmt):
+            return quantize_tensor(o.flatten(0, 1), amax, fmt, rows=False, columns=True)
 
         origin = Origin((o,), columns)
     y = model.by_blocks(x.clone().requires_grad_(), origin)

@@ -93,12 +93,12 @@ def test_codec_error_is_within_the_derived_bound(codec, x, data, encode, decode)
     storage = encode(x)
     decoded = decode(storage)
     assert decoded.sign().equal(x.sign())
-    largest = storage.scale.repeat_interleave(GROUP)[: len(x)]
-    expected = x.abs().clamp_min(FLOOR).minimum(largest)
+    amax = storage.scale.repeat_interleave(GROUP)[: len(x)]
+    expected = x.abs().clamp_min(FLOOR).minimum(amax)
     live = x != 0
     error = (decoded.abs().log2() - expected.log2()).abs()
     assert (error <= bound(codec, storage, expected))[live].all()
-    assert decoded.abs()[x.abs() == largest].equal(largest[x.abs() == largest])
+    assert decoded.abs()[x.abs() == amax].equal(amax[x.abs() == amax])
 
 
 @pytest.mark.parametrize("name", EIGHT_BIT)

@@ -141,8 +141,8 @@ def test_expert_row_kernels_agree_with_the_references(n, m, k, biased, device):
 def test_expert_column_kernels_agree_with_the_references(n, m, device):
     source = torch.cat((torch.randint(0, n + 1, (29,)), torch.tensor([n, 0, n]))).int().to(device)
     x = hard_rows(n, m).to(device)
-    codes, largest = x.float().clamp(-448, 448).to(E4M3.dtype), torch.tensor([3.0], device=device)
-    for given in ((codes, source), (x, source, largest), (x.float(), source, largest)):
+    codes, amax = x.float().clamp(-448, 448).to(E4M3.dtype), torch.tensor([3.0], device=device)
+    for given in ((codes, source), (x, source, amax), (x.float(), source, amax)):
         found, expected = gather_columns_triton(*given), gather_columns_reference(*given)
         assert exact(found[0], expected[0]) == 0 and (found[1] is None or found[1].equal(expected[1]))
 
@@ -166,7 +166,7 @@ def test_expert_gate_kernels_agree_with_the_references(fmt, f, gate, device):
     n, k, width = 60, 3, (1 + gate.gated) * f
     rows = rows_of((10, 0, 16, 1, 21, 12, 0), device, k)
     weights, source = torch.rand(n // k, k, device=device), places_reference(rows, n)[0]
-    largest = torch.tensor([4.0], device=device)
+    amax = torch.tensor([4.0], device=device)
     both = torch.randn(n, width).bfloat16().to(device)
     for bias in (None, torch.randn(7, width).bfloat16().to(device)):
         q, out = (
@@ -186,7 +186,7 @@ def test_expert_gate_kernels_agree_with_the_references(fmt, f, gate, device):
     grad, dots = hard_rows(n, f).to(device), torch.randn(n // k, k, device=device)
     # one huge value: a sum of several of both signs overflows, or does not, by its order
     grad[4, 2:] = 1
-    given, options = (grad, q, weights, rows, source), (largest, dots, gate)
+    given, options = (grad, q, weights, rows, source), (amax, dots, gate)
     found, expected = gate_output_triton(*given, *options), gate_output_reference(*given, *options)
     assert rounded(*(codes[0].view(torch.uint8) for codes in (found, expected))) <= 1
     assert found[1].equal(expected[1])
@@ -198,9 +198,9 @@ def test_expert_gate_kernels_agree_with_the_references(fmt, f, gate, device):
     assert ((found[2] - expected[2]).abs() <= bound)[finite].all()
     torch.testing.assert_close(found[3], expected[3], rtol=FP32, atol=0)
     assert found[4].equal(found[3].amax(0, keepdim=True))
-    maxima, largest = expected[3:]
-    found = gate_grad_triton(*given, maxima, largest, gate)
-    expected = gate_grad_reference(*given, maxima, largest, gate)
+    maxima, amax = expected[3:]
+    found = gate_grad_triton(*given, maxima, amax, gate)
+    expected = gate_grad_reference(*given, maxima, amax, gate)
     for a, e in zip(found, expected, strict=True):
         a, e = (t.view(torch.uint8) if t.dtype == E4M3.dtype else t for t in (a, e))
         assert (rounded if a.dtype == torch.uint8 else exact)(a, e) <= 1

@@ -33,8 +33,8 @@ def test_launch_of_a_cpu_tensor_needs_no_device():
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
 def test_launch_is_where_the_tensors_are():
     x = torch.randn(40, 48, device="cuda:1")
-    largest = tensorwise.largest_magnitude(x)
-    assert torch.cuda.current_device() == 0 and largest.device == x.device and largest == x.abs().max()
+    amax = tensorwise.tensor_amax(x)
+    assert torch.cuda.current_device() == 0 and amax.device == x.device and amax == x.abs().max()
     with on_device_of(x):
         assert torch.cuda.current_device() == 1
     with on_device_of(torch.zeros(1, device="cuda:0")):

@@ -138,9 +138,9 @@ def test_linear_saves_the_origin_of_its_input(device):
     x, weight = leaves(torch.randn(512, 128), torch.randn(64, 128), device=device)
     made = []
 
-    def columns(kept, largest, fmt):
-        made.append(largest.item())
-        return quantize_tensor(kept, largest, fmt, rows=False, columns=True)
+    def columns(kept, amax, fmt):
+        made.append(amax.item())
+        return quantize_tensor(kept, amax, fmt, rows=False, columns=True)
 
     with saved_tensors() as kept:
         y = fp8_linear(x, weight, origin=Origin((x.detach(),), columns))
@@ -193,8 +193,8 @@ def test_linear_uses_the_maxima_of_its_producers(device, monkeypatch):
     with_maxima(x, x.detach().abs().float().amax(1))
     with_maxima(grad, grad.abs().float().amax(1))
     read = []
-    largest_of = tensorwise.scale.largest_of
-    monkeypatch.setattr(tensorwise.scale, "largest_of", lambda t: read.append(t) or largest_of(t))
+    compute_amax = tensorwise.scale.compute_amax
+    monkeypatch.setattr(tensorwise.scale, "compute_amax", lambda t: read.append(t) or compute_amax(t))
     y = fp8_linear(x, weight)
     for a, e in zip(torch.autograd.grad(y, [x, weight], grad), expected, strict=True):
         assert a.equal(e)
@@ -220,7 +220,7 @@ def test_linear_with_predicted_scales_has_the_same_bits(compiled, device, monkey
         expected = y, *gradients(y, factor * grad, (x, weight, bias))
         with monkeypatch.context() as patch:
             if not compiled:
-                patch.setattr(tensorwise.scale, "largest_of", None)
+                patch.setattr(tensorwise.scale, "compute_amax", None)
             y = predicting(factor * x, factor * weight, bias)
             found = y, *gradients(y, factor * grad, (x, weight, bias))
         for a, e in zip(found, expected, strict=True):

@@ -34,12 +34,12 @@ def test_merged_codes_are_those_of_the_whole(keep, kernels, device):
         if scale and cache._predicted:
             cache._predicted.on(device).fill_(scale)
         whole = torch.cat([w.detach() for w in weights])
-        largest = whole.abs().amax().float().view(1)
-        expected = quantize_tensor_reference(whole, largest, E4M3, columns=True)
+        amax = whole.abs().amax().float().view(1)
+        expected = quantize_tensor_reference(whole, amax, E4M3, columns=True)
         bound = cache.of(weights)
         rows, found = bound.forward(weights)
         columns = bound.columns(weights, found)
-        assert found.equal(largest)
+        assert found.equal(amax)
         for codes in (rows, columns, bound.rows(weights, found)):
             assert codes.scale.equal(expected.scale)
         if quantizing.uses_kernels(weights[0]):
@@ -88,9 +88,9 @@ def test_merged_copies_belong_to_these_weights(device):
     # a backward pass runs after the forward pass of other weights
     smaller = tuple(torch.nn.Parameter(w / 300) for w in weights)
     bound = cache.of(smaller)
-    kept, largest = bound.forward(smaller)
+    kept, amax = bound.forward(smaller)
     cache.of(others).forward(others)
-    for codes in (bound.columns(smaller, largest), bound.rows(smaller, largest)):
+    for codes in (bound.columns(smaller, amax), bound.rows(smaller, amax)):
         assert codes.scale.equal(kept.scale)
     second, _ = cache.of(others).forward(others)
     invalidate_weight_caches()
@@ -105,10 +105,10 @@ def test_merged_copies_of_a_graph_are_written_in_place(kernels, device, monkeypa
     with monkeypatch.context() as patched:
         patched.setattr(predicted, "empty_operands", None)
         assert cache.of(weights).refresh_for_graph(weights) == places
-    found, largest = cache.of(weights).forward(weights)
-    assert (cache, *(t.data_ptr() for t in (largest, *found[:3]))) == places
+    found, amax = cache.of(weights).forward(weights)
+    assert (cache, *(t.data_ptr() for t in (amax, *found[:3]))) == places
     expected, most = WeightCache("fp8").of(weights).forward(weights)
-    assert largest.equal(most) and found.scale.equal(expected.scale)
+    assert amax.equal(most) and found.scale.equal(expected.scale)
     assert found.rows.float().equal(expected.rows.float())
     assert found.columns.float().equal(expected.columns.float())
 

@@ -111,10 +111,10 @@ def check_kernels(x, grad, grad_residual, weight, bias, layer_norm, zero_centere
     for i in (0, 2, 3):
         close(found[i], reference[i])
     assert found[1].amax() == finite_max(found[0])
-    largest = expected[1].amax(0, keepdim=True)
+    amax = expected[1].amax(0, keepdim=True)
     fmt = E5M2 if keep == "e4m3" else E4M3
-    made = norm.kernels.norm_columns_triton(*kept, bias, largest, zero_centered, fmt)
-    wanted = norm.reference.norm_columns_reference(*kept, bias, largest, zero_centered, fmt)
+    made = norm.kernels.norm_columns_triton(*kept, bias, amax, zero_centered, fmt)
+    wanted = norm.reference.norm_columns_reference(*kept, bias, amax, zero_centered, fmt)
     assert made.rows is None and made.scale.equal(wanted.scale)
     # the last bit of FP32 decides on a tie between two codes
     close(made.columns.float(), wanted.columns.float())
@@ -159,9 +159,9 @@ def test_norm_kernels_with_many_tiles_and_programs(layer_norm, device, monkeypat
 def test_norm_columns_are_the_output_quantized_and_transposed(layer_norm, device):
     x, weight, bias = torch.randn(37, 48, device=device), *torch.randn(2, 48, device=device)
     y = apply(x.requires_grad_(), weight, bias, layer_norm)
-    origin, largest = origin_of(y), maxima_of(y).amax(0, keepdim=True)
-    rows, columns, scale, _ = origin.columns(*origin.tensors, largest, E4M3)
-    expected = quantize_tensor_reference(y.detach(), largest, E4M3, columns=True)
+    origin, amax = origin_of(y), maxima_of(y).amax(0, keepdim=True)
+    rows, columns, scale, _ = origin.columns(*origin.tensors, amax, E4M3)
+    expected = quantize_tensor_reference(y.detach(), amax, E4M3, columns=True)
     assert rows is None and scale.equal(expected.scale) and columns.shape == (48, 48)
     assert (columns.float()[:, 37:] == 0).all()
     # both are rounded with the scale of the columns; one of them was rounded in groups before

@@ -75,10 +75,10 @@ def one_by_one(q, k, v, sinks=None, *, lengths, window=None, scale=None) -> torc
 
 def check_origin(y, fmt):
     """The rows of the output [.., .., channels] are recomputed from what attention has saved."""
-    largest = y.detach().abs().amax().float()
+    amax = y.detach().abs().amax().float()
     origin = origin_of(y)
-    found = origin.columns(*origin.tensors, largest, E4M3)
-    expected = quantize_tensor(y.detach().flatten(0, 1), largest, E4M3, rows=False, columns=True)
+    found = origin.columns(*origin.tensors, amax, E4M3)
+    expected = quantize_tensor(y.detach().flatten(0, 1), amax, E4M3, rows=False, columns=True)
     assert found.scale.equal(expected.scale)
     found, expected = found.columns.float(), expected.columns.float()
     # saved in groups, values are rounded once more, and some fall on the neighbouring code of E4M3

@@ -46,8 +46,8 @@ def agreed_operands(device):
             predicted = tensorwise.PredictedScale(E4M3) if known == "prediction" else None
             if known == "maxima":
                 with_maxima(x, x.abs().amax(1))
-            out, largest = operands.fp8_operands(x, E4M3, group=dist.group.WORLD, predicted=predicted)
-            results[known, kernels] = out.rows.view(torch.uint8).cpu(), out.scale.cpu(), largest.cpu()
+            out, amax = operands.fp8_operands(x, E4M3, group=dist.group.WORLD, predicted=predicted)
+            results[known, kernels] = out.rows.view(torch.uint8).cpu(), out.scale.cpu(), amax.cpu()
     return results
 
 
@@ -79,11 +79,11 @@ def check_agreed(ranks):
     """The ranks agree on the scale of the whole tensor, whatever is known of the parts, with kernels and
     without."""
     parts = [part_of(rank) for rank in range(RANKS)]
-    largest = torch.cat(parts).abs().max().reshape(1)
+    amax = torch.cat(parts).abs().max().reshape(1)
     for (_, agreed), part in zip(ranks, parts, strict=True):
         for case, (rows, found_scale, found) in agreed.items():
-            expected = quantize_tensor_reference(part, largest, E4M3)
-            assert found.equal(largest) and found_scale.equal(expected.scale), case
+            expected = quantize_tensor_reference(part, amax, E4M3)
+            assert found.equal(amax) and found_scale.equal(expected.scale), case
             assert rows.equal(expected.rows.view(torch.uint8)), case
 
 

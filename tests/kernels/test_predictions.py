@@ -22,10 +22,10 @@ pytestmark = pytest.mark.early
 
 def test_prediction_changes_no_result(producer, kernels, device):
     plain, scale = producer.plain(), PredictedScale(producer.fmt)
-    largest = tensorwise.largest_magnitude(plain)
+    amax = tensorwise.tensor_amax(plain)
     columns = producer.sums
     expected = tensorwise.quantize.quantize_tensor_reference(
-        plain, largest, producer.fmt, True, columns, columns
+        plain, amax, producer.fmt, True, columns, columns
     )
     # "right" is the scale that the previous run leaves; each run takes 2 s in the interpreter, and a test of
     # plain tensors covers the other PREDICTIONS
@@ -66,13 +66,13 @@ def test_prediction_changes_no_code_of_a_plain_tensor(
     for x in (torch.randn(3, 7, 40), broken):
         x = x.to(device, dtype)
         flat = x.flatten(0, -2)
-        largest = tensorwise.largest_magnitude(flat)
-        expected = tensorwise.quantize.quantize_tensor_reference(flat, largest, fmt, *layouts, sums=True)
+        amax = tensorwise.tensor_amax(flat)
+        expected = tensorwise.quantize.quantize_tensor_reference(flat, amax, fmt, *layouts, sums=True)
         for i, predicted in enumerate(PREDICTIONS):
             if predicted != "right":
                 scale.on(device).fill_(predicted)
             out, found = fp8_operands(x, fmt, *layouts, sums=i % 3 == 0, predicted=scale)
-            assert found.equal(largest)
+            assert found.equal(amax)
             for a, e in zip(out[:3], expected[:3], strict=True):
                 assert a is e is None or not same(a, e)
             # references do not update the prediction
@@ -111,20 +111,20 @@ def test_prediction_is_saved_by_known_maxima(small_tiles, device, monkeypatch):
     take_kernels(monkeypatch)
     monkeypatch.setattr(tensorwise.operands, "quantize_predicted", None)
     reduced = []
-    largest_triton = tensorwise.scale.largest_triton
+    amax_triton = tensorwise.scale.amax_triton
     monkeypatch.setattr(
-        tensorwise.scale, "largest_triton", lambda maxima: reduced.append(maxima) or largest_triton(maxima)
+        tensorwise.scale, "amax_triton", lambda maxima: reduced.append(maxima) or amax_triton(maxima)
     )
     scale = PredictedScale(E5M2)
     x = torch.randn(50, 40, device=device)
     for few in (50, 49):
         monkeypatch.setattr(tensorwise.operands, "FEW_MAXIMA", few)
         maxima = tensorwise.scale.row_maxima(x)
-        out, largest = fp8_operands(with_maxima(x, maxima), E5M2, columns=True, predicted=scale)
+        out, amax = fp8_operands(with_maxima(x, maxima), E5M2, columns=True, predicted=scale)
         assert len(reduced) == (few < len(maxima))
-        assert largest.equal(maxima.amax(0, keepdim=True))
+        assert amax.equal(maxima.amax(0, keepdim=True))
         for a, e in zip(
-            out, tensorwise.quantize.quantize_tensor_reference(x, largest, E5M2, columns=True), strict=True
+            out, tensorwise.quantize.quantize_tensor_reference(x, amax, E5M2, columns=True), strict=True
         ):
             assert a is e is None or not same(a, e)
 

@@ -31,14 +31,14 @@ def check(tensors, layer_norm, *, zero_centered=False, keep="sqrt8"):
     how = weight, bias, NormOptions(EPS, layer_norm, zero_centered, keep)
     total = residual_add_reference(*addends)
     scale = PredictedScale(E4M3)
-    expected, largest, q, rstd = norm_operands(total, *how, scale)
+    expected, amax, q, rstd = norm_operands(total, *how, scale)
     # 1 is a wrong prediction; the first run leaves the right one
     for predicted in (1.0, scale.on(total.device).item()):
         scale.on(total.device).fill_(predicted)
         summed = torch.empty_like(total)
         found, amax, kept, found_rstd = norm_operands(summed, *how, scale, addends=Addends(*addends))
         same(summed, total)
-        assert found.scale.equal(expected.scale) and amax.equal(largest)
+        assert found.scale.equal(expected.scale) and amax.equal(amax)
         close(found.rows.float(), expected.rows.float())
         close(found_rstd, rstd)
         close(*(dequantize_groups_reference(g, GROUP_SIZE) for g in (kept, q)))

@@ -73,9 +73,9 @@ def test_quantize_together_is_as_if_alone(dtype, name, fmt, device):
             assert one[0].scale.data_ptr() % 16 == 0
     # always the same memory, as CUDA graphs require
     assert all(p.on(xs[0].device) is place for p, place in zip(predictions, places, strict=True))
-    largest = [most for _, most in found]
-    columns = together.columns_together(xs, largest, fmt)
-    for one, x, most in zip(columns, xs, largest, strict=True):
+    amax = [most for _, most in found]
+    columns = together.columns_together(xs, amax, fmt)
+    for one, x, most in zip(columns, xs, amax, strict=True):
         assert one.scale.data_ptr() % 16 == 0
         for quantize in (quantize_tensor_reference, tensorwise.quantize_tensor):
             check_same(one, quantize(x, most, fmt, rows=False, columns=True))

@@ -156,10 +156,10 @@ def test_weight_cache_codes_do_not_depend_on_predictions(keep, kernels, device):
             if factor != factor:
                 weight.copy_(torch.randn(weight.shape))[0, 1] = torch.nan
         for trains in (False, True, True):
-            codes, largest = cache.forward((weight.detach(),), trains)
-            expected = quantize_tensor_reference(weight.detach(), largest, E4M3, columns=True)
-            columns = cache.columns((weight.detach(),), largest)
-            assert largest == weight.nan_to_num().abs().max()
+            codes, amax = cache.forward((weight.detach(),), trains)
+            expected = quantize_tensor_reference(weight.detach(), amax, E4M3, columns=True)
+            columns = cache.columns((weight.detach(),), amax)
+            assert amax == weight.nan_to_num().abs().max()
             assert codes.scale.equal(expected.scale) and columns.scale.equal(expected.scale)
             for a, e in ((codes.rows, expected.rows), (columns.columns, expected.columns)):
                 torch.testing.assert_close(a.float(), e.float(), rtol=0, atol=0, equal_nan=True)
@@ -169,9 +169,9 @@ def test_weight_cache_codes_do_not_depend_on_predictions(keep, kernels, device):
 def test_weight_cache_codes_of_a_transposed_weight(keep, kernels, device):
     """As in transformers' Conv1D."""
     weight, cache = layer(device)[1].detach().t(), WeightCache(keep)
-    codes, largest = cache.forward((weight,))
-    expected = quantize_tensor_reference(weight, largest, E4M3, columns=True)
-    columns = cache.columns((weight,), largest).columns
+    codes, amax = cache.forward((weight,))
+    expected = quantize_tensor_reference(weight, amax, E4M3, columns=True)
+    columns = cache.columns((weight,), amax).columns
     assert codes.rows.equal(expected.rows) and columns.equal(expected.columns)
 
 
@@ -207,10 +207,10 @@ def test_weight_cache_writes_copies_of_a_graph_in_place(kernels, device, monkeyp
     with monkeypatch.context() as patched:
         patched.setattr(tensorwise.predicted, "empty_operands", None)
         assert cache.refresh_for_graph((weight,)) == places
-    found, largest = cache.forward((weight,))
+    found, amax = cache.forward((weight,))
     expected, _ = WeightCache("fp8").forward((weight,))
-    assert (cache, *(t.data_ptr() for t in (largest, *found[:3]))) == places
-    assert largest == weight.abs().max() and found.scale.equal(expected.scale)
+    assert (cache, *(t.data_ptr() for t in (amax, *found[:3]))) == places
+    assert amax == weight.abs().max() and found.scale.equal(expected.scale)
     assert found.rows.float().equal(expected.rows.float())
     assert found.columns.float().equal(expected.columns.float())
 

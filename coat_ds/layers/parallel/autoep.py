@@ -53,8 +53,8 @@ class _Halves(WeightCache):
     def forward(self, weights, trains=True):
         return super().forward(self._whole(), trains)
 
-    def columns(self, weights, largest):
-        return super().columns(self._whole(), largest)
+    def columns(self, weights, amax):
+        return super().columns(self._whole(), amax)
 
     def _whole(self) -> tuple[torch.Tensor]:
         return (torch.cat((self.module.w1.detach(), self.module.w3.detach()), dim=1),)

@@ -55,8 +55,8 @@ def test_convert_predicts_input_and_gradient_apart(device, monkeypatch):
     grad = torch.full((16, 32), 2.0**-20, device=device, dtype=torch.bfloat16)
     model(x).backward(grad)
     for scale, values in ((model.forward.x_scale, x), (model.forward.grad_scale, grad)):
-        largest = values.float().max().view(1)
-        assert scale.on(x.device).equal(tensorwise.scale.tensor_scale_reference(largest, scale.fmt))
+        amax = values.float().max().view(1)
+        assert scale.on(x.device).equal(tensorwise.scale.tensor_scale_reference(amax, scale.fmt))
 
 
 @pytest.mark.parametrize(
