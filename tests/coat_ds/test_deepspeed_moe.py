@@ -54,7 +54,7 @@ def work() -> dict:
 
     deepspeed.init_distributed("gloo")
     for coat in (False, True):
-        with pytest.raises(AssertionError, match="not supported with ZeRO Stage 3"):
+        with pytest.raises(AssertionError, match="not supported with (ZeRO )?Stage 3"):
             engine_of(3, coat)
     return {"stock": trained(2, False), "COAT": trained(2, True)}
 
