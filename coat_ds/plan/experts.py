@@ -76,9 +76,10 @@ class Experts:
         return routing + self.used * code * 2 * self.ffn
 
     def _saved_by_megatron(self, h: int, code: float | None) -> float:
-        # of each expert a probability and whether the token takes it; of each expert taken its number, the
-        # token's row there, and the probability in FP32 and in BF16
-        routing = (BF16 + 1) * self.count + (2 * INT64 + FP32 + BF16) * self.used
+        # of each expert the token's place in the order of tokens, or in megatron-core 0.16 a probability and
+        # whether the token takes it, 3 bytes; of each expert taken its number, the token's row there, and the
+        # probability in FP32 and in BF16
+        routing = INT64 * self.count + (2 * INT64 + FP32 + BF16) * self.used
         if code is None:
             ffn = BF16 * (2 + self.gated)
             return routing + self.used * (BF16 * h + ffn * self.ffn) + ffn * self.shared

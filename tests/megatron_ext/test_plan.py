@@ -1,10 +1,12 @@
 """`coat plan --megatron`: parameters of Megatron's models, and the bytes that their layers save."""
 
 import functools
+import inspect
 
 import pytest
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.transformer.moe import moe_utils
 
 from coat_ds import plan
 from coat_ds.config import ActivationsConfig
@@ -112,4 +114,7 @@ def test_plan_of_megatrons_experts_on_two_ranks():
         # rows that one rank has more the other one has less. Attention saves other bytes on a CPU
         saved = sum(rank["saved"] for rank in found) / 2
         predicted = 2 * (saved_per_token(sparse, system) - saved_per_token(sizes, system))
+        if "tokens_per_expert" not in inspect.signature(moe_utils.permute).parameters:
+            # 3 bytes of each expert instead of 8, as coat_ds/plan/experts.py says
+            predicted -= (8 - 3) * EXPERTS["num_experts"]
         assert abs(saved - predicted) < 0.005 * predicted
