@@ -105,16 +105,18 @@ def _model_and_layout(arguments: argparse.Namespace, config: dict | None) -> tup
 def configured(config: Mapping, gpu: Gpu | None = None) -> System:
     """The system that a DeepSpeed JSON with a block makes of a model. On a GPU without FP8 the engine leaves
     layers in BF16."""
-    from coat_ds.zero.deepspeed_config import bf16_key, block_of, no_conversion
+    from coat_ds.zero.deepspeed_config import bf16_key, block_of, is_16_bit, no_conversion
 
     block, key = block_of(config), bf16_key(config)
     bf16 = section(config, key)
+    # FP32 is not planned
+    name = AS_CONFIGURED if is_16_bit(config) else f"{AS_CONFIGURED}, if in BF16"
     if not block.enabled:
-        return System(name=AS_CONFIGURED)
+        return System(name=name)
     converted = block.activations.enabled and not no_conversion(config)
     converted = converted and (gpu is None or gpu.fp8 > 0)
     return System(
-        name=AS_CONFIGURED,
+        name=name,
         layers="coat" if converted else "bf16",
         optimizer="coat" if block.optimizer.enabled else "adamw",
         coat=block,

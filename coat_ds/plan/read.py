@@ -51,11 +51,13 @@ def meta_model(config: Mapping) -> torch.nn.Module:
 
 
 def as_megatrons(sizes: Sizes, layout: Layout) -> Sizes:
-    """The same model with layers of Megatron. Raises PlanError for an expert parallel size that does not
-    divide the experts, and for tensor parallelism of experts and stages of different layers."""
+    """The same model with layers of Megatron. Raises PlanError for parallel sizes that do not divide experts
+    or heads, and for tensor parallelism of experts and stages of different layers."""
     count = sizes.experts.count if sizes.experts else 1
     if count % layout.expert:
         raise PlanError(f"--expert: {layout.expert} does not divide the {count} experts. Change it.")
+    if sizes.heads % layout.tensor:
+        raise PlanError(f"--tensor: {layout.tensor} does not divide the {sizes.heads} heads. Change it.")
     if sizes.experts and layout.tensor > 1:
         raise PlanError("--tensor: not planned with Megatron's experts. Drop it, or give --expert.")
     if sizes.experts and layout.pipeline > 1 and sizes.experts.layers < sizes.layers:

@@ -121,6 +121,11 @@ def bf16_key(config: Mapping[str, Any]) -> str:
     return "bfloat16" if config.get("bf16") is None and "bfloat16" in config else "bf16"
 
 
+def is_16_bit(config: Mapping[str, Any]) -> bool:
+    """Whether weights are in 16 bits. Trainer fills in "auto"."""
+    return any(enabled(config, key, auto=True) for key in (bf16_key(config), "fp16"))
+
+
 def stage_of(config: Mapping[str, Any]) -> int:
     """The stage of ZeRO; `true` in place of the section is DeepSpeed's old spelling of stage 1."""
     if config.get("zero_optimization") is True:

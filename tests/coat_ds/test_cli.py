@@ -176,7 +176,7 @@ def test_coat_plan_finds_a_block_as_the_engine_does(capsys, tmp_path):
     )
     words = ["plan", *SHAPE, "--deepspeed", str(tmp_path / "ds.json")]
     found = {system["system"]: system for system in plain(capsys, *words)["systems"]}
-    assert found["as the JSON says"]["peak_bytes"] == found["COAT"]["peak_bytes"]
+    assert found["as the JSON says, if in BF16"]["peak_bytes"] == found["COAT"]["peak_bytes"]
     (tmp_path / "ds.json").write_text(
         json.dumps({"COAT": {"enabled": True}, "zero_optimization": {"stage": 2}})
     )
@@ -215,6 +215,8 @@ def test_coat_plan_gives_megatrons_arguments_and_block(capsys):
     assert json.loads(pasted[pasted.index("{") :])["coat"]["fp8_activation_checkpointing"] is True
     more = said(capsys, *words, "--tensor", "2", "--pipeline", "2")
     assert "8 x H100, Megatron, tensor 2, pipeline 2, micro-batch" in more
+    wrong = said(capsys, "plan", *SHAPE, "--megatron", "--gpus", "64", "--tensor", "64", code=2)
+    assert "--tensor: 64 does not divide the 32 heads. Change it." in wrong
 
 
 @pytest.mark.parametrize(
