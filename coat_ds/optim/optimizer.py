@@ -275,8 +275,9 @@ class CoatAdamW(torch.optim.Optimizer):
         gradients after backward find none.
 
         clip_by_last_norm: gradients are multiplied by this number over the norm of all gradients of the
-            backward before, if that norm is larger. The first backward of a process is not clipped. None: no
-            clipping.
+            backward before, if that norm is larger. The first backward of a process only measures the norm,
+            and its gradients are dropped: unclipped ones would enlarge second moments, and so slow down many
+            steps. None: no clipping.
 
         Raises ValueError for optimizers of DeepSpeed and Megatron, which step other tensors than those that
         backward computes gradients of, and for clip_by_last_norm with DTensors. Backward or step raise

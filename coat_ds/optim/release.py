@@ -90,8 +90,11 @@ class Release:
         with contextlib.nullcontext() if self._passages is None else self._beside_backward(device, grads):
             if self._max_norm is not None:
                 self._squares += [norm.float().square() for norm in torch._foreach_norm(grads)]
-            work = [(group, [p for p in group["params"] if p in params]) for group in optimizer.param_groups]
-            optimizer._update(work, Scaling(self._factor, None), self._passages)
+            if self._max_norm is None or self._factor is not None:
+                work = [
+                    (group, [p for p in group["params"] if p in params]) for group in optimizer.param_groups
+                ]
+                optimizer._update(work, Scaling(self._factor, None), self._passages)
         for p in params:
             p.grad = None
 
