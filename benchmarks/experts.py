@@ -15,7 +15,7 @@ from benchmarks.common.memory import release
 from benchmarks.common.spawn import Rank, join, run_ranks
 from benchmarks.common.timing import measure
 from coat_kernels.experts import ExpertsState, KernelGate, grouped_experts
-from coat_kernels.experts.order import by_expert
+from coat_kernels.experts.order import sort_by_expert
 from megatron_ext.saved_bytes import SavedStorages
 
 
@@ -131,14 +131,14 @@ class Padded:
     The order is made before the measured time begins."""
 
     def __init__(self, given: Inputs, sizes: Sizes):
-        rows, self.t = by_expert(given.chosen, sizes.experts), given.tensors
-        places = rows.places(given.chosen.numel())
-        self.ends, most = places.ends, int(places.ends[-1])
-        self.of_each = places.ends.diff(prepend=places.ends.new_zeros(1)).tolist()
+        rows, self.t = sort_by_expert(given.chosen, sizes.experts), given.tensors
+        padded = rows.padded(given.chosen.numel())
+        self.offs, most = padded.offs, int(padded.offs[-1])
+        self.of_each = padded.offs.diff(prepend=padded.offs.new_zeros(1)).tolist()
         # rows that are only padding read token 0, with weight 0
-        padding = places.row[:most] == given.chosen.numel()
-        self.token = places.token[:most].long().masked_fill(padding, 0)
-        self.choice = rows.order.long()[places.row[:most].long().masked_fill(padding, 0)]
+        padding = padded.row[:most] == given.chosen.numel()
+        self.token = padded.token[:most].long().masked_fill(padding, 0)
+        self.choice = rows.order.long()[padded.row[:most].long().masked_fill(padding, 0)]
         self.factor = (~padding).to(self.t["x"].dtype)[:, None]
 
     def rows(self) -> torch.Tensor:
@@ -157,7 +157,7 @@ def torchao(given: Inputs, sizes: Sizes) -> Layer:
         raise ValueError("torchao has no biases, and no weights stored transposed")
     t, padded = given.tensors, Padded(given, sizes)
     multiply = functools.partial(
-        _to_fp8_rowwise_then_scaled_grouped_mm, offs=padded.ends, pad_token_groups_for_grouped_mm=False
+        _to_fp8_rowwise_then_scaled_grouped_mm, offs=padded.offs, pad_token_groups_for_grouped_mm=False
     )
 
     def call() -> torch.Tensor:

@@ -49,21 +49,21 @@ def link_ms(size: int, chunk: int = 2**26) -> float:
 
 def cpu_ms(step: Callable[[], None]) -> float:
     """Milliseconds of the CPU in a step, without those in which it waits for the end of the copies."""
-    end, waited = streamed.Passage.end, []
+    end, waited = streamed.HostTransfer.end, []
 
-    def timed(passage: streamed.Passage) -> None:
+    def timed(transfer: streamed.HostTransfer) -> None:
         start = time.perf_counter()
-        end(passage)
+        end(transfer)
         waited.append(time.perf_counter() - start)
 
-    streamed.Passage.end = timed
+    streamed.HostTransfer.end = timed
     try:
         synchronize()
         start = time.perf_counter()
         step()
         return 1e3 * (time.perf_counter() - start - sum(waited))
     finally:
-        streamed.Passage.end = end
+        streamed.HostTransfer.end = end
 
 
 @benchmark

@@ -13,7 +13,7 @@ from benchmarks.common.harness import Table, benchmark, row_or_note
 from benchmarks.common.timing import measure
 from benchmarks.common.wide_models import SHAPES
 from benchmarks.models import build, saved_bytes
-from coat_kernels.attention import Packed, packed_attention
+from coat_kernels.attention import Documents, packed_attention
 
 LAYERS = 2
 # batches that differ in their documents, and have equally many tokens
@@ -42,7 +42,7 @@ DOCUMENTS: dict[str, tuple[int, Callable[[int, int], list[int]]]] = {
 
 def _varlen(module, query, key, value, attention_mask, scaling=None, cu_seq_lens_q=None, **rest):
     """torch's variable-length attention, as a model of transformers calls it."""
-    packed = Packed(cu_seq_lens_q, rest["max_length_q"])
+    packed = Documents(cu_seq_lens_q, rest["max_length_q"])
     heads = (x.transpose(1, 2) for x in (query, key, value))
     y = packed_attention(*heads, packed, scale=scaling, batch_first=True)
     return y.view(*y.shape[:2], -1, value.shape[-1]), None
@@ -93,10 +93,10 @@ def batch(documents: str, system: str, number: int, quick: bool) -> dict:
     found["position_ids"] = positions.to(device())
     if system == "BF16 sdpa":
         return found
-    starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device())
+    cu_seqlens = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device())
     if system == "COAT with a mask":
-        return found | {"attention_mask": Packed(starts, max(lengths)).mask(1, tokens)}
-    found |= {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts}
+        return found | {"attention_mask": Documents(cu_seqlens, max(lengths)).mask(1, tokens)}
+    found |= {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
     return found | {"max_length_q": max(lengths), "max_length_k": max(lengths)}
 
 

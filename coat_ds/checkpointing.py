@@ -7,10 +7,10 @@ import torch.utils.checkpoint
 
 from coat_ds.patches import Patch
 from coat_kernels.autograd.checkpointing import (
+    compressing_function,
+    compressing_generator,
+    context_open,
     in_region,
-    opened,
-    packing_function,
-    packing_generator,
 )
 
 
@@ -42,13 +42,13 @@ def compressed_checkpoints() -> Iterator[None]:
 
     Raises PatchError for an unknown torch.
     """
-    GENERATOR.apply(packing_generator)
-    FUNCTION.apply(packing_function)
-    was_open = opened.set(True)
+    GENERATOR.apply(compressing_generator)
+    FUNCTION.apply(compressing_function)
+    was_open = context_open.set(True)
     # a generator that an exception interrupted is closed only after this context has ended
     inside = in_region.set(in_region.get())
     try:
         yield
     finally:
         in_region.reset(inside)
-        opened.reset(was_open)
+        context_open.reset(was_open)

@@ -77,8 +77,8 @@ def _way_to_a_choice(value: Any, choices: tuple) -> str:
 def check_pair(key: str, exp_avg_format: str, exp_avg_sq_format: str) -> None:
     """Raises CoatConfigError for two known formats that cannot be combined; `key` prefixes each name."""
     first = first_codec(exp_avg_format, CODECS[exp_avg_sq_format])
-    if not first.stands_beside(CODECS[exp_avg_sq_format]):
-        seconds = [name for name, codec in CODECS.items() if first.stands_beside(codec)]
+    if not first.pairs_with(CODECS[exp_avg_sq_format]):
+        seconds = [name for name, codec in CODECS.items() if first.pairs_with(codec)]
         raise CoatConfigError(
             f"{key}exp_avg_format: {exp_avg_format!r} is relative to a second moment in "
             f"{' or '.join(map(repr, seconds))}; found {key}exp_avg_sq_format {exp_avg_sq_format!r}. "

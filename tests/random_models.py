@@ -25,7 +25,7 @@ import coat_ds
 from coat_ds.layers.modules import decoder_layer
 from coat_ds.layers.modules.converted_forward import converted_forward
 from coat_kernels.graphs import memory, proof
-from coat_kernels.graphs.patience import WARM_UP
+from coat_kernels.graphs.warm_up import WARM_UP
 from tests.coat_ds.layers.measures import fp8_bound, fp8_forward_bound, placed, relative, run
 from tests.families import FAMILIES
 from tests.kernels.agreement import ROUNDING

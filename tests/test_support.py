@@ -50,11 +50,11 @@ def test_deepspeed_configs(row):
         config = BASE | part
         if row.states == "refused":
             with pytest.raises(CoatConfigError, match=r"coat\.optimizer\.enabled to false"):
-                deepspeed_config.check(config, None)
+                deepspeed_config.checked_config(config, None)
             config["coat"] = {"enabled": True, "optimizer": {"enabled": False}}
-        assert deepspeed_config.check(config, None).enabled
+        assert deepspeed_config.checked_config(config, None).enabled
         if row.layers in PAGE["LAYERS"]:
-            why = deepspeed_config.no_conversion(config)
+            why = deepspeed_config.why_no_conversion(config)
             assert (why is None) == (row.layers == "FP8")
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from coat_kernels.adamw import dither_reference
-from coat_kernels.codecs import GROUP_SIZE, Codec, Stored, get_codec
+from coat_kernels.codecs import GROUP_SIZE, Codec, Encoded, get_codec
 from coat_kernels.codecs.codec import encode_reference
 
 # several codes of a step take the same one
@@ -37,7 +37,7 @@ def ours(m_codec: Codec, v_codec: Codec, dither: bool) -> Code:
 
     def code(m, v, step):
         shift = dither_of(step, v.numel(), v.device) if dither else None
-        second = Stored(v_codec, encode_reference(v_codec, v, dither=shift))
+        second = Encoded(v_codec, encode_reference(v_codec, v, dither=shift))
         turn = None
         if m_codec.relative:
             m, turn = m / second.roots(), dither_of(step, 1, m.device).expand_as(m)

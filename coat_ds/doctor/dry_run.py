@@ -18,8 +18,8 @@ def check(config: Mapping, model: torch.nn.Module | None) -> list[Finding]:
     """
     from coat_ds.layers.inventory import layers_of
     from coat_ds.zero.block import asks_for_coat
-    from coat_ds.zero.deepspeed_config import check_completed, no_conversion
-    from coat_ds.zero.model_layers import prepare_layers, undo
+    from coat_ds.zero.deepspeed_config import check_completed, why_no_conversion
+    from coat_ds.zero.model_layers import prepare_layers, restore_layers
 
     if not asks_for_coat(config):
         return [
@@ -36,7 +36,7 @@ def check(config: Mapping, model: torch.nn.Module | None) -> list[Finding]:
     if model is None:
         return []
     # independent of the GPU: another check looks at this machine's
-    obstacle = no_conversion(config)
+    obstacle = why_no_conversion(config)
     try:
         why = prepare_layers(model, block.activations, "activations" in config.get("coat", {}), obstacle)
     except CoatConfigError as error:
@@ -45,7 +45,7 @@ def check(config: Mapping, model: torch.nn.Module | None) -> list[Finding]:
     made, linears = layers.count("linear")
     details = {"made": layers.made, "found": layers.found, "left": layers.left}
     details["weights_left"] = layers.weights_left
-    undo(model)
+    restore_layers(model)
     if block.activations.enabled and not made:
         text = f"FP8 saves nothing: none of {linears} linear layers would compute in it. {layers.summary()}"
         return [Finding("layers", PROBLEM, text, details)]

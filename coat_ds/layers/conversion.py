@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from coat_ds.config import ActivationsConfig
-from coat_ds.layers.modules.formats import formats
+from coat_ds.layers.modules.formats import linear_formats
 from coat_ds.log import by_reason
 from coat_kernels.linear import LinearFormats
 
@@ -20,7 +20,7 @@ PLURALS = {
 }
 KINDS = tuple(PLURALS)
 
-ATTRIBUTE = "coat_conversion"
+CONVERSION = "coat_conversion"
 
 
 @dataclass
@@ -49,7 +49,7 @@ class Conversion:
     def summary(self) -> str:
         """What the start log says of the layers, in one line."""
         converted = {kind: len(names) for kind, names in self.converted.items() if names}
-        made = {kind: {how_of(kind, self.activations): number} for kind, number in converted.items()}
+        made = {kind: {describe(kind, self.activations): number} for kind, number in converted.items()}
         return "; ".join(report(made, self.found["linear"], self.left))
 
     def idle_keys(self) -> list[str]:
@@ -105,43 +105,43 @@ def report(made: Mapping[str, Mapping[str, int]], linears: int, left: Mapping[st
     return lines
 
 
-def how_of(kind: str, activations: ActivationsConfig) -> str:
+def describe(kind: str, activations: ActivationsConfig) -> str:
     """How converted modules of a kind compute or save, for the report."""
     if kind == "linear":
-        return multiplied(formats(activations), activations)
+        return describe_gemms(linear_formats(activations), activations)
     if kind == "layer":
         return "run fused"
-    return attended(activations) if kind == "attention" else grouped(activations)
+    return describe_attention(activations) if kind == "attention" else describe_saved(activations)
 
 
-def multiplied(linear: LinearFormats, activations: ActivationsConfig) -> str:
+def describe_gemms(linear: LinearFormats, activations: ActivationsConfig) -> str:
     """The formats of GEMMs."""
     how = f"e4m3, gradients in {linear.backward.name}"
     return f"{how}, evaluation as stock layers" if activations.evaluation == "stock" else how
 
 
-def grouped(activations: ActivationsConfig) -> str:
+def describe_saved(activations: ActivationsConfig) -> str:
     """How an activation is saved."""
     return f"in 8 bits ({activations.saved_format})"
 
 
-def attended(activations: ActivationsConfig) -> str:
+def describe_attention(activations: ActivationsConfig) -> str:
     """How attention's tensors are saved."""
     fmt = activations.attention_format
     if fmt == "bf16":
         return "in BF16"
     if fmt == "recompute":
         # outside of a fused block attention cannot recompute its inputs
-        return f"{grouped(activations)}, in fused layers the output alone"
+        return f"{describe_saved(activations)}, in fused layers the output alone"
     return f"in 8 bits ({fmt})"
 
 
 def holder_of(model: nn.Module) -> nn.Module | None:
     """The module that `convert` was called on: `model` or one inside it; None if there is none."""
-    return next((m for m in model.modules() if ATTRIBUTE in m.__dict__), None)
+    return next((m for m in model.modules() if CONVERSION in m.__dict__), None)
 
 
 def conversion_of(model: nn.Module) -> Conversion | None:
     """The conversion of `model`, or of the model that it wraps; None for a stock model."""
     holder = holder_of(model)
-    return None if holder is None else holder.__dict__[ATTRIBUTE]
+    return None if holder is None else holder.__dict__[CONVERSION]

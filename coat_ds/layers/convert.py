@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from coat_ds.config import ActivationsConfig
-from coat_ds.layers.conversion import ATTRIBUTE, Conversion, conversion_of
+from coat_ds.layers.conversion import CONVERSION, Conversion, conversion_of
 from coat_ds.layers.detection import probe
 from coat_ds.layers.detection.excluded import DISPATCHED, excluded_modules
 from coat_ds.layers.inventory import layers_of
@@ -33,7 +33,7 @@ from coat_kernels.fp8 import ALIGNMENT
 __all__ = ["convert", "conversion_of", "unconvert"]
 
 # with fewer rows or columns in a weight, quantizing the input takes longer than the GEMM
-LEAST = 32
+MIN_SIZE = 32
 
 
 def convert(
@@ -62,7 +62,7 @@ def convert(
     Raises ValueError for a compiled model and for parameters in FP16. Raises CoatConfigError for invalid
     options. Raises RuntimeError if other code has replaced a converted forward since.
     """
-    convert_silently(model, activations, filter)
+    convert_without_log(model, activations, filter)
     done = conversion_of(model)
     if done is not None:
         layers = layers_of(model, "")
@@ -75,13 +75,13 @@ def convert(
     return model
 
 
-def convert_silently(
+def convert_without_log(
     model: nn.Module,
     activations: ActivationsConfig | Mapping | None = None,
     filter: Callable[[str, nn.Module], bool] | None = None,
 ) -> nn.Module:
     """`convert` without its log line, for an engine that reports the layers itself."""
-    may = filter or (lambda name, module: True)
+    may_convert = filter or (lambda name, module: True)
     if not isinstance(activations, ActivationsConfig):
         activations = ActivationsConfig.from_dict({} if activations is None else activations)
     if activations.enabled and "_orig_mod" in model._modules:
@@ -90,13 +90,13 @@ def convert_silently(
     if not activations.enabled:
         return model
     conversion = Conversion(activations)
-    forwards = list(_forwards(model, conversion, may))
+    forwards = list(_forwards(model, conversion, may_convert))
     # nothing is changed until all forwards are built without an error
     for forward in forwards:
         forward.install()
-    _convert_attention(model, conversion, may)
+    _convert_attention(model, conversion, may_convert)
     for name, module in model.named_modules():
-        may_run_fused = converted_forward(module) is None and may(name, module)
+        may_run_fused = converted_forward(module) is None and may_convert(name, module)
         if may_run_fused and (parts := decoder_parts.parts_of(module)) is not None:
             decoder_layer.Fp8DecoderLayer(module, activations, parts).install()
             if reason := decoder_parts.why_never_fused(parts):
@@ -104,7 +104,7 @@ def convert_silently(
             else:
                 conversion.add_converted("layer", name)
     _add_hooks(model)
-    model.__dict__[ATTRIBUTE] = conversion
+    model.__dict__[CONVERSION] = conversion
     forget_logged()
     if dispatched := sum(why == DISPATCHED for why in conversion.left.values()):
         log_once(
@@ -122,19 +122,19 @@ def unconvert(model: nn.Module) -> nn.Module:
     `model` may also contain converted models, or be a part of one, as PEFT's `merge_and_unload` returns it.
     Raises RuntimeError, before anything is changed, if other code has replaced a converted forward since.
     """
-    holders = [m for m in model.modules() if ATTRIBUTE in m.__dict__]
+    holders = [m for m in model.modules() if CONVERSION in m.__dict__]
     for holder in holders:
         _check_forwards(holder)
     _restore(model)
     return model
 
 
-def convert_again(model: nn.Module) -> None:
+def reconvert(model: nn.Module) -> None:
     """Converts a model a second time, after AutoTP or AutoEP has replaced modules. All ranks must call it: a
     module that one rank cannot convert, for example because its part is too small, is converted on none."""
     conversion: Any = conversion_of(model)
     _restore(model)
-    convert_silently(model, conversion.activations)
+    convert_without_log(model, conversion.activations)
     conversion = conversion_of(model)
     linears = {name: converted_forward(model.get_submodule(name)) for name in conversion.converted["linear"]}
     found: list[Any] = [None] * dist.get_world_size()
@@ -146,7 +146,7 @@ def convert_again(model: nn.Module) -> None:
             conversion.left[name] = "another rank's part is not converted"
 
 
-_HOOKS = decoder_layer.drop_unwanted_cache, packed.borders_of_numbers
+_HOOKS = decoder_layer.drop_unwanted_cache, packed.cu_seqlens_of_numbers
 
 
 def _add_hooks(model: nn.Module) -> None:
@@ -158,7 +158,7 @@ def _add_hooks(model: nn.Module) -> None:
         if not decoder_layer.makes_cache(module) or any(map(decoder_layer.makes_cache, inside[1:])):
             continue
         fused = any(type(converted_forward(m)) is decoder_layer.Fp8DecoderLayer for m in inside)
-        saving = [m.__dict__[attention.STATE] for m in inside if attention.STATE in m.__dict__]
+        saving = [m.__dict__[attention.SAVING] for m in inside if attention.SAVING in m.__dict__]
         flash = any(attention.is_flash(how.loaded) for how in saving)
         for hook, wanted in zip(_HOOKS, (fused, flash), strict=True):
             if wanted:
@@ -171,11 +171,11 @@ def _restore(model: nn.Module) -> None:
         for key in [k for k, hook in hooks.items() if hook in _HOOKS]:
             del hooks[key]
             module._forward_pre_hooks_with_kwargs.pop(key, None)
-        module.__dict__.pop(ATTRIBUTE, None)
+        module.__dict__.pop(CONVERSION, None)
         if (forward := converted_forward(module)) is not None:
             forward.remove()
-        module.__dict__.pop(attention.LEFT, None)
-        if (saving := module.__dict__.pop(attention.STATE, None)) is not None:
+        module.__dict__.pop(attention.NOT_CONVERTED, None)
+        if (saving := module.__dict__.pop(attention.SAVING, None)) is not None:
             config: Any = module.config
             if config._attn_implementation == attention.NAME:
                 config._attn_implementation_internal = saving.loaded
@@ -189,7 +189,7 @@ def _check_forwards(holder: nn.Module) -> None:
     """Raises RuntimeError if other code has replaced a forward that convert installed. Modules that were
     unconverted or added since have no forward on the instance."""
     modules = dict(holder.named_modules())
-    for kind, names in holder.__dict__[ATTRIBUTE].converted.items():
+    for kind, names in holder.__dict__[CONVERSION].converted.items():
         for name in names:
             module = modules.get(name)
             while module is not None and (wrapped := module._modules.keys() & _WRAPPED):
@@ -202,7 +202,7 @@ def _check_forwards(holder: nn.Module) -> None:
                 )
 
 
-def _forwards(model: nn.Module, conversion: Conversion, may: Callable) -> Iterator[ConvertedForward]:
+def _forwards(model: nn.Module, conversion: Conversion, may_convert: Callable) -> Iterator[ConvertedForward]:
     """The forwards to install; records in `conversion` which modules are converted and which are not."""
     activations, excluded = conversion.activations, excluded_modules(model)
     projections = {id(child) for m in model.modules() if probe.uses_interface(m) for child in m.children()}
@@ -212,7 +212,7 @@ def _forwards(model: nn.Module, conversion: Conversion, may: Callable) -> Iterat
         if kind is None:
             continue
         if kind == "linear":
-            built = _build_linear(module, activations, cancels=id(module) in projections)
+            built = _build_linear(module, activations, precise_wgrad=id(module) in projections)
         else:
             built = _BUILDERS[kind](module, activations)
         if built is None:
@@ -220,7 +220,7 @@ def _forwards(model: nn.Module, conversion: Conversion, may: Callable) -> Iterat
         if kind in ("gated", "experts"):
             # the activation needs no conversion: this forward calls it, or a replaced forward does not
             taken.update(id(m) for m in module.children() if _looks_elementwise(m))
-        reason = excluded.get(id(module)) or (None if may(name, module) else "the filter")
+        reason = excluded.get(id(module)) or (None if may_convert(name, module) else "the filter")
         if isinstance(built, str):
             reason = reason or built
         elif reason is None:
@@ -279,7 +279,7 @@ def _require_dtype(name: str, module: nn.Module) -> None:
 _Built = ConvertedForward | str | None
 
 
-def _build_linear(module: nn.Module, activations: ActivationsConfig, cancels: bool) -> _Built:
+def _build_linear(module: nn.Module, activations: ActivationsConfig, precise_wgrad: bool) -> _Built:
     weight = module._parameters.get("weight")
     if weight is None:
         return "a weight that each forward recomputes from other parameters"
@@ -292,19 +292,19 @@ def _build_linear(module: nn.Module, activations: ActivationsConfig, cancels: bo
     sizes = shape_of(weight)
     if any(size % ALIGNMENT for size in sizes):
         return f"{' x '.join(map(str, sizes))}, not multiples of {ALIGNMENT}"
-    if min(sizes) < LEAST:
+    if min(sizes) < MIN_SIZE:
         return f"{' x '.join(map(str, sizes))}, too small to gain by FP8"
     if autotp.is_autotp(module):
-        return autotp.why_not(module) or autotp.AutoTPLinear(module, activations, cancels=cancels)
+        return autotp.why_not(module) or autotp.AutoTPLinear(module, activations, precise_wgrad=precise_wgrad)
     if "forward" not in module.__dict__ and type(module).forward is nn.Linear.forward:
-        return Fp8Linear(module, activations, cancels=cancels)
+        return Fp8Linear(module, activations, precise_wgrad=precise_wgrad)
     if (split := transformers_tp.split_of(module)) is not None:
         reason = transformers_tp.why_not(module, split)
-        return reason or transformers_tp.TransformersTPLinear(module, activations, split, cancels)
+        return reason or transformers_tp.TransformersTPLinear(module, activations, split, precise_wgrad)
     transposed = not isinstance(module, nn.Linear)
-    if not probe.is_product(module, transposed):
+    if not probe.is_linear(module, transposed):
         return f"{type(module).__name__} computes something else than a linear layer"
-    return Fp8Linear(module, activations, transposed, cancels)
+    return Fp8Linear(module, activations, transposed, precise_wgrad)
 
 
 def _build_norm(module: nn.Module, activations: ActivationsConfig) -> _Built:
@@ -353,7 +353,7 @@ _BUILDERS = {
 }
 
 
-def _convert_attention(model: nn.Module, conversion: Conversion, may: Callable) -> None:
+def _convert_attention(model: nn.Module, conversion: Conversion, may_convert: Callable) -> None:
     """Makes modules that use transformers' AttentionInterface choose "coat" instead of "sdpa" or
     FlashAttention, and with sinks instead of "eager"."""
     saving = attention.attention_saving(conversion.activations)
@@ -367,19 +367,19 @@ def _convert_attention(model: nn.Module, conversion: Conversion, may: Callable) 
     flash = {id(config): why for _, module, config in found if (why := attention.why_keep_flash(module))}
     for name, module, config in found:
         implementation: Any = getattr(config, "_attn_implementation", None)
-        if not may(name, module):
+        if not may_convert(name, module):
             why = "the filter"
         elif attention.is_flash(implementation):
             why = flash.get(id(config))
         else:
             why = attention.why_not(module, implementation)
         if why is not None:
-            module.__dict__[attention.LEFT] = True
+            module.__dict__[attention.NOT_CONVERTED] = True
             conversion.add_left("attention", name, why)
         else:
             # another part of the model may have set it
             loaded = saving.loaded if implementation == attention.NAME else implementation
-            module.__dict__[attention.STATE] = replace(saving, loaded=loaded)
+            module.__dict__[attention.SAVING] = replace(saving, loaded=loaded)
             conversion.add_converted("attention", name)
             configs[id(config)] = config
     if configs:

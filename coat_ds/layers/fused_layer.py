@@ -19,7 +19,7 @@ from coat_ds.log import log_once
 from coat_kernels.attention import origin_in_groups
 from coat_kernels.autograd.origin import origin_of
 from coat_kernels.blocks import MlpOptions, NormOptions, QkvOptions, mlp_block, qkv_block
-from coat_kernels.graphs import gradient_moves_in_backward, graphed_work
+from coat_kernels.graphs import gradient_moves_in_backward, max_graphed_work
 from coat_kernels.groups import GROUP_SIZE, quantize_groups
 from coat_kernels.head_norm import head_norm
 from coat_kernels.linear import LinearOptions
@@ -34,7 +34,7 @@ class LayerOptions(NamedTuple):
     mlp: MlpOptions
     head_norms: tuple[NormOptions, ...]
     """Norms of each head of queries and of keys, before the rotation; or empty."""
-    recomputed: str | None
+    recompute_format: str | None
     """The format in which attention's output is saved while backward recomputes attention; None saves what
     attention saves."""
     batch_first: bool = False
@@ -47,14 +47,14 @@ class LayerOptions(NamedTuple):
     def graph_key(self, weights: Sequence[Weights], *attention: Hashable) -> tuple:
         """What a CUDA graph of the layer depends on, except its tensors. `weights`: those of each GEMM.
         `attention`: what attention depends on."""
-        found = [self.qkv.norm, self.mlp.norm, *self.head_norms, self.mlp.activation, self.recomputed]
+        found = [self.qkv.norm, self.mlp.norm, *self.head_norms, self.mlp.activation, self.recompute_format]
         for linear, weight in zip(self.linears, weights, strict=True):
             found += linear.graph_key(weight)
         return *found, *attention
 
-    def written(self) -> list[torch.Tensor]:
+    def grad_buffers(self) -> list[torch.Tensor]:
         """The tensors that backward adds weight gradients to, such as Megatron's main_grad."""
-        return [linear.weight_grad_into() for linear in self.linears if linear.weight_grad_into is not None]
+        return [linear.grad_buffer() for linear in self.linears if linear.grad_buffer is not None]
 
 
 class LayerWeights(NamedTuple):
@@ -104,13 +104,13 @@ def fused_layer(
         cos, sin = no_rotation(cos, sin)
 
     inputs = by_token, w.input_norm, w.input_norm_bias, w.qkv, w.qkv_bias, cos, sin, options.qkv
-    if options.recomputed is None:
+    if options.recompute_format is None:
         q, k, v, residual = qkv_block(*inputs)
         o = attention(q, k, v, *tensors)
         origin = origin_of(o)
     else:
         o, residual = qkv_block(*inputs, attention, tensors)
-        saved = quantize_groups(o.detach().flatten(0, 1), GROUP_SIZE, options.recomputed)
+        saved = quantize_groups(o.detach().flatten(0, 1), GROUP_SIZE, options.recompute_format)
         origin = origin_in_groups(saved, o.dtype)
     y = mlp_block(
         o,
@@ -152,8 +152,8 @@ def uses_graphs(
     wanted: bool | None,
     x: torch.Tensor,
     weights: Sequence[torch.Tensor],
-    ranks: int = 1,
-    shares: int = 1,
+    weight_ranks: int = 1,
+    token_ranks: int = 1,
     why_not: str | None = None,
 ) -> bool:
     """Whether a fused layer with the input `x` runs as CUDA graphs, by the key `cuda_graphs`. Never if
@@ -166,18 +166,18 @@ def uses_graphs(
     elif hasattr(weights[0], "ds_id"):
         why_not = "under ZeRO-3, where weights move"
     if why_not is None:
-        return wanted is True or is_small(x, weights, ranks, shares)
+        return wanted is True or is_small(x, weights, weight_ranks, token_ranks)
     if wanted is True:
         log_once(f"coat.activations.cuda_graphs: found True, of no effect {why_not}. Drop the key.")
     return False
 
 
-def is_small(x: torch.Tensor, weights: Sequence[torch.Tensor], ranks: int, shares: int) -> bool:
+def is_small(x: torch.Tensor, weights: Sequence[torch.Tensor], weight_ranks: int, token_ranks: int) -> bool:
     """Whether the GPU would wait for the CPU to launch the kernels of a layer with these `weights`: the CPU
     time of a layer does not depend on the layer's size.
 
-    ranks: number of ranks that hold parts of the weights. shares: number of ranks that hold parts of the
-    tokens, which the GEMMs gather.
+    weight_ranks: number of ranks that hold parts of the weights. token_ranks: number of ranks that hold
+    parts of the tokens, which the GEMMs gather.
     """
-    most = graphed_work(ranks, gradient_moves_in_backward(weights[0]))
-    return x.shape[0] * x.shape[1] * shares * sum(w.numel() for w in weights) <= most
+    max_work = max_graphed_work(weight_ranks, gradient_moves_in_backward(weights[0]))
+    return x.shape[0] * x.shape[1] * token_ranks * sum(w.numel() for w in weights) <= max_work

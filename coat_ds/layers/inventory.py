@@ -10,13 +10,13 @@ from typing import NamedTuple
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from coat_ds.layers.conversion import Conversion, conversion_of, holder_of, how_of, report
-from coat_ds.layers.modules.attention import STATE
+from coat_ds.layers.conversion import Conversion, conversion_of, describe, holder_of, report
+from coat_ds.layers.modules.attention import SAVING
 from coat_ds.layers.modules.converted_forward import converted_forward
 from coat_ds.optim.shards import shape_of
 
 # share of all parameters; classes with less, such as norms, are left out of the line
-LEAST_SHARE = 0.001
+MIN_SHARE = 0.001
 
 
 class Part(NamedTuple):
@@ -54,7 +54,7 @@ class Layers:
     def lines(self) -> list[str]:
         """What the layers compute in FP8, what they save for backward, and what stays as it was."""
         lines = report(self.made, self.found.get("linear", 0), self.left)
-        shares = [f"{kind} {share:.1%}" for kind, share in self.weights_left.items() if share >= LEAST_SHARE]
+        shares = [f"{kind} {share:.1%}" for kind, share in self.weights_left.items() if share >= MIN_SHARE]
         if self.in_fp8 and shares:
             lines.append(f"parameters outside FP8 GEMMs: {', '.join(shares)}")
         return lines
@@ -114,8 +114,8 @@ def _count_converted(layers: Layers, model: nn.Module, conversion: Conversion) -
     for kind, names in conversion.converted.items():
         for name in names:
             module = modules.get(name)
-            there = module is not None and (STATE in vars(module) or converted_forward(module) is not None)
-            how = how_of(kind, conversion.activations) if there else None
+            there = module is not None and (SAVING in vars(module) or converted_forward(module) is not None)
+            how = describe(kind, conversion.activations) if there else None
             layers._take(prefix + name, Part(kind, how, "exchanged since it was converted"))
     for kind, found in conversion.found.items():
         left = found - len(conversion.converted[kind])

@@ -119,7 +119,7 @@ def warn_if_frozen(groups: Sequence[dict[str, Any]]) -> None:
         )
 
 
-def stalling(optimizer, key: str) -> str | None:
+def decay_line(optimizer, key: str) -> str | None:
     """A line if second moments of a parameter group cannot decay; None if all can.
 
     A step decays a moment by the fraction 1 - beta2. If that is less than half the distance between two

@@ -146,7 +146,7 @@ def check_changes(optimizer) -> None:
     the constructor would refuse, or if existing states are stored otherwise."""
     groups = optimizer.param_groups
     # options that every step reads, such as lr, and notes of the caller may change
-    fixed = {*LAYOUT, *STOCK_SWITCHES, *optimizer.of_the_whole()}
+    fixed = {*LAYOUT, *STOCK_SWITCHES, *optimizer.common_options()}
     options = [{k: v if k in fixed else None for k, v in group.items()} for group in groups]
     if options == optimizer.checked_options:
         return
@@ -177,7 +177,7 @@ def check_supported(optimizer) -> None:
     """Raises ValueError for options in parameter groups that the constructor would refuse, except options
     that every step reads, and TypeError for options that the parameters do not support."""
     for group in optimizer.param_groups:
-        check_names(group, optimizer.defaults, optimizer.of_the_whole())
+        check_names(group, optimizer.defaults, optimizer.common_options())
         check_options(optimizer.defaults | {k: group[k] for k in (*LAYOUT, *STOCK_SWITCHES) if k in group})
         for p in group["params"]:
             if has_remainder(p, group):

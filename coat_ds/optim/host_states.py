@@ -51,7 +51,7 @@ class HostStates:
         # bytes of the states on the device and in host memory, in this order
         self.decided = [0, 0]
         # whether the state of a parameter is in host memory
-        self.streams: dict[torch.Tensor, bool] = {}
+        self.offloaded: dict[torch.Tensor, bool] = {}
         self._pages: list[Pages] = []
         self._streams: dict[torch.device, list[torch.cuda.Stream]] = {}
         # bytes of the last pages that states take
@@ -72,11 +72,11 @@ class HostStates:
     def decide(self, sizes: dict[torch.Tensor, int]) -> None:
         """Decides, once, where states are. sizes: the bytes of the state of each parameter (`host_bytes`)."""
         for p, size in sizes.items():
-            if p not in self.streams:
+            if p not in self.offloaded:
                 # parameters on the CPU, with their states, are stepped by a GPU
                 off_device = stepping_device(p.device) != p.device
-                self.streams[p] = off_device or self.decided[0] + size > self._resident
-                self.decided[self.streams[p]] += size
+                self.offloaded[p] = off_device or self.decided[0] + size > self._resident
+                self.decided[self.offloaded[p]] += size
 
     def place(self, p: torch.Tensor, state: dict[str, Any]) -> None:
         """Moves the moments and the remainder in the state of `p` into the allocation, which is made first if
@@ -230,7 +230,7 @@ def plan_of(chunk: list[Operands], host: HostStates) -> SlotPlan:
     return SlotPlan(chunk, places, copies, size)
 
 
-class Passage:
+class HostTransfer:
     """Streams states through one GPU in one step."""
 
     def __init__(self, host: HostStates, device: torch.device):
@@ -248,7 +248,7 @@ class Passage:
                 )
             self._in, self._out = host.streams_on(device)
 
-    def through(self, bucket: list[Operands]) -> Iterator[list[Operands]]:
+    def chunks(self, bucket: list[Operands]) -> Iterator[list[Operands]]:
         """The operands of a launch in chunks, with their states on the GPU while the caller holds a chunk."""
         plans = [plan_of(chunk, self._host) for chunk in chunks_of(bucket)]
         self._make_slots(max(plan.size for plan in plans))
@@ -308,20 +308,16 @@ class Passage:
             self._free[number] = self._out.record_event()
 
 
-class Passages(dict[torch.device, Passage]):
-    """The `Passage`s of one step, by `stepping_device`."""
+class HostTransfers(dict[torch.device, HostTransfer]):
+    """The `HostTransfer`s of one step, by `stepping_device`."""
 
     def __init__(self, host: HostStates):
-        self._host = host
-
-    def serve(self, p: torch.Tensor) -> bool:
-        """Whether the state of `p` is in host memory."""
-        return self._host.streams[p]
+        self.host = host
 
     def end(self) -> None:
-        """Ends all passages (`Passage.end`)."""
-        for passage in self.values():
-            passage.end()
+        """Ends all of them (`HostTransfer.end`)."""
+        for transfer in self.values():
+            transfer.end()
 
-    def __missing__(self, device: torch.device) -> Passage:
-        return self.setdefault(device, Passage(self._host, device))
+    def __missing__(self, device: torch.device) -> HostTransfer:
+        return self.setdefault(device, HostTransfer(self.host, device))

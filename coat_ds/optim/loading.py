@@ -23,7 +23,7 @@ from coat_ds.optim.options import (
     has_remainder,
 )
 from coat_ds.optim.shards import laid_out_like, shard_of
-from coat_ds.optim.states import ready_state, set_moment, state_device
+from coat_ds.optim.states import prepare_state, set_moment, state_device
 
 # the kernels' dither counts steps up to this number
 MOST_STEPS = 2**31 - 1
@@ -90,7 +90,7 @@ def load_state(optimizer, p: torch.Tensor, group: dict[str, Any]) -> None:
         set_moment(optimizer, p, group, name, state[name])
     pair_up(state, p)
     if optimizer.offloads:
-        ready_state(optimizer, p, group)
+        prepare_state(optimizer, p, group)
 
 
 def options_of_groups(optimizer) -> list[dict[str, Any]]:
@@ -107,7 +107,7 @@ def restore_options(optimizer, options: list[dict[str, Any]]) -> None:
     check_groups(optimizer.param_groups)
     for group, own in zip(optimizer.param_groups, options, strict=True):
         group |= {k: v for k, v in own.items() if k in LAYOUT or k in STOCK_SWITCHES or k not in group}
-        group |= {k: v for k, v in optimizer.of_the_whole().items() if k in group}
+        group |= {k: v for k, v in optimizer.common_options().items() if k in group}
         # FusedAdam's count for the group; here every state has its own `step`
         group.pop("step", None)
 

@@ -29,7 +29,7 @@ from coat_ds.optim.recover import recover_
 from coat_ds.optim.shards import laid_out_like, local
 from coat_ds.optim.streaming import DecodedStorage, is_streaming
 from coat_ds.optim.tensor import StoredTensor, differ
-from coat_kernels.codecs import AT_ONCE, GROUP_SIZE, Codec, Storage, Stored
+from coat_kernels.codecs import AT_ONCE, GROUP_SIZE, Codec, Encoded, Storage
 
 aten = torch.ops.aten
 
@@ -80,7 +80,7 @@ class Moment(StoredTensor):
         """
         exact, x = True, x.reshape(-1)
         for piece, other in self.paired_pieces():
-            into, values = Stored(piece.codec, piece.storage), x[piece.begin : piece.end]
+            into, values = Encoded(piece.codec, piece.storage), x[piece.begin : piece.end]
             exact &= recover_(into, values, other, worker)
         return exact
 
@@ -107,11 +107,11 @@ class Moment(StoredTensor):
         """Whether any of its codes is relative to a second moment."""
         return any(piece.codec.relative for piece in self.pieces)
 
-    def paired_pieces(self) -> Iterator[tuple[Piece, Stored | None]]:
+    def paired_pieces(self) -> Iterator[tuple[Piece, Encoded | None]]:
         """Each piece, with the stored piece of the other moment if there is a pair."""
         other = None if self.pair is None else self.pair.other(self.pieces)
         for i, piece in enumerate(self.pieces):
-            yield piece, None if other is None else Stored(other[i].codec, other[i].storage)
+            yield piece, None if other is None else Encoded(other[i].codec, other[i].storage)
 
     @property
     def arrangement(self) -> tuple[tuple[int, Codec], ...]:
@@ -131,7 +131,7 @@ class Moment(StoredTensor):
         worker = torch.device("cuda") if pinned else self.device
         for codec, part, other, within, where in self._parts():
             other = None if other is None else other.to(worker)
-            x[where] = codec.decode(part.to(worker), beside=other)[within].to(x.device)
+            x[where] = codec.decode(part.to(worker), relative_to=other)[within].to(x.device)
         return x.view(self.shape)
 
     def encode_(self, x: torch.Tensor, only_changed: bool = False) -> Self:
@@ -144,14 +144,14 @@ class Moment(StoredTensor):
             values = _plain(x[where]).to(self.device, torch.float32)
             if only_changed or values.numel() < part.codes.numel():
                 # the neighbours in the first and last group are re-encoded together with the new values
-                before = codec.decode(part, beside=other)
+                before = codec.decode(part, relative_to=other)
                 whole = before.clone()
                 whole[within] = values
                 values = whole
-            made = codec.encode(values, beside=other)
+            made = codec.encode(values, relative_to=other)
             if only_changed:
                 made = only_groups(part, made, differ(values, before))
-            overwrite(Stored(codec, part), made, other)
+            overwrite(Encoded(codec, part), made, other)
         return self
 
     def rearranged(self, arrangement: Arrangement, second: "Moment | None" = None) -> Self:
@@ -161,7 +161,7 @@ class Moment(StoredTensor):
         """
         return type(self).zeros(self.shape, arrangement, self.device).relative_to(second).encode_(self)
 
-    def _parts(self) -> Iterator[tuple[Codec, Storage, Stored | None, slice, slice]]:
+    def _parts(self) -> Iterator[tuple[Codec, Storage, Encoded | None, slice, slice]]:
         """The window in parts of a few million elements: in FP32 the whole may not fit into free memory.
 
         Yields the codec, the stored part of a piece in whole groups, the same part of the other moment of the
@@ -177,7 +177,7 @@ class Moment(StoredTensor):
             for at in range(start, min(end, stop), AT_ONCE):
                 low, high = max(at, self.start), min(at + AT_ONCE, end, stop)
                 g, h = (low - begin) // GROUP_SIZE, -(-(high - begin) // GROUP_SIZE)
-                same_of_other = None if other is None else Stored(other.codec, other.storage.groups(g, h))
+                same_of_other = None if other is None else Encoded(other.codec, other.storage.groups(g, h))
                 a = begin + g * GROUP_SIZE
                 within, where = slice(low - a, high - a), slice(low - self.start, high - self.start)
                 yield codec, storage.groups(g, h), same_of_other, within, where
@@ -246,7 +246,7 @@ def paired(first: Moment, second: Moment) -> tuple[Moment, Moment]:
     for (piece, old), (_, _, codec, storage) in zip(first.paired_pieces(), second.pieces, strict=True):
         # decoded values encode to the same codes, if the second moment has the same (codecs/ratio.py)
         if piece.codec.relative and not (old and old.storage is storage):
-            piece.reencode_(old, Stored(codec, storage))
+            piece.reencode_(old, Encoded(codec, storage))
     own = own if own is not None and own.first is first.pieces else Pair(first.pieces, (), shared=True)
     # views of the second moment hold its pair and must find the new first moment in it
     pair = pair if pair is not None and pair.second is second.pieces else own
@@ -266,7 +266,7 @@ def _set_free(pair: Pair) -> None:
     pair."""
     for piece, other in zip(pair.first, pair.second, strict=True):
         if piece.codec.relative:
-            piece.reencode_(Stored(other.codec, other.storage), None)
+            piece.reencode_(Encoded(other.codec, other.storage), None)
 
 
 def as_plain(value: torch.Tensor | None, p: torch.Tensor) -> torch.Tensor:
@@ -318,7 +318,7 @@ def _copy_(x, source, non_blocking=False):
             for old, new in zip(x.pair.second, source.pair.second, strict=True):
                 write(old.storage, new.storage, non_blocking)
         for (piece, other), (*_, new) in zip(x.paired_pieces(), source.pieces, strict=True):
-            overwrite(Stored(piece.codec, piece.storage), new, other, non_blocking)
+            overwrite(Encoded(piece.codec, piece.storage), new, other, non_blocking)
         return x
     # writing the stored values changes no codes
     return x.encode_(_plain(source).expand(x.shape), only_changed=True)

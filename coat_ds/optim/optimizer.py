@@ -17,7 +17,7 @@ from coat_ds.config import (
     name_patterns,
 )
 from coat_ds.log import log_rank_0, warn_rank_0
-from coat_ds.optim.accounting import layout_table, planned_bytes, stalling, states_line, warn_if_frozen
+from coat_ds.optim.accounting import decay_line, layout_table, planned_bytes, states_line, warn_if_frozen
 from coat_ds.optim.checks import (
     check_changes,
     check_grad_scale,
@@ -25,7 +25,7 @@ from coat_ds.optim.checks import (
     check_params,
     check_tensors,
 )
-from coat_ds.optim.host_states import HostStates, Passages
+from coat_ds.optim.host_states import HostStates, HostTransfers
 from coat_ds.optim.layouts import Fragment, Layouts
 from coat_ds.optim.loading import load_state, loading_states
 from coat_ds.optim.moment import as_plain
@@ -40,7 +40,7 @@ from coat_ds.optim.options import (
 )
 from coat_ds.optim.release import Release
 from coat_ds.optim.shards import is_distributed, shape_of
-from coat_ds.optim.states import arrange, ready_state, state_device
+from coat_ds.optim.states import convert_layout, prepare_state, state_device
 from coat_ds.optim.step import Scaling, unscale_, update_group
 from coat_ds.optim.stored_moment import states_to_save
 
@@ -169,7 +169,7 @@ class CoatAdamW(torch.optim.Optimizer):
         torch.optim.Optimizer.__init__(self, params, defaults)
         if not callable(keep_fp32):
             check_patterns(keep_fp32, self.param_groups)
-        if line := stalling(self, "coat.optimizer." if in_framework else "CoatAdamW: "):
+        if line := decay_line(self, "coat.optimizer." if in_framework else "CoatAdamW: "):
             warn_rank_0(line)
         if not in_framework:
             log_rank_0(f"CoatAdamW: {states_line(self, planned_bytes(self))}")
@@ -191,7 +191,7 @@ class CoatAdamW(torch.optim.Optimizer):
         trained parameters that are neither FP32 nor BF16.
         """
         if isinstance(param_group, dict):
-            check_names(param_group, self.defaults, self.of_the_whole())
+            check_names(param_group, self.defaults, self.common_options())
             check_options({**self.defaults, **param_group})
         torch.optim.Optimizer.add_param_group(self, param_group)
         try:
@@ -234,24 +234,20 @@ class CoatAdamW(torch.optim.Optimizer):
         work = [(group, [p for p in group["params"] if p.grad is not None]) for group in self.param_groups]
         if not any(params for _, params in work):
             warn_if_frozen(self.param_groups)
-        passages = self._passages()
-        self._update(work, Scaling(grad_scale, found_inf), passages)
-        if passages is not None:
-            passages.end()
+        transfers = None if self._host is None else HostTransfers(self._host)
+        self._update(work, Scaling(grad_scale, found_inf), transfers)
+        if transfers is not None:
+            transfers.end()
         if scaler_scale is not None:
             # torch's optimizers leave unscaled gradients too; training loops log them after the step
             unscale_([p for _, params in work for p in params], inverse)
         return loss
 
-    def _passages(self) -> Passages | None:
-        """New passages for a step of states in host memory; None if all states are on the device."""
-        return None if self._host is None else Passages(self._host)
-
     def _update(
         self,
         work: list[tuple[dict[str, Any], list[torch.Tensor]]],
         scaling: Scaling,
-        passages: Passages | None,
+        transfers: HostTransfers | None,
     ) -> None:
         """Steps parameters, which all have gradients, by group."""
         for group, params in work:
@@ -261,8 +257,8 @@ class CoatAdamW(torch.optim.Optimizer):
         counted = scaling.found_inf is not None
         for group, params in work:
             if params:
-                states = [ready_state(self, p, group, count_on_device=counted) for p in params]
-                update_group(group, params, states, scaling, seed=self._seed, passages=passages)
+                states = [prepare_state(self, p, group, count_on_device=counted) for p in params]
+                update_group(group, params, states, scaling, seed=self._seed, transfers=transfers)
 
     def release_gradients(self, clip_by_last_norm: float | None = None) -> None:
         """From now on backward steps each parameter as soon as its gradient is final, and frees the gradient.
@@ -304,7 +300,7 @@ class CoatAdamW(torch.optim.Optimizer):
                 )
         self._release = Release(self, clip_by_last_norm)
 
-    def of_the_whole(self) -> dict[str, Any]:
+    def common_options(self) -> dict[str, Any]:
         """The options that must be equal in all parameter groups."""
         return {
             "keep_fp32": self.layouts.keep_fp32,
@@ -322,18 +318,18 @@ class CoatAdamW(torch.optim.Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 if p.requires_grad:
-                    ready_state(self, p, group)
+                    prepare_state(self, p, group)
         for p, group_index in self.layouts.group_index.items():
-            ready_state(self, p, self.param_groups[group_index])
+            prepare_state(self, p, self.param_groups[group_index])
 
     @property
     def offloads(self) -> bool:
         """Whether states may be in host memory, whatever the device of the parameters."""
         return self._host is not None
 
-    def streams(self, p: torch.Tensor) -> bool:
+    def is_offloaded(self, p: torch.Tensor) -> bool:
         """Whether the state of `p`, which exists, is in host memory, whatever the device of `p`."""
-        return self._host is not None and self._host.streams[p]
+        return self._host is not None and self._host.offloaded[p]
 
     def set_fragments(self, placed: Iterable[tuple[torch.Tensor, Iterable[Fragment], int]]) -> None:
         """Notes the fragments of flat partitions such as ZeRO's, and creates the states of the partitions.
@@ -352,8 +348,8 @@ class CoatAdamW(torch.optim.Optimizer):
             self.layouts.group_index[param] = group_index
         for param, _, group_index in placed:
             group = self.param_groups[group_index]
-            ready_state(self, param, group)
-            arrange(self, param, group)
+            prepare_state(self, param, group)
+            convert_layout(self, param, group)
 
     def layout(self, names: Mapping[torch.Tensor, str] = MappingProxyType({})) -> str:
         """A table of how the moments of each tensor are stored, with their bytes; equal rows are counted. For

@@ -129,17 +129,17 @@ def has_remainder(p: torch.Tensor, group: dict[str, Any]) -> bool:
     return p.dtype == torch.bfloat16 and group["bf16_params"] == "exact"
 
 
-def check_names(group: dict[str, Any], known: dict[str, Any], of_the_whole: dict[str, Any]) -> None:
+def check_names(group: dict[str, Any], known: dict[str, Any], common_options: dict[str, Any]) -> None:
     """Raises ValueError for a key that is nearly a known option, and for an option of the whole optimizer
     with another value in the group. Equal values pass: torch's `ZeroRedundancyOptimizer` puts all options in
     groups.
 
     Other keys are notes of the caller: schedulers' initial_lr, DeepSpeed's name and moe, Megatron's lr_mult.
     """
-    for name in group.keys() & of_the_whole.keys():
+    for name in group.keys() & common_options.keys():
         # patterns are kept as a tuple
         given = tuple(group[name]) if isinstance(group[name], list) else group[name]
-        if given != of_the_whole[name]:
+        if given != common_options[name]:
             raise ValueError(
                 f"CoatAdamW: a parameter group has {name}={group[name]!r}, which is one for the whole "
                 "optimizer. Give it to the constructor."

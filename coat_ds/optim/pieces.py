@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from coat_kernels.codecs import GROUP_SIZE, Codec, Storage, Stored
+from coat_kernels.codecs import GROUP_SIZE, Codec, Encoded, Storage
 
 
 class Piece(NamedTuple):
@@ -19,13 +19,13 @@ class Piece(NamedTuple):
     codec: Codec
     storage: Storage
 
-    def reencode_(self, old: Stored | None, new: Stored | None) -> None:
+    def reencode_(self, old: Encoded | None, new: Encoded | None) -> None:
         """Re-encodes a first moment from relative to `old` to relative to `new`; its values do not change. It
         works in parts: in FP32 the moment may not fit into free memory."""
         before, after = (itertools.repeat(None) if x is None else x.parts() for x in (old, new))
         for (_, own), a, b in zip(self.storage.parts(), before, after, strict=False):
-            values = self.codec.decode(own, beside=a)
-            write(own, self.codec.encode(values, beside=b))
+            values = self.codec.decode(own, relative_to=a)
+            write(own, self.codec.encode(values, relative_to=b))
 
 
 Pieces = tuple[Piece, ...]
@@ -57,7 +57,7 @@ def made_of(pieces: Pieces, make: Callable[[torch.Tensor], torch.Tensor]) -> Pie
     return tuple(piece._replace(storage=Storage(*map(make, piece.storage))) for piece in pieces)
 
 
-def overwrite(old: Stored, made: Storage, other: Stored | None, non_blocking: bool = False) -> None:
+def overwrite(old: Encoded, made: Storage, other: Encoded | None, non_blocking: bool = False) -> None:
     """Overwrites `old` by `made`. If `other` is a first moment relative to this one, it is re-encoded, so
     that its values do not change."""
     if other is None or not other.codec.relative or old.codec.relative:
@@ -65,10 +65,10 @@ def overwrite(old: Stored, made: Storage, other: Stored | None, non_blocking: bo
         return
     parts = zip(*(x.parts() for x in (old.storage, made, other.storage)), strict=True)
     for (_, into), (_, new), (_, first) in parts:
-        second = Stored(old.codec, into)
-        values = other.codec.decode(first, beside=second)
+        second = Encoded(old.codec, into)
+        values = other.codec.decode(first, relative_to=second)
         write(into, new, non_blocking)
-        write(first, other.codec.encode(values, beside=second))
+        write(first, other.codec.encode(values, relative_to=second))
 
 
 def write(into: Storage, new: Storage, non_blocking: bool = False) -> None:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from coat_ds.optim.pieces import write
-from coat_kernels.codecs import GROUP_SIZE, Codec, Storage, Stored
+from coat_kernels.codecs import GROUP_SIZE, Codec, Encoded, Storage
 from coat_kernels.codecs.codec import encode_reference
 
 # decoding on another device differs by a few FP32 roundings (2^-24) times at most 16, the largest 1 / k;
@@ -26,9 +26,9 @@ RELATIVE, ABSOLUTE = 0.03, 2
 
 
 def recover_(
-    into: Stored,
+    into: Encoded,
     values: torch.Tensor,
-    second: Stored | None = None,
+    second: Encoded | None = None,
     worker: torch.device | None = None,
 ) -> bool:
     """Overwrites `into` by `values` (one for each code, any floating point, on any device), in codes that
@@ -48,8 +48,8 @@ def recover_(
         roots = None if roots is None else roots.to(part.device)
         if codec.relative:
             # re-encoding the decoded values gives the same codes (codecs/ratio.py)
-            found = codec.encode(part, beside=roots)
-            same = bool((_differences(codec.decode(found, beside=roots), part) <= SAME_VALUE).all())
+            found = codec.encode(part, relative_to=roots)
+            same = bool((_differences(codec.decode(found, relative_to=roots), part) <= SAME_VALUE).all())
         else:
             rows = F.pad(part, (0, -part.numel() % GROUP_SIZE)).view(-1, GROUP_SIZE)
             found, same = _recovered(codec, rows)

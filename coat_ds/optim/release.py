@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 
 from coat_ds.optim.checks import check_changes, grad_of
-from coat_ds.optim.host_states import CHUNK, Passages
+from coat_ds.optim.host_states import CHUNK, HostTransfers
 from coat_ds.optim.shards import is_distributed, local
 from coat_ds.optim.step import Scaling
 
@@ -35,7 +35,7 @@ class Release:
         # parameters with a final gradient, by device; and all whose gradients came since the last `end`
         self._final: dict[torch.device, list[torch.Tensor]] = defaultdict(list)
         self._taken: set[torch.Tensor] = set()
-        self._passages: Passages | None = None
+        self._transfers: HostTransfers | None = None
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         # gradients that a stream may still read, until the event
         self._read: dict[torch.device, deque[tuple[torch.cuda.Event, list[torch.Tensor]]]] = defaultdict(
@@ -85,21 +85,21 @@ class Release:
                 "gradients were applied. Call zero_grad() after step(), not before it."
             )
         grads = [grad_of(p) for p in params]
-        if self._passages is None:
-            self._passages = optimizer._passages()
-        with contextlib.nullcontext() if self._passages is None else self._beside_backward(device, grads):
+        if self._transfers is None and optimizer.offloads:
+            self._transfers = HostTransfers(optimizer._host)
+        with contextlib.nullcontext() if self._transfers is None else self._on_step_stream(device, grads):
             if self._max_norm is not None:
                 self._squares += [norm.float().square() for norm in torch._foreach_norm(grads)]
             if self._max_norm is None or self._factor is not None:
                 work = [
                     (group, [p for p in group["params"] if p in params]) for group in optimizer.param_groups
                 ]
-                optimizer._update(work, Scaling(self._factor, None), self._passages)
+                optimizer._update(work, Scaling(self._factor, None), self._transfers)
         for p in params:
             p.grad = None
 
     @contextlib.contextmanager
-    def _beside_backward(self, device: torch.device, grads: list[torch.Tensor]) -> Iterator[None]:
+    def _on_step_stream(self, device: torch.device, grads: list[torch.Tensor]) -> Iterator[None]:
         """A context on the stream for steps on `device`, which reads `grads`."""
         if device.type != "cuda":
             yield
@@ -132,13 +132,13 @@ class Release:
                 self._final[p.device].append(p)
         for device in list(self._final):
             self._apply(optimizer, device)
-        if self._passages is not None:
-            self._passages.end()
+        if self._transfers is not None:
+            self._transfers.end()
         for device, stream in self._streams.items():
             torch.cuda.current_stream(device).wait_stream(stream)
         self._read.clear()
         self._taken.clear()
-        self._passages = None
+        self._transfers = None
         if self._max_norm is not None and self._squares:
             squares = torch.stack([x.to(self._squares[0].device) for x in self._squares])
             self._factor = (self._max_norm / (squares.sum().sqrt() + 1e-6)).clamp(max=1.0)

@@ -20,15 +20,15 @@ CPU = torch.device("cpu")
 
 def state_device(optimizer, p: torch.Tensor, group: dict[str, Any]) -> torch.device:
     """The device of the moments and of the remainder of `p`."""
-    return CPU if is_streamed(optimizer, p, group) else p.device
+    return CPU if decide_offload(optimizer, p, group) else p.device
 
 
-def is_streamed(optimizer, p: torch.Tensor, group: dict[str, Any]) -> bool:
-    """As `CoatAdamW.streams`, also before the state exists: decides it for all trained parameters of this
+def decide_offload(optimizer, p: torch.Tensor, group: dict[str, Any]) -> bool:
+    """`CoatAdamW.is_offloaded`, also before the state exists: decides it for all trained parameters of this
     rank."""
     host, layouts = optimizer._host, optimizer.layouts
-    if host is None or p in host.streams:
-        return optimizer.streams(p)
+    if host is None or p in host.offloaded:
+        return optimizer.is_offloaded(p)
     held = {x: own for i, own in enumerate(optimizer.param_groups) for x in layouts.held_in(i, own)}
     held[p] = group
     trained = (x for x in held if x is p or x.requires_grad or x in layouts.fragments)
@@ -40,10 +40,10 @@ def is_streamed(optimizer, p: torch.Tensor, group: dict[str, Any]) -> bool:
             "host memory",
             logging.INFO,
         )
-    return optimizer.streams(p)
+    return optimizer.is_offloaded(p)
 
 
-def ready_state(
+def prepare_state(
     optimizer, p: torch.Tensor, group: dict[str, Any], count_on_device: bool = False
 ) -> dict[str, Any]:
     """Creates missing parts of the state of `p`, encodes its plain moments, and returns the state."""
@@ -67,7 +67,7 @@ def ready_state(
         # zero: the parameter's own value is the master
         device = state_device(optimizer, p, group)
         state["remainder"] = laid_out_like(p, torch.zeros(local(p).shape, dtype=torch.int16, device=device))
-    if is_streamed(optimizer, p, group):
+    if decide_offload(optimizer, p, group):
         optimizer._host.place(p, state)
     return state
 
@@ -95,7 +95,7 @@ def _zeros(optimizer, p: torch.Tensor, group: dict[str, Any], name: str) -> Mome
     return Moment.zeros(local(p).shape, layout, state_device(optimizer, p, group)).relative_to(second)
 
 
-def arrange(optimizer, p: torch.Tensor, group: dict[str, Any]) -> None:
+def convert_layout(optimizer, p: torch.Tensor, group: dict[str, Any]) -> None:
     """Converts the moments of `p` to their present layout."""
     state, second = optimizer.state[p], None
     for name in SECOND_FIRST:
@@ -104,4 +104,4 @@ def arrange(optimizer, p: torch.Tensor, group: dict[str, Any]) -> None:
             held = held.rearranged(layout, second=second)
             state[name] = laid_out_like(p, held)
         second = held
-    ready_state(optimizer, p, group)
+    prepare_state(optimizer, p, group)

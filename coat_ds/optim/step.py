@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from coat_ds.optim.checks import grad_of
-from coat_ds.optim.host_states import Passages, stepping_device
+from coat_ds.optim.host_states import HostTransfers, stepping_device
 from coat_ds.optim.narrow_grad import narrow_and_scale
 from coat_ds.optim.options import rounds_stochastically
 from coat_ds.optim.pieces import Operands, Piece
@@ -38,13 +38,13 @@ def update_group(
     scaling: Scaling,
     *,
     seed: int,
-    passages: Passages | None,
+    transfers: HostTransfers | None,
 ) -> None:
     """One step of `params`, which all have gradients, in place.
 
     states: the optimizer's state of each parameter, ready for the step.
     seed: as in `CoatAdamW`.
-    passages: of the states in host memory; None: all states are on the parameters' devices.
+    transfers: of the states in host memory; None: all states are on the parameters' devices.
     """
     held = [local(p) for p in params]
     contiguous = [shard.contiguous() for shard in held]
@@ -54,15 +54,15 @@ def update_group(
     # either all BF16 parameters of a group have remainders, or none
     launches: dict[tuple, list[Operands]] = defaultdict(list)
     for p, param, (grad, factor), state, step in zip(params, contiguous, read, states, steps, strict=True):
-        streams = passages is not None and passages.serve(p)
+        offloaded = transfers is not None and transfers.host.offloaded[p]
         for x in _operands(param, grad, state, step):
             codecs = x.exp_avg.codec.name, x.exp_avg_sq.codec.name
-            launches[streams, id(factor), p.device, p.dtype, grad.dtype, codecs].append(x)
-    for (streams, of_grads, *_), bucket in launches.items():
+            launches[offloaded, id(factor), p.device, p.dtype, grad.dtype, codecs].append(x)
+    for (offloaded, of_grads, *_), bucket in launches.items():
         scaled = scaling._replace(grad_scale=_product(scaling.grad_scale, factors[of_grads]))
         parts: Iterable[list[Operands]] = [bucket]
-        if passages is not None and streams:
-            parts = passages[stepping_device(bucket[0].param.device)].through(bucket)
+        if transfers is not None and offloaded:
+            parts = transfers[stepping_device(bucket[0].param.device)].chunks(bucket)
         for part in parts:
             _launch(group, part, scaled, seed)
     for shard, updated in zip(held, contiguous, strict=True):

@@ -10,7 +10,7 @@ from coat_ds.optim.moment import Moment
 from coat_ds.optim.pieces import Pair, Piece
 from coat_ds.optim.shards import is_distributed, laid_out_like, local
 from coat_ds.optim.streaming import is_streaming
-from coat_kernels.codecs import CODECS, GROUP_SIZE, Storage, Stored
+from coat_kernels.codecs import CODECS, GROUP_SIZE, Encoded, Storage
 
 
 class StoredMoment(Moment):
@@ -111,7 +111,7 @@ def _rebuild(pieces: list[tuple], group_size: int, shape: tuple[int, ...]) -> to
         _expect(len(piece) == 5 + 4 * codec.relative, f"what {codec.name} needs", piece)
         if codec.relative:
             second = _rebuild_stored(piece[5:], end - begin)
-            _expect(codec.stands_beside(second.codec), f"a second moment for {codec.name}", second.codec.name)
+            _expect(codec.pairs_with(second.codec), f"a second moment for {codec.name}", second.codec.name)
             seconds.append(Piece(begin, end, *second))
         else:
             seconds.append(made[-1])
@@ -129,7 +129,7 @@ _rebuild.__module__ = "coat_ds.state"
 torch.serialization.add_safe_globals([_rebuild])
 
 
-def _rebuild_stored(stored: tuple, numel: int) -> Stored:
+def _rebuild_stored(stored: tuple, numel: int) -> Encoded:
     """One moment of a piece of `numel` elements."""
     name, *tensors = stored
     _expect(type(name) is str and name in CODECS, f"one of {', '.join(CODECS)}", name)
@@ -140,7 +140,7 @@ def _rebuild_stored(stored: tuple, numel: int) -> Stored:
         # a tensor of stride 0 would need far more memory than the bytes in its file
         fits = (t.dtype, t.shape) == (like.dtype, like.shape) and t.is_contiguous()
         _expect(fits, wanted, f"{t.dtype}, shape {tuple(t.shape)}, stride {t.stride()}")
-    return Stored(codec, Storage(*tensors))
+    return Encoded(codec, Storage(*tensors))
 
 
 def _expect(holds: object, expected: str, found: object) -> None:

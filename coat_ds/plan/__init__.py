@@ -17,18 +17,18 @@ with torch.device("meta"):
     model = AutoModelForCausalLM.from_config(config)
 sizes = plan.from_module(model)
 layout = plan.from_deepspeed(ds_config, sizes, gpus=8, sequence=4096)
-plan.predict(sizes, layout, plan.rungs()["COAT"]).peak.total  # bytes
+plan.predict(sizes, layout, plan.all_systems()["COAT"]).peak.total  # bytes
 """
 
 from coat_ds.plan.deepspeed_layout import from_deepspeed
 from coat_ds.plan.errors import PlanError
 from coat_ds.plan.from_transformers import from_module
-from coat_ds.plan.gpus import GPUS, Gpu, gpu_called
+from coat_ds.plan.gpus import GPUS, Gpu, find_gpu
 from coat_ds.plan.layout import Layout
 from coat_ds.plan.memory import ROLES, Memory, Prediction, predict
 from coat_ds.plan.roofline import Time, flops, layer_flops, step_time
 from coat_ds.plan.sizes import Sizes
-from coat_ds.plan.systems import System, rungs
+from coat_ds.plan.systems import System, all_systems
 
 __all__ = [
     "GPUS",
@@ -44,9 +44,9 @@ __all__ = [
     "flops",
     "from_deepspeed",
     "from_module",
-    "gpu_called",
+    "find_gpu",
     "layer_flops",
     "predict",
-    "rungs",
+    "all_systems",
     "step_time",
 ]

@@ -10,11 +10,11 @@ from coat_ds.plan import advice, report
 from coat_ds.plan.deepspeed_json import OF_DEEPSPEED, OF_TRAINER, deepspeed_json, why_refused
 from coat_ds.plan.deepspeed_layout import from_deepspeed
 from coat_ds.plan.errors import PlanError
-from coat_ds.plan.gpus import GPUS, Gpu, gpu_called
+from coat_ds.plan.gpus import GPUS, Gpu, find_gpu
 from coat_ds.plan.layout import Layout
 from coat_ds.plan.read import as_megatrons, from_values, model_object, read_object
 from coat_ds.plan.sizes import Sizes
-from coat_ds.plan.systems import System, rungs, without_fp8
+from coat_ds.plan.systems import System, all_systems, without_fp8
 from coat_ds.zero.block import asks_for_coat, section
 
 UNITS = {"": 1e9, "gb": 1e9, "gib": 2**30}
@@ -55,9 +55,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Prints the plan; 0. Raises PlanError, CoatConfigError or ValueError for what cannot be planned."""
     config = read_object(arguments.deepspeed) if arguments.deepspeed else None
     model, layout = _model_and_layout(arguments, config)
-    gpu = gpu_called(arguments.gpu)
+    gpu = find_gpu(arguments.gpu)
     limit = _bytes(arguments.fit) if arguments.fit else gpu.memory
-    systems = list((rungs() if gpu.fp8 else without_fp8()).values())
+    systems = list((all_systems() if gpu.fp8 else without_fp8()).values())
     base = OF_TRAINER if arguments.target == "trainer" else OF_DEEPSPEED
     base = base if config is None else config
     if config is not None or arguments.target == "trainer":
@@ -105,7 +105,7 @@ def _model_and_layout(arguments: argparse.Namespace, config: dict | None) -> tup
 def configured(config: Mapping, gpu: Gpu | None = None) -> System:
     """The system that a DeepSpeed JSON with a block makes of a model. On a GPU without FP8 the engine leaves
     layers in BF16."""
-    from coat_ds.zero.deepspeed_config import bf16_key, block_of, is_16_bit, no_conversion
+    from coat_ds.zero.deepspeed_config import bf16_key, block_of, is_16_bit, why_no_conversion
 
     block, key = block_of(config), bf16_key(config)
     bf16 = section(config, key)
@@ -113,7 +113,7 @@ def configured(config: Mapping, gpu: Gpu | None = None) -> System:
     name = AS_CONFIGURED if is_16_bit(config) else f"{AS_CONFIGURED}, if in BF16"
     if not block.enabled:
         return System(name=name)
-    converted = block.activations.enabled and not no_conversion(config)
+    converted = block.activations.enabled and not why_no_conversion(config)
     converted = converted and (gpu is None or gpu.fp8 > 0)
     return System(
         name=name,

@@ -79,7 +79,7 @@ GPUS = {"h200": _H200, "h100": _H100} | {
 }
 
 
-def gpu_called(name: str) -> Gpu:
+def find_gpu(name: str) -> Gpu:
     """The GPU whose name is in `name`. Raises PlanError for one whose rates are not known."""
     for key, gpu in GPUS.items():
         if key in name.lower():

@@ -94,7 +94,7 @@ class Layout:
         return self.gpus // (self.tensor * self.pipeline)
 
     @property
-    def elsewhere(self) -> float:
+    def remote_expert_share(self) -> float:
         """The share of experts that a GPU does not have."""
         return 1 - 1 / self.expert
 

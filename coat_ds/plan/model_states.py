@@ -45,7 +45,7 @@ class ModelStates:
         self.norms = sizes.norms - (0 if last else sizes.hidden)
         split = sizes.layers * sizes.layer_matrices + tables * sizes.table + sizes.other_parameters
         whole = split / layout.tensor + self.norms
-        self.parameters = whole - layout.elsewhere * sizes.expert_weights
+        self.parameters = whole - layout.remote_expert_share * sizes.expert_weights
         # of fewer experts a GPU steps a larger share
         self.part = whole / layout.data
         self.in_deepspeed = layout.framework == "deepspeed" and not system.release
@@ -82,7 +82,7 @@ class ModelStates:
             held |= {"gradients": self.reduced, "buffers": self.buckets()}
         if system.caches_weights:
             converted = self.sizes.layers * self.sizes.converted_matrices / layout.tensor
-            held["copies"] = COPIES * (converted - layout.elsewhere * self.sizes.expert_weights)
+            held["copies"] = COPIES * (converted - layout.remote_expert_share * self.sizes.expert_weights)
         return held
 
     @property

@@ -16,7 +16,7 @@ from coat_ds.plan.layout import Layout
 from coat_ds.plan.saved import saved_per_token
 from coat_ds.plan.sizes import Sizes
 from coat_ds.plan.systems import System
-from coat_kernels.graphs import graphed_work
+from coat_kernels.graphs import max_graphed_work
 
 # tensors that a recorded layer's graphs are handed over in: its input, and two gradients
 GRAPH_BUFFERS = 3
@@ -49,7 +49,7 @@ class Passes:
         if (wanted := system.coat.activations.cuda_graphs) is not None:
             return wanted
         work = layout.tensor * layout.tokens * self._layer_matrices
-        return work <= graphed_work(layout.tensor, gradients_move)
+        return work <= max_graphed_work(layout.tensor, gradients_move)
 
     def _positions(self) -> float:
         """Bytes of cosine and sine, in FP32 once for all; in Megatron's own layers twice each."""

@@ -81,7 +81,7 @@ def _layer_time(sizes: Sizes, layout: Layout, system: System, gpu: Gpu) -> float
     if system.layers != "bf16":
         # weights to FP8, by rows and by columns, in each micro-batch
         converted = sizes.converted_matrices / layout.tensor
-        converted -= layout.elsewhere * sizes.expert_weights / sizes.layers
+        converted -= layout.remote_expert_share * sizes.expert_weights / sizes.layers
         found += 6 * converted / (layout.accumulation if system.caches_weights else 1) / gpu.copy
     return found
 
@@ -119,7 +119,7 @@ def _message_bytes(sizes: Sizes, layout: Layout, system: System) -> float:
     """Bytes that a GPU sends in a step."""
     # each rank sends all except its own part of what is gathered or reduced
     weights = 2 * sizes.parameters * (1 / layout.tensor / layout.pipeline - 1 / layout.gpus)
-    weights -= 2 * layout.elsewhere * sizes.expert_weights / layout.pipeline
+    weights -= 2 * layout.remote_expert_share * sizes.expert_weights / layout.pipeline
     # ZeRO-2 reduces gradients in each micro-batch and gathers weights once; ZeRO-3 gathers for forward and
     # for backward of each micro-batch
     times = {2: layout.accumulation + 1, 3: 3 * layout.accumulation}

@@ -110,7 +110,7 @@ _STREAMED = {"optimizer": {"offload": "cpu"}}
 
 
 @functools.cache
-def rungs() -> dict[str, System]:
+def all_systems() -> dict[str, System]:
     """By name: BF16, with and without recompute, and configurations of COAT."""
     eight_bits = {"activations": {"attention_format": "sqrt8"}}
     recomputed = {"activations": {"attention_format": "recompute"}}
@@ -133,6 +133,6 @@ def rungs() -> dict[str, System]:
 def without_fp8() -> dict[str, System]:
     """The systems for GPUs without FP8, where COAT only makes the optimizer's states smaller."""
     states = coat("COAT, states alone", {"activations": {"enabled": False}})
-    return {name: system for name, system in rungs().items() if system.optimizer == "adamw"} | {
+    return {name: system for name, system in all_systems().items() if system.optimizer == "adamw"} | {
         states.name: states
     }

@@ -45,7 +45,7 @@ _ANY_NUMBERS = {"lr": 0.0, "betas": (0.9, 0.95), "eps": 0.0, "weight_decay": 0.0
 DEFAULT_WEIGHT_DECAY = 0.0
 
 
-def check(config: Mapping[str, Any], optimizer: Any) -> CoatConfig:
+def checked_config(config: Mapping[str, Any], optimizer: Any) -> CoatConfig:
     """The CoatConfig of a DeepSpeed config; disabled if there is no block. An engine without an optimizer,
     such as one for TRL's reference model, has FP8 layers only, and is not watched.
 
@@ -84,10 +84,12 @@ def check(config: Mapping[str, Any], optimizer: Any) -> CoatConfig:
 
 
 def check_completed(config: Mapping[str, Any]) -> CoatConfig:
-    """`check` of a config that Trainer or Accelerate complete: they fill in "auto", and a script may pass the
-    optimizer that the config does not name."""
+    """`checked_config` of a config that Trainer or Accelerate complete: they fill in "auto", and a script may
+    pass the optimizer that the config does not name."""
     filled = without_auto(config)
-    return check(filled if has_optimizer(filled) else {**filled, "optimizer": {"type": "AdamW"}}, None)
+    if not has_optimizer(filled):
+        filled["optimizer"] = {"type": "AdamW"}
+    return checked_config(filled, None)
 
 
 def without_auto(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -275,7 +277,7 @@ def optimizer_options(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**default, **passed}
 
 
-def no_conversion(config: Mapping[str, Any], device: torch.device | None = None) -> str | None:
+def why_no_conversion(config: Mapping[str, Any], device: torch.device | None = None) -> str | None:
     """Why no model can be converted under this config on `device`, or on any device without one; None if
     models can be converted."""
     if enabled(config, "fp16"):

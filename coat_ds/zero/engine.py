@@ -16,15 +16,21 @@ from coat_ds.zero import recompute
 from coat_ds.zero.block import enabled, section
 from coat_ds.zero.build import optimizer_for_engine
 from coat_ds.zero.checkpoints import guard_checkpoints, link_states, refuse_other_states
-from coat_ds.zero.deepspeed_config import bf16_key, check, has_optimizer, is_16_bit, no_conversion
+from coat_ds.zero.deepspeed_config import (
+    bf16_key,
+    checked_config,
+    has_optimizer,
+    is_16_bit,
+    why_no_conversion,
+)
 from coat_ds.zero.grad_norm import batch_gradient_norms
-from coat_ds.zero.gradients import keep_gradients_narrow, move_during_backward
+from coat_ds.zero.gradients import gradients_move_in_backward, keep_gradients_narrow
 from coat_ds.zero.layer_units import LayerUnits
-from coat_ds.zero.model_layers import check_adapters, convert_exchanged, prepare_layers, undo
+from coat_ds.zero.model_layers import check_adapters, convert_replaced, prepare_layers, restore_layers
 from coat_ds.zero.module_hooks import lighten_module_hooks
 from coat_ds.zero.offloading import guard_offloading
 from coat_ds.zero.partitions import link_partitions
-from coat_ds.zero.status import Status, idle_layers
+from coat_ds.zero.status import Status, idle_layers_warning
 from coat_ds.zero.watch import watch_engine
 from coat_kernels.graphs import MOVES_IN_BACKWARD
 
@@ -65,7 +71,7 @@ def prepare(arguments: dict[str, Any]) -> Prepared:
     """
     config_class = arguments["config_class"]
     config, optimizer = config_class._param_dict, arguments.get("optimizer")
-    coat = check(config, optimizer)
+    coat = checked_config(config, optimizer)
     if coat.enabled:
         check_adapters(arguments["model"], section(config, "tensor_parallel"))
     if coat.enabled and optimizer is None and not has_optimizer(config):
@@ -90,10 +96,10 @@ def _prepare_layers(model: torch.nn.Module, coat: CoatConfig, config: Mapping[st
     from deepspeed.accelerator import get_accelerator
 
     # undo the changes of an earlier engine
-    recompute.keep_inputs(model)
+    recompute.stop_compressing_inputs(model)
     if (units := _last.get(model)) is not None:
         units.undo()
-    obstacle = no_conversion(config, torch.device(get_accelerator().current_device_name()))
+    obstacle = why_no_conversion(config, torch.device(get_accelerator().current_device_name()))
     if enabled(config, bf16_key(config)) and any(p.dtype == torch.float16 for p in model.parameters()):
         # DeepSpeed does this next; layers in FP16 cannot be converted
         model.bfloat16()
@@ -107,9 +113,9 @@ def _prepare_layers(model: torch.nn.Module, coat: CoatConfig, config: Mapping[st
     if coat.require:
         # before the engine takes any memory
         try:
-            idle_layers(coat, layers_of(model, why))
+            idle_layers_warning(coat, layers_of(model, why))
         except CoatConfigError:
-            undo(model)
+            restore_layers(model)
             raise
     return why
 
@@ -124,7 +130,7 @@ def finish(engine, prepared: Prepared) -> None:
     coat, why, units = prepared.coat, prepared.why, prepared.units
     if not coat.enabled:
         return
-    convert_exchanged(engine.module)
+    convert_replaced(engine.module)
     units.complete(engine.optimizer)
     if coat.zero3_layer_units and engine.zero_optimization_stage() != 3:
         warn_rank_0(
@@ -134,12 +140,12 @@ def finish(engine, prepared: Prepared) -> None:
     if coat.optimizer.enabled:
         _connect_optimizer(engine, coat)
     # `keep_gradients_narrow` has decided whether they move
-    _mark_gradients(engine.module, move_during_backward(engine.optimizer))
+    _mark_gradients(engine.module, gradients_move_in_backward(engine.optimizer))
     if coat.fp8_activation_checkpointing:
         recompute.compress_inputs(engine.module)
         recompute.report_compressed(engine.module)
     layers = layers_of(engine.module, why)
-    if line := idle_layers(coat, layers):
+    if line := idle_layers_warning(coat, layers):
         warn_rank_0(line)
     watch = watch_engine(engine, coat.watch, coat.optimizer.enabled)
     optimizer = engine.basic_optimizer if coat.optimizer.enabled else None
@@ -162,11 +168,10 @@ def _connect_optimizer(engine, coat: CoatConfig) -> None:
     log_idle_bf16_params(coat.optimizer.bf16_params, engine.basic_optimizer.state, remedy)
 
 
-def _mark_gradients(model: torch.nn.Module, leave: bool) -> None:
-    """Marks parameters whose gradients `move_during_backward`; layers read the mark before they record CUDA
-    graphs."""
+def _mark_gradients(model: torch.nn.Module, move: bool) -> None:
+    """Marks parameters for `gradients_move_in_backward`, which layers read before they record CUDA graphs."""
     for p in model.parameters():
-        if leave:
+        if move:
             setattr(p, MOVES_IN_BACKWARD, True)
         else:
             p.__dict__.pop(MOVES_IN_BACKWARD, None)
@@ -178,10 +183,10 @@ def restore_model(prepared: Prepared) -> None:
     model = prepared.model
     if model is None or _last.get(model) is not prepared.units:
         return
-    recompute.keep_inputs(model)
+    recompute.stop_compressing_inputs(model)
     _mark_gradients(model, False)
     try:
-        undo(model)
+        restore_layers(model)
     except RuntimeError as error:
         warn_rank_0(f"layers stay converted: {error}")
 

@@ -71,7 +71,7 @@ def keep_gradients_narrow(wrapper) -> None:
         BEGIN.apply(wrapping(_begin_without_old_gradients, wrapper), on=wrapper)
 
 
-def move_during_backward(wrapper) -> bool:
+def gradients_move_in_backward(wrapper) -> bool:
     """Whether gradients leave their parameters during backward, after `keep_gradients_narrow` was called for
     this wrapper. ZeRO-2's do, for the flat tensor that the step reads, or for the CPU."""
     is_flat = getattr(wrapper, "_use_compact_grad_partition_buffer", None)

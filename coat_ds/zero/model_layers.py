@@ -13,7 +13,7 @@ from torch import nn
 
 from coat_ds.config import ActivationsConfig, CoatConfigError, difference
 from coat_ds.layers.conversion import conversion_of, holder_of
-from coat_ds.layers.convert import convert_again, convert_silently, unconvert
+from coat_ds.layers.convert import convert_without_log, reconvert, unconvert
 from coat_ds.layers.parallel.autoep import is_autoep
 from coat_ds.layers.parallel.autotp import is_autotp
 
@@ -61,7 +61,7 @@ def prepare_layers(
             )
         return obstacle
     try:
-        convert_silently(model, activations)
+        convert_without_log(model, activations)
     except ValueError as error:
         raise CoatConfigError(
             f'coat.activations.enabled: the model cannot be converted: {error} Or set "activations" to false.'
@@ -74,10 +74,10 @@ def prepare_layers(
     return "not there when the model was converted"
 
 
-def convert_exchanged(model: nn.Module) -> None:
+def convert_replaced(model: nn.Module) -> None:
     """Converts AutoTP's and AutoEP's layers if they have replaced layers that an engine has converted."""
     if model in _of_engines and any(is_autotp(m) or is_autoep(m) for m in model.modules()):
-        convert_again(model)
+        reconvert(model)
 
 
 def check_adapters(model: nn.Module, tensor_parallel: Mapping[str, Any]) -> None:
@@ -96,7 +96,7 @@ def check_adapters(model: nn.Module, tensor_parallel: Mapping[str, Any]) -> None
         )
 
 
-def undo(model: nn.Module) -> None:
+def restore_layers(model: nn.Module) -> None:
     """Restores the stock layers of a model that an engine has converted.
 
     Raises RuntimeError if the converted layers were replaced since.

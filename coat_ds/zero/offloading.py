@@ -97,7 +97,7 @@ def _move_states(
     States that stream from host memory stay there."""
     moved: list[torch.Tensor] = []
     for p, state in optimizer.state.items():
-        if optimizer.streams(p):
+        if optimizer.is_offloaded(p):
             continue
         first, second = (state.get(name) for name in MOMENTS)
         together = isinstance(first, Moment) and isinstance(second, Moment) and first.is_relative_to(second)

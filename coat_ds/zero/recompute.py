@@ -23,12 +23,12 @@ from coat_ds.patches import Patch
 from coat_ds.zero.block import section
 from coat_kernels.autograd.checkpointing import (
     MIN_NUMEL,
-    Packed,
-    alive_packed,
-    compressing,
+    CompressedTensor,
+    alive_compressed,
+    compress,
+    compressed_bytes,
     is_activation,
-    packed,
-    packed_bytes,
+    is_compressing,
     region,
 )
 
@@ -82,7 +82,7 @@ def compressed() -> Iterator[None]:
     """
     from deepspeed.runtime.activation_checkpointing import checkpointing as deepspeed
 
-    CHECKPOINT.apply(functools.partial(_packing_function, deepspeed))
+    CHECKPOINT.apply(functools.partial(_compressing_function, deepspeed))
     with compressed_checkpoints():
         yield
 
@@ -95,7 +95,7 @@ def compress_inputs(module: torch.nn.Module) -> None:
     module.forward = functools.update_wrapper(functools.partial(_in_compressed, forward), forward)
 
 
-def keep_inputs(module: torch.nn.Module) -> None:
+def stop_compressing_inputs(module: torch.nn.Module) -> None:
     """Undoes `compress_inputs`, if it was done."""
     forward = vars(module).get("forward")
     if isinstance(forward, functools.partial) and forward.func is _in_compressed:
@@ -114,8 +114,8 @@ def report_compressed(module: torch.nn.Module) -> None:
         if not (torch.is_grad_enabled() and module.training):
             return
         handle.remove()
-        if made := alive_packed():
-            codes, instead_of = packed_bytes()
+        if made := alive_compressed():
+            codes, instead_of = compressed_bytes()
             log_rank_0(
                 f"{len(made)} checkpointed inputs are kept in FP8, in {codes:,} bytes in place of "
                 f"{instead_of:,}"
@@ -136,13 +136,13 @@ def _in_compressed(forward: Callable, *args, **kwargs):
         return forward(*args, **kwargs)
 
 
-def _packing_function(deepspeed: ModuleType, base: type) -> type:
+def _compressing_function(deepspeed: ModuleType, base: type) -> type:
     class CheckpointFunction(base):
         __doc__ = base.__doc__
 
         @staticmethod
         def forward(ctx, run_function, all_outputs, *args):
-            if not compressing():
+            if not is_compressing():
                 return base.forward(ctx, run_function, all_outputs, *args)
             _refuse_placed(lambda key: getattr(deepspeed, REFUSED[key]))
             outputs = base.forward(ctx, region(run_function), all_outputs, *args)
@@ -161,15 +161,15 @@ def _is_compressed(x: Any) -> bool:
 def _stand_in(x: torch.Tensor) -> torch.Tensor:
     """An empty tensor that DeepSpeed fills in backward with the result of `saved_data.to(device)`."""
     empty = torch.empty(0, dtype=x.dtype, device=x.device, requires_grad=True)
-    empty.saved_data = _Codes(packed(x))
+    empty.saved_data = _Codes(compress(x))
     return empty
 
 
 class _Codes(NamedTuple):
     """An input as codes."""
 
-    packed: Packed
+    compressed: CompressedTensor
 
     def to(self, device: torch.device) -> torch.Tensor:
         """The decoded input, which is on `device`."""
-        return self.packed.unpack()
+        return self.compressed.unpack()

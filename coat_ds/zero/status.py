@@ -52,7 +52,7 @@ class Status:
         return listed(ON, lines)
 
 
-def idle_layers(coat: CoatConfig, layers: Layers) -> str | None:
+def idle_layers_warning(coat: CoatConfig, layers: Layers) -> str | None:
     """A warning if the block enables FP8 linear layers and no linear layer computes in FP8; otherwise None.
 
     With `"require": true` in the block it raises CoatConfigError instead.

@@ -16,7 +16,7 @@ import torch
 import triton.language as tl
 
 from coat_kernels.adamw.options import AdamWOptions
-from coat_kernels.codecs.codec import GROUP_SIZE, Storage, Stored, encode_reference
+from coat_kernels.codecs.codec import GROUP_SIZE, Encoded, Storage, encode_reference
 
 # dither: 2^32 times the fractional parts of the golden ratio and of the plastic number's inverse; their
 # multiples fill an interval most evenly
@@ -111,7 +111,7 @@ def adamw_reference(
     g = grad.reshape(-1).float()
     g = g if grad_scale is None else g * grad_scale
     g = -g if options.maximize else g
-    m = m_codec.decode(exp_avg, beside=Stored(v_codec, exp_avg_sq))
+    m = m_codec.decode(exp_avg, relative_to=Encoded(v_codec, exp_avg_sq))
     v = v_codec.decode(exp_avg_sq)
     p = (param if remainder is None else join_master(param, remainder)).reshape(-1).float()
 
@@ -132,7 +132,7 @@ def adamw_reference(
     _overwrite(exp_avg_sq, encode_reference(v_codec, v, dither=shift))
     turn = None
     if m_codec.relative:
-        m = m / Stored(v_codec, exp_avg_sq).roots()
+        m = m / Encoded(v_codec, exp_avg_sq).roots()
         # one number for the whole step, which costs the kernel nothing
         turn = dither_reference(int(step), 1, m.device).expand_as(m)
     _overwrite(exp_avg, encode_reference(m_codec, m, dither=turn))

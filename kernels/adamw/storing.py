@@ -25,8 +25,8 @@ from coat_kernels.adamw.step import constants_of
 from coat_kernels.codecs.codec import (
     GROUP_SIZE,
     Codec,
+    Encoded,
     Storage,
-    Stored,
     decode_reference,
     encode_reference,
     load_metadata,
@@ -56,8 +56,8 @@ class Moments(NamedTuple):
     def decode(self, options: AdamWOptions) -> tuple[torch.Tensor, torch.Tensor]:
         """Both moments, FP32 [groups, GROUP_SIZE]."""
         second = options.exp_avg_sq_codec
-        beside = Stored(second, self.exp_avg_sq)
-        exp_avg = options.exp_avg_codec.decode(self.exp_avg, beside=beside)
+        relative_to = Encoded(second, self.exp_avg_sq)
+        exp_avg = options.exp_avg_codec.decode(self.exp_avg, relative_to=relative_to)
         return exp_avg.view(-1, GROUP_SIZE), second.decode(self.exp_avg_sq).view(-1, GROUP_SIZE)
 
 

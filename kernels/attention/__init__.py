@@ -8,7 +8,7 @@ whole.py attends to whole sequences or with a mask, packed.py inside of document
 saved.py is what both save.
 """
 
-from coat_kernels.attention.packed import Packed, packed_attention, takes_packed
+from coat_kernels.attention.packed import Documents, packed_attention, takes_packed
 from coat_kernels.attention.saved import origin_in_groups
 from coat_kernels.attention.whole import (
     BACKENDS,
@@ -20,7 +20,7 @@ from coat_kernels.attention.whole import (
 
 __all__ = [
     "BACKENDS",
-    "Packed",
+    "Documents",
     "additive_mask",
     "causal_attention",
     "custom_attention",

@@ -142,7 +142,7 @@ def origin_in_groups(saved: Grouped, dtype: torch.dtype) -> Origin:
     return Origin(saved.tensors, columns)
 
 
-def attended(
+def run_attention(
     attend: Callable[..., torch.Tensor],
     q: torch.Tensor,
     k: torch.Tensor,

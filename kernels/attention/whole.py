@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from coat_kernels.attention.saved import BATCH_FIRST, SEQUENCE_FIRST, attended
+from coat_kernels.attention.saved import BATCH_FIRST, SEQUENCE_FIRST, run_attention
 from coat_kernels.autograd.origin import ADDITIVE, note, noted, with_origin
 
 # fastest on Hopper first
@@ -76,7 +76,7 @@ def causal_attention(
     if q.is_cuda:
         choice = sdpa_kernel(switched_on(backends), set_priority=True)
     with choice:
-        output, origin = attended(attend, *heads, order, saved_format=saved_format)
+        output, origin = run_attention(attend, *heads, order, saved_format=saved_format)
     y = output.permute(order.there).flatten(2)
     return with_origin(y, origin) if origin else y
 
@@ -125,6 +125,6 @@ def custom_attention(
     operations of heads [b, n, s, d] and values [b, n, s, e] that returns [b, n, s, e]. Tensors of d or e
     channels are saved in groups, as in `causal_attention`. The heads of k and v are repeated `times` times
     for `attend`, and saved unrepeated."""
-    output, origin = attended(attend, q, k, v, BATCH_FIRST, saved_format=saved_format, times=times)
+    output, origin = run_attention(attend, q, k, v, BATCH_FIRST, saved_format=saved_format, times=times)
     y = output.transpose(1, 2).flatten(2)
     return with_origin(y, origin) if origin else y

@@ -7,10 +7,10 @@ their value (E4M3 has 3 mantissa bits), or of 2^-17 of the group's amax for inpu
 Inputs that E4M3 represents exactly give bit-identical gradients. The recompute repeats the choices of routers
 in the forward pass (`router_choices.py`).
 
-Inputs are packed by `torch.autograd.graph.saved_tensors_hooks`, set only while the inputs are saved. Set
-during a whole forward, the hooks would also pack what the loss saves, for which FP8 is too coarse. Under such
-hooks autograd does not detect in-place changes of a tensor before backward, so the hooks compare versions
-themselves.
+Inputs are compressed by `torch.autograd.graph.saved_tensors_hooks`, set only while the inputs are saved. Set
+during a whole forward, the hooks would also compress what the loss saves, for which FP8 is too coarse. Under
+such hooks autograd does not detect in-place changes of a tensor before backward, so the hooks compare
+versions themselves.
 
 `coat_ds.checkpointing` patches the two functions by which `torch.utils.checkpoint` saves inputs, once, when
 the first context opens, so it does not matter from where a model imported `checkpoint`. The patch looks up
@@ -30,7 +30,7 @@ import torch
 import torch.utils.checkpoint
 from torch.autograd.graph import saved_tensors_hooks
 
-from coat_kernels.autograd.origin import PACKED, forget_notes, note, noted
+from coat_kernels.autograd.origin import COMPRESSED, forget_notes, note, noted
 from coat_kernels.autograd.router_choices import Choices
 from coat_kernels.groups.op import dequantize_groups, quantize_groups
 from coat_kernels.groups.reference import GROUP_FORMATS, Grouped
@@ -45,17 +45,17 @@ MIN_NUMEL = 4096
 ROW = 1024
 
 # whether a `compressed_checkpoints` is open in this thread or task
-opened: ContextVar[bool] = ContextVar("opened", default=False)
+context_open: ContextVar[bool] = ContextVar("context_open", default=False)
 # inputs of a region inside another region are recomputed by the outer region, not saved
 in_region: ContextVar[bool] = ContextVar("in_region", default=False)
 
 
-def compressing() -> bool:
+def is_compressing() -> bool:
     """Whether the inputs of a region that starts now are saved in FP8."""
-    return opened.get() and not in_region.get()
+    return context_open.get() and not in_region.get()
 
 
-class Packed:
+class CompressedTensor:
     """A dense tensor as FP8 E4M3 codes and exponents, in groups of `GROUP_SIZE` elements, consecutive in
     memory.
 
@@ -66,7 +66,7 @@ class Packed:
     __slots__ = ("codes", "exponent", "shape", "stride", "dtype", "__weakref__")
 
     def __init__(self, x: torch.Tensor):
-        """Packs `x` (FP32, BF16 or FP16, any shape). If `x` is not dense in memory, `unpack` returns a
+        """Compresses `x` (FP32, BF16 or FP16, any shape). If `x` is not dense in memory, `unpack` returns a
         contiguous tensor.
 
         Inf becomes NaN, because E4M3 has no Inf.
@@ -92,23 +92,23 @@ class Packed:
         return self.shape.numel() * self.dtype.itemsize
 
     def unpack(self) -> torch.Tensor:
-        """The decoded tensor, with the shape, strides and dtype of the packed one."""
+        """The decoded tensor, with the shape, strides and dtype of the original."""
         q = Grouped(self.codes, self.exponent, GROUP_FORMATS[FORMAT])
         x = dequantize_groups(q, GROUP_SIZE, self.dtype)
         return x.as_strided(self.shape, self.stride)
 
 
-_alive: weakref.WeakSet[Packed] = weakref.WeakSet()
+_alive: weakref.WeakSet[CompressedTensor] = weakref.WeakSet()
 
 
-def alive_packed() -> list[Packed]:
-    """All packed tensors that are alive in this process."""
+def alive_compressed() -> list[CompressedTensor]:
+    """All compressed tensors that are alive in this process."""
     return list(_alive)
 
 
-def packed_bytes() -> tuple[int, int]:
-    """Bytes of all packed tensors that are alive in this process, and of the tensors that they replace."""
-    alive = alive_packed()
+def compressed_bytes() -> tuple[int, int]:
+    """Bytes of `alive_compressed`, and of the tensors that they replace."""
+    alive = alive_compressed()
     return sum(p.nbytes for p in alive), sum(p.plain_nbytes for p in alive)
 
 
@@ -128,28 +128,27 @@ def is_activation(x: Any) -> bool:
     )
 
 
-def packed(x: torch.Tensor) -> Packed:
-    """`x`, packed. It is packed once, even if several regions save the same tensor, as decoder layers do with
-    an encoder's output."""
-    reference = noted(x, PACKED)
+def compress(x: torch.Tensor) -> CompressedTensor:
+    """`x`, compressed once, even if several regions save it, as decoder layers do an encoder's output."""
+    reference = noted(x, COMPRESSED)
     found = reference and reference()
     if found is None:
-        found = Packed(x)
+        found = CompressedTensor(x)
     # the unpacked tensor has no other notes, and the region must find the same notes in both passes
     forget_notes(x)
-    note(x, PACKED, weakref.ref(found))
+    note(x, COMPRESSED, weakref.ref(found))
     return found
 
 
 def saved_in_fp8() -> saved_tensors_hooks:
-    """A context in which autograd saves activations (`is_activation`) packed, and other tensors unchanged.
+    """A context in which autograd compresses the activations that it saves (`is_activation`).
 
     Backward raises RuntimeError if one of them has changed in place since, as it does without this context.
     """
 
-    def pack(x: torch.Tensor) -> tuple[torch.Tensor | Packed, torch.Tensor, int]:
+    def pack(x: torch.Tensor) -> tuple[torch.Tensor | CompressedTensor, torch.Tensor, int]:
         if is_activation(x):
-            return packed(x), _version_counter(x), x._version
+            return compress(x), _version_counter(x), x._version
         if x.is_leaf:
             return x, x, x._version
         forget_notes(x)
@@ -157,7 +156,7 @@ def saved_in_fp8() -> saved_tensors_hooks:
         held = x.detach()
         return held, held, x._version
 
-    def unpack(saved: tuple[torch.Tensor | Packed, torch.Tensor, int]) -> torch.Tensor:
+    def unpack(saved: tuple[torch.Tensor | CompressedTensor, torch.Tensor, int]) -> torch.Tensor:
         held, counter, version = saved
         if counter._version != version:
             raise RuntimeError(
@@ -165,7 +164,7 @@ def saved_in_fp8() -> saved_tensors_hooks:
                 f"operation: an input of a checkpointed region, {held.dtype} {list(held.shape)}, is at "
                 f"version {counter._version}; expected version {version} instead. Clone it first."
             )
-        return held.unpack() if isinstance(held, Packed) else held
+        return held.unpack() if isinstance(held, CompressedTensor) else held
 
     return saved_tensors_hooks(pack, unpack)
 
@@ -199,15 +198,15 @@ def region(function: Callable, choices: Choices | None = None) -> Callable:
 
 
 @functools.cache
-def packing_function(
+def compressing_function(
     cls: type[torch.autograd.Function], always: bool = False
 ) -> type[torch.autograd.Function]:
-    """A subclass of the checkpoint function `cls` whose `save_for_backward` packs: `always`, or if a
+    """A subclass of the checkpoint function `cls` whose `save_for_backward` compresses: `always`, or if a
     `compressed_checkpoints` is open. The first argument of `cls` is the region. It runs without gradients, so
     only its inputs are saved."""
 
     def apply(_, function, *args):
-        if in_region.get() or not (always or opened.get()):
+        if in_region.get() or not (always or context_open.get()):
             return cls.apply(function, *args)
         with saved_in_fp8():
             return cls.apply(region(function), *args)
@@ -215,13 +214,13 @@ def packing_function(
     return type(cls.__name__, (cls,), {"__doc__": cls.__doc__, "apply": classmethod(apply)})
 
 
-def packing_generator(generator: Callable) -> Callable:
-    """The generator by which torch's checkpoint runs a non-reentrant region. Its inputs are packed if a
+def compressing_generator(generator: Callable) -> Callable:
+    """The generator by which torch's checkpoint runs a non-reentrant region. Its inputs are compressed if a
     `compressed_checkpoints` is open."""
 
     @functools.wraps(generator)
-    def packing(function, *args, **kwargs):
-        if not compressing():
+    def compressing(function, *args, **kwargs):
+        if not is_compressing():
             return (yield from generator(function, *args, **kwargs))
         choices = Choices()
         # inputs are saved at the start; tensors that the region saves go to torch's own hooks, on top of
@@ -230,4 +229,4 @@ def packing_generator(generator: Callable) -> Callable:
             # the generator runs the region's forward itself
             return (yield from generator(region(function, choices), *args, **kwargs))
 
-    return packing
+    return compressing

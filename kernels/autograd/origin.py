@@ -4,7 +4,7 @@
   linear layer would save the norm's output as well. With the origin it saves nothing.
 - Maxima: the amax of each part of a tensor, found by its producer while writing it. With maxima, quantizing
   the tensor needs no extra read for the scale.
-- A stand-in: the norm's pass-through of x. The residual add reads it, so both gradients of x meet in the
+- A pass-through: x as a norm returns it. The residual add reads it, so both gradients of x meet in the
   norm's backward.
 
 An operation between producer and reader loses all notes. An in-place operation, or new memory for the same
@@ -27,13 +27,13 @@ ORIGIN = "origin"
 # FP32 tensor. Written by the ops that write the noted tensor, read where a tensor is quantized
 MAXIMA = "maxima"
 # tensor, or a weak reference to it. Written by Megatron's norms, read by the residual add
-STAND_IN = "stand_in"
-# tensor: what the weak reference under STAND_IN refers to, on the tensor that keeps it alive
+PASSTHROUGH = "passthrough"
+# tensor: what the weak reference under PASSTHROUGH refers to, on the tensor that keeps it alive
 HELD = "held"
 # weak references to E4M3 codes and their scale. Written and read by linear layers that share an input
 SAVED_CODES = "saved_codes"
-# weak reference to Packed. Written and read by FP8 activation checkpointing
-PACKED = "packed"
+# weak reference to CompressedTensor. Written and read by FP8 activation checkpointing
+COMPRESSED = "compressed"
 # Origin, on the base of an output's view. Written by converted attention, read by its output projection
 ATTENDED = "attended"
 # tables of cosines and sines by token, on the model's: a tuple (Megatron), or a tensor for each batch size.
@@ -44,7 +44,7 @@ TABLES = "tables"
 ADDITIVE = "additive"
 # documents of packed batches. transformers' adapter: (address of cu_seq_lens_q, PackedMask), on cu_seq_lens_q
 # or the model's PackedMask; by length (borders,), on position_ids; by number of documents longer borders, on
-# borders. Megatron's: Packed, on cu_seqlens_q or on the mask
+# borders. Megatron's: Documents, on cu_seqlens_q or on the mask
 BORDERS = "borders"
 
 
@@ -114,7 +114,7 @@ def share_notes(x: torch.Tensor, alias: torch.Tensor) -> torch.Tensor:
     """Makes `alias`, another tensor object with the same memory and version counter, share the notes of `x`.
     The gradients of the two must be equal.
 
-    A stand-in on a leaf is held weakly (`with_stand_in`).
+    A pass-through on a leaf is held weakly (`with_passthrough`).
     """
     alias.coat_notes = notes = _notes(x)
     notes.of_leaf = notes.of_leaf or (x.is_leaf and x.requires_grad)
@@ -157,25 +157,24 @@ def maxima_of(x: torch.Tensor) -> torch.Tensor | None:
     return noted(x, MAXIMA)
 
 
-def with_stand_in(x: torch.Tensor, stand_in: torch.Tensor, holder: torch.Tensor) -> torch.Tensor:
-    """Notes `stand_in` on `x` and returns `x`. `stand_in` holds the same values and can be read in place of
-    `x`.
+def with_passthrough(x: torch.Tensor, passthrough: torch.Tensor, holder: torch.Tensor) -> torch.Tensor:
+    """Notes `passthrough`, which has the same values and can be read in place of `x`, on `x`; returns `x`.
 
     On a leaf the note lives only as long as `holder`, another tensor of the graph. The graph ends in the
-    leaf, so otherwise an unused stand-in and the leaf would keep each other alive forever.
+    leaf, so otherwise an unused pass-through and the leaf would keep each other alive forever.
     """
     if not ((x.is_leaf and x.requires_grad) or _notes(x).of_leaf):
-        return note(x, STAND_IN, stand_in)
-    note(holder, HELD, stand_in)
-    return note(x, STAND_IN, weakref.ref(stand_in))
+        return note(x, PASSTHROUGH, passthrough)
+    note(holder, HELD, passthrough)
+    return note(x, PASSTHROUGH, weakref.ref(passthrough))
 
 
-def take_stand_in(x: torch.Tensor) -> torch.Tensor:
-    """The tensor to read in place of `x`. The stand-in is returned once: the next call returns `x`."""
-    stand_in = noted(x, STAND_IN)
-    if stand_in is None:
+def take_passthrough(x: torch.Tensor) -> torch.Tensor:
+    """The tensor to read in place of `x`. The pass-through is returned once: the next call returns `x`."""
+    passthrough = noted(x, PASSTHROUGH)
+    if passthrough is None:
         return x
-    del _notes(x)[STAND_IN]
-    if isinstance(stand_in, weakref.ref):
-        stand_in = stand_in()
-    return x if stand_in is None else stand_in
+    del _notes(x)[PASSTHROUGH]
+    if isinstance(passthrough, weakref.ref):
+        passthrough = passthrough()
+    return x if passthrough is None else passthrough

@@ -37,17 +37,17 @@ def _summed(z: torch.Tensor, linear: LinearOptions) -> torch.Tensor:
     return all_reduce(z, parallel.group)() if parallel and not parallel.sequence else z
 
 
-def _go_together(products: tuple[Weights, ...], linears: tuple[LinearOptions, ...]) -> bool:
+def _go_together(weights: tuple[Weights, ...], linears: tuple[LinearOptions, ...]) -> bool:
     """Whether one launch quantizes the weights of all these GEMMs: on a GPU, if each has a single weight
     without a cached copy, and all have one dtype."""
-    if not uses_kernels(products[0][0]):
+    if not uses_kernels(weights[0][0]):
         return False
-    for (weight, *others), linear in zip(products, linears, strict=True):
+    for (weight, *others), linear in zip(weights, linears, strict=True):
         if (
             others
             or linear.cache.keep != "none"
             or not linear.cache.predicts
-            or weight.dtype != products[0][0].dtype
+            or weight.dtype != weights[0][0].dtype
         ):
             return False
     return True
@@ -56,39 +56,36 @@ def _go_together(products: tuple[Weights, ...], linears: tuple[LinearOptions, ..
 def _by_rows(
     o: torch.Tensor,
     columns: bool,
-    products: tuple[Weights, ...],
+    weights: tuple[Weights, ...],
     linears: tuple[LinearOptions, ...],
-    may_train: bool,
+    trains: bool,
 ) -> list[tuple[Quantized, torch.Tensor]]:
     """The row-major weights of the GEMMs, and `o`, the input of the first GEMM, row-major and, if `columns`,
     also column-major; each with its amax. They share one launch if possible."""
-    scale, together = linears[0].x_scale, _go_together(products, linears)
-    joins = together and not columns and type(o) is torch.Tensor and o.dtype == products[0][0].dtype
+    scale, together = linears[0].x_scale, _go_together(weights, linears)
+    joins = together and not columns and type(o) is torch.Tensor and o.dtype == weights[0][0].dtype
     if together:
-        xs = [weight.contiguous() for (weight,) in products]
+        xs = [w.contiguous() for (w,) in weights]
         predictions = [linear.cache.prediction() for linear in linears]
         if joins:
             xs, predictions = [*xs, o.reshape(-1, o.shape[-1]).contiguous()], [*predictions, scale]
         found = rows_together(xs, predictions, E4M3)
     else:
-        pairs = zip(products, linears, strict=True)
-        found = [linear.cache.forward(weights, may_train) for weights, linear in pairs]
+        pairs = zip(weights, linears, strict=True)
+        found = [linear.cache.forward(w, trains) for w, linear in pairs]
     if not joins:
         found.append(fp8_operands(o, E4M3, columns=columns, predicted=scale))
     return found
 
 
 def _by_columns(
-    products: tuple[Weights, ...], amaxes: tuple[torch.Tensor, ...], linears: tuple[LinearOptions, ...]
+    weights: tuple[Weights, ...], amaxes: tuple[torch.Tensor, ...], linears: tuple[LinearOptions, ...]
 ) -> list[Quantized]:
     """The column-major weights of the GEMMs, with the amaxes found by `_by_rows`."""
-    if _go_together(products, linears):
-        xs = [weight.contiguous() for (weight,) in products]
+    if _go_together(weights, linears):
+        xs = [w.contiguous() for (w,) in weights]
         return columns_together(xs, amaxes, E4M3)
-    return [
-        linear.cache.columns(weights, amax)
-        for weights, amax, linear in zip(products, amaxes, linears, strict=True)
-    ]
+    return [linear.cache.columns(w, amax) for w, amax, linear in zip(weights, amaxes, linears, strict=True)]
 
 
 class MlpOptions(NamedTuple):
@@ -107,13 +104,13 @@ class _MlpBlock(torch.autograd.Function):
         ctx, o, residual, w_proj, b_proj, norm_weight, norm_bias, b_fc1, w_fc2, b_fc2, origin, call, *w_fc1
     ):
         """call: the options, and whether a backward may follow."""
-        options, may_train = call
+        options, trains = call
         proj, norm, fc1, activation, fc2 = options
         h, dtype = residual.shape[-1], residual.dtype
         by_rows = residual.reshape(-1, h).contiguous()
 
         (rows_proj, amax_proj), (rows_fc1, amax_fc1), (rows_fc2, amax_fc2), (operands, amax_o) = _by_rows(
-            o, origin is None, ((w_proj,), w_fc1, (w_fc2,)), (proj, fc1, fc2), may_train
+            o, origin is None, ((w_proj,), w_fc1, (w_fc2,)), (proj, fc1, fc2), trains
         )
         # the GEMM adds the bias, unless the outputs of several ranks must be summed first
         bias, late_bias = (b_proj, None) if proj.parallel is None else (None, b_proj)

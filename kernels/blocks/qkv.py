@@ -27,7 +27,7 @@ class QkvOptions(NamedTuple):
     """Number of key-value groups on this rank."""
     d: int
     """Channels of a head."""
-    apart: bool = False
+    stacked: bool = False
     """In the projection's output all queries come first, then all keys, then all values."""
 
 
@@ -57,45 +57,45 @@ _BEFORE = len(_Saved._fields) - 1
 
 
 def _qkv_forward(
-    x, norm_weight, norm_bias, bias, cos, sin, weights: Weights, options: QkvOptions, may_train: bool
+    x, norm_weight, norm_bias, bias, cos, sin, weights: Weights, options: QkvOptions, trains: bool
 ):
-    """(q, k, v), and the tensors of `_Saved`. may_train: a backward may follow, so a
+    """(q, k, v), and the tensors of `_Saved`. trains: a backward may follow, so a
     cached copy of the weights may be used."""
     linear, rows = options.linear, x.reshape(-1, x.shape[-1]).contiguous()
     y, amax_y, saved, rstd = norm_operands(
         rows, norm_weight, norm_bias, options.norm, linear.x_scale, linear.input_group
     )
-    w, amax_w = linear.cache.forward(weights, may_train)
+    w, amax_w = linear.cache.forward(weights, trains)
     mixed = multiply(y.rows, y.scale, w, bias, x.dtype, linear)
     mixed = mixed.view(-1, x.shape[1], mixed.shape[1])
-    qkv = rotate_qkv_forward(mixed, cos, sin, options.kv_groups, options.d, options.apart)
+    qkv = rotate_qkv_forward(mixed, cos, sin, options.kv_groups, options.d, options.stacked)
     parameters = norm_weight, norm_bias, bias, cos, sin
     return qkv, (*parameters, *saved.tensors, rstd, amax_y, amax_w, *weights)
 
 
-def _qkv_again(y: Quantized, saved: _Saved, batch: int, dtype, options: QkvOptions):
+def _recompute_qkv(y: Quantized, saved: _Saved, batch: int, dtype, options: QkvOptions):
     """(q, k, v), recomputed from the column-major output of the norm."""
     linear, (tokens, h) = options.linear, saved.codes.shape
     rows = transpose_codes(y.columns)[:tokens, :h]
     w = linear.cache.rows(saved.weights, saved.amax_w)
     mixed = multiply(rows, y.scale, w, saved.bias, dtype, linear)
     mixed = mixed.view(-1, batch, mixed.shape[1])
-    how = options.kv_groups, options.d, options.apart
+    how = options.kv_groups, options.d, options.stacked
     return rotate_qkv_forward(mixed, saved.cos, saved.sin, *how)
 
 
 def _attention_backward(
-    attend: Callable, qkv: Sequence[torch.Tensor], beside: Sequence[torch.Tensor], grad_o: torch.Tensor
+    attend: Callable, qkv: Sequence[torch.Tensor], extra: Sequence[torch.Tensor], grad_o: torch.Tensor
 ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
-    """The gradients of q, k and v, and of `beside`, by running attention again."""
+    """The gradients of q, k and v, and of `extra`, by running attention again."""
     with torch.enable_grad():
         qkv = tuple(t.requires_grad_() for t in qkv)
         # Separate leaves. With the original parameters, a parameter's hook would run here and again after
         # this function, and a parameter that appears twice would get its full gradient twice.
-        beside = [t.detach().requires_grad_() if t.requires_grad else t for t in beside]
-        trained = [t for t in beside if t.requires_grad]
-        grads = list(torch.autograd.grad(attend(*qkv, *beside), (*qkv, *trained), grad_o))
-    return grads[:3], [grads.pop(3) if t.requires_grad else None for t in beside]
+        extra = [t.detach().requires_grad_() if t.requires_grad else t for t in extra]
+        trained = [t for t in extra if t.requires_grad]
+        grads = list(torch.autograd.grad(attend(*qkv, *extra), (*qkv, *trained), grad_o))
+    return grads[:3], [grads.pop(3) if t.requires_grad else None for t in extra]
 
 
 def _qkv_backward(dq, dk, dv, grad_residual, y: Quantized, saved: _Saved, options: QkvOptions, needs_x: bool):
@@ -105,7 +105,7 @@ def _qkv_backward(dq, dk, dv, grad_residual, y: Quantized, saved: _Saved, option
     # in a list, so the GEMMs can free parts of it as soon as they are used
     grad = [
         rotate_qkv_backward_operands(
-            dq, dk, dv, saved.cos, saved.sin, linear.grad_scale, bias is not None, options.apart
+            dq, dk, dv, saved.cos, saved.sin, linear.grad_scale, bias is not None, options.stacked
         )
     ]
     grad_bias = None if bias is None else grad[0].sums.to(bias.dtype)
@@ -124,28 +124,28 @@ class _QkvBlock(torch.autograd.Function):
     def forward(ctx, x, norm_weight, norm_bias, bias, cos, sin, call, *tensors):
         """call: the options, whether a backward may follow, attention, and the number of weights. tensors:
         the weights, then the tensors that attention takes after q, k and v."""
-        options, may_train, attend, count = call
-        weights, beside = tensors[:count], tensors[count:]
-        qkv, saved = _qkv_forward(x, norm_weight, norm_bias, bias, cos, sin, weights, options, may_train)
+        options, trains, attend, count = call
+        weights, extra = tensors[:count], tensors[count:]
+        qkv, saved = _qkv_forward(x, norm_weight, norm_bias, bias, cos, sin, weights, options, trains)
         ctx.options, ctx.attend, ctx.batch, ctx.end = options, attend, x.shape[1], _BEFORE + count
-        ctx.save_for_backward(*saved, *beside)
+        ctx.save_for_backward(*saved, *extra)
         # detach(): autograd forbids in-place additions to a view that a function returns
-        return *(qkv if attend is None else (attend(*qkv, *beside),)), x.detach()
+        return *(qkv if attend is None else (attend(*qkv, *extra),)), x.detach()
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads):
         *grads, grad_residual = grads
-        tensors, options, of_beside = ctx.saved_tensors, ctx.options, ()
-        saved, beside = _Saved(*tensors[:_BEFORE], tensors[_BEFORE : ctx.end]), tensors[ctx.end :]
+        tensors, options, of_extra = ctx.saved_tensors, ctx.options, ()
+        saved, extra = _Saved(*tensors[:_BEFORE], tensors[_BEFORE : ctx.end]), tensors[ctx.end :]
         y = saved.normed(options)
         if ctx.attend is not None:
-            again = _qkv_again(y, saved, ctx.batch, grads[0].dtype, options)
-            grads, of_beside = _attention_backward(ctx.attend, again, beside, *grads)
-            del again
+            recomputed = _recompute_qkv(y, saved, ctx.batch, grads[0].dtype, options)
+            grads, of_extra = _attention_backward(ctx.attend, recomputed, extra, *grads)
+            del recomputed
         needs_x = ctx.needs_input_grad[0]
         found, of_weights = _qkv_backward(*grads, grad_residual, y, saved, options, needs_x)
-        return *found, *(None,) * 3, *of_weights, *of_beside
+        return *found, *(None,) * 3, *of_weights, *of_extra
 
 
 def qkv_block(
@@ -158,7 +158,7 @@ def qkv_block(
     sin: torch.Tensor,
     options: QkvOptions,
     attend: Callable[..., torch.Tensor] | None = None,
-    beside: tuple[torch.Tensor, ...] = (),
+    extra: tuple[torch.Tensor, ...] = (),
 ) -> tuple[torch.Tensor, ...]:
     """Returns queries, keys and values of `x`, or attention's output, and `x` itself, which the residual
     addition must read in place of its input.
@@ -169,11 +169,11 @@ def qkv_block(
         weight, bias: of the fused projection, [kv_groups * (m + 2) * d, h] and [kv_groups * (m + 2) * d] or
             None. The weight may be several, as in `fp8_linear`.
         cos, sin: as in `rotate_qkv`.
-        attend: attend(q, k, v, *beside) is attention, part of the block. Backward recomputes queries, keys
+        attend: attend(q, k, v, *extra) is attention, part of the block. Backward recomputes queries, keys
             and values from the saved x, by one more GEMM, and runs attention again. So it must return the
             same result each time, and cannot have dropout. The block then saves no queries, keys, values and
             attention output.
-        beside: saved tensors: constants that attention reads, such as a mask, and parameters of its own.
+        extra: saved tensors: constants that attention reads, such as a mask, and parameters of its own.
 
     Returns (q, k, v, x) with q [s, b, kv_groups * m, d], k and v [s, b, kv_groups, d], under sequence
     parallelism of the whole sequence; or, with `attend`, (attention's output, x). The gradient of the
@@ -184,4 +184,4 @@ def qkv_block(
     weights = weight if isinstance(weight, tuple) else (weight,)
     tensors = x, norm_weight, norm_bias, bias, cos, sin
     call = options, torch.is_grad_enabled(), attend, len(weights)
-    return _QkvBlock.apply(*tensors, call, *weights, *beside)
+    return _QkvBlock.apply(*tensors, call, *weights, *extra)

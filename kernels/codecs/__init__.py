@@ -4,7 +4,7 @@ It may import the files of `coat_kernels`. Start at codec.py, which defines what
 """
 
 from coat_kernels.codecs import expanded, log, plain, ratio
-from coat_kernels.codecs.codec import AT_ONCE, GROUP_SIZE, Codec, Storage, Stored, parts_of
+from coat_kernels.codecs.codec import AT_ONCE, GROUP_SIZE, Codec, Encoded, Storage, parts_of
 
 CODECS: dict[str, Codec] = {
     codec.name: codec for codec in (expanded.CODEC, log.CODEC, ratio.CODEC, plain.BF16, plain.FP32)
@@ -17,7 +17,7 @@ def first_codec(name: str | None, second: Codec) -> Codec:
     """The codec called `name` for a first moment whose second moment is stored by `second`. None is
     "ratio8" if `second` allows it, else "fp8_expanded". Raises ValueError for an unknown name."""
     if name is None:
-        name = "ratio8" if CODECS["ratio8"].stands_beside(second) else "fp8_expanded"
+        name = "ratio8" if CODECS["ratio8"].pairs_with(second) else "fp8_expanded"
     return get_codec(name)
 
 
@@ -35,7 +35,7 @@ __all__ = [
     "SIGNED_CODECS",
     "Codec",
     "Storage",
-    "Stored",
+    "Encoded",
     "first_codec",
     "get_codec",
     "parts_of",

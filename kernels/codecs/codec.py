@@ -108,10 +108,10 @@ class Codec:
 
     @property
     def relative(self) -> bool:
-        """Whether its values are exp_avg over the root of the stored exp_avg_sq (`Stored.roots`)."""
+        """Whether its values are exp_avg over the root of the stored exp_avg_sq (`Encoded.roots`)."""
         return self.ratio_tile is not None
 
-    def stands_beside(self, exp_avg_sq: "Codec") -> bool:
+    def pairs_with(self, exp_avg_sq: "Codec") -> bool:
         """Whether it can store the first moment when `exp_avg_sq` stores the second."""
         return not self.relative or exp_avg_sq.roots is not None
 
@@ -125,38 +125,38 @@ class Codec:
             torch.full((groups if self.has_exponent else 0,), 255, dtype=torch.uint8, device=device),
         )
 
-    def encode(self, x: torch.Tensor, beside: "Stored | None" = None) -> Storage:
+    def encode(self, x: torch.Tensor, relative_to: "Encoded | None" = None) -> Storage:
         """Stores `x` (any shape; converted to FP32, flat), rounded to nearest.
 
-        beside: the second moment on which a relative code depends; None stands for roots of 1. Other codes
-        ignore it.
+        relative_to: the second moment on which a relative code depends; None stands for roots of 1. Other
+        codes ignore it.
         """
         x = x.detach().reshape(-1).float()
-        if self.relative and beside is not None:
+        if self.relative and relative_to is not None:
             x = x.clone()
-            for part, roots in beside.roots_in_parts():
+            for part, roots in relative_to.roots_in_parts():
                 x[part] /= roots
         encode = encode_kernel_launch if uses_kernels(x, fp8=False) else encode_reference
         return encode(self, x)
 
-    def decode(self, storage: Storage, beside: "Stored | None" = None) -> torch.Tensor:
-        """The stored moment as FP32 [n]; `beside` as in `encode`."""
+    def decode(self, storage: Storage, relative_to: "Encoded | None" = None) -> torch.Tensor:
+        """The stored moment as FP32 [n]; `relative_to` as in `encode`."""
         decode = decode_kernel_launch if uses_kernels(storage.codes, fp8=False) else decode_reference
         x = decode(self, storage)
-        if self.relative and beside is not None:
-            for part, roots in beside.roots_in_parts():
+        if self.relative and relative_to is not None:
+            for part, roots in relative_to.roots_in_parts():
                 x[part] *= roots
         return x
 
 
-class Stored(NamedTuple):
+class Encoded(NamedTuple):
     """A stored second moment, from which a relative first moment takes its roots."""
 
     codec: Codec
     storage: Storage
 
-    def to(self, device: torch.device) -> "Stored":
-        return Stored(self.codec, self.storage.to(device))
+    def to(self, device: torch.device) -> "Encoded":
+        return Encoded(self.codec, self.storage.to(device))
 
     def roots(self) -> torch.Tensor:
         """Square roots of the stored values, FP32 [n]. They are positive and finite even where a value is
@@ -166,16 +166,16 @@ class Stored(NamedTuple):
         roots = torch.exp2(self.codec.roots.log2(codes, scale, exponent))
         return roots.view(-1)[: self.storage.codes.numel()]
 
-    def parts(self) -> Iterator["Stored"]:
+    def parts(self) -> Iterator["Encoded"]:
         """Views of the storage, `AT_ONCE` elements each, as `Storage.parts`."""
         for _, storage in self.storage.parts():
-            yield Stored(self.codec, storage)
+            yield Encoded(self.codec, storage)
 
     def roots_in_parts(self) -> Iterator[tuple[slice, torch.Tensor]]:
         """Slices of elements and their `roots`, part by part, because a moment may be as large as the
         memory."""
         for part, storage in self.storage.parts():
-            yield part, Stored(self.codec, storage).roots()
+            yield part, Encoded(self.codec, storage).roots()
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:

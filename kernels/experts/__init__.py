@@ -5,7 +5,7 @@ op.py, which layers call. reference.py specifies the layer and its kernels, orde
 experts' order, matmul.py runs the GEMMs, and gates.py computes the activation and its gradient.
 """
 
-from coat_kernels.experts.gates import KernelGate, OwnGate
+from coat_kernels.experts.gates import KernelGate, TorchGate
 from coat_kernels.experts.op import ExpertsState, grouped_experts, permuted_experts
 
-__all__ = ["ExpertsState", "KernelGate", "OwnGate", "grouped_experts", "permuted_experts"]
+__all__ = ["ExpertsState", "KernelGate", "TorchGate", "grouped_experts", "permuted_experts"]

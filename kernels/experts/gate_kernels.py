@@ -66,7 +66,7 @@ def load_both(p_x, p_bias, o_row, o_expert, column, rows, width, COLUMNS: tl.con
 
 @PreparedKernel
 @triton.jit
-def gate_forward_kernel(p_x, p_bias, p_weights, p_order, p_ends, p_rows, p_codes, p_exponent, p_maxima,
+def gate_forward_kernel(p_x, p_bias, p_weights, p_order, p_offs, p_rows, p_codes, p_exponent, p_maxima,
                         p_predicted, p_used, p_found, found, p_amax, p_true,
                         rows, f, groups, tiles, count,
                         KIND: tl.constexpr, PARTS: tl.constexpr, LIMIT: tl.constexpr, OFFSET: tl.constexpr,
@@ -84,7 +84,7 @@ def gate_forward_kernel(p_x, p_bias, p_weights, p_order, p_ends, p_rows, p_codes
         o_f = column + tl.arange(0, COLUMNS)
         o_expert = o_row
         if p_bias is not None:
-            o_expert = experts_of(p_ends, o_row, count, E).to(tl.int64)
+            o_expert = experts_of(p_offs, o_row, count, E).to(tl.int64)
         if INTERLEAVED:
             b_both = load_both(p_x, p_bias, o_row, o_expert, 2 * column, rows, 2 * f, 2 * COLUMNS, EVEN)
             b_x, b_up = tl.split(tl.reshape(b_both, [ROWS, COLUMNS, 2]))
@@ -119,7 +119,7 @@ def launch_gate_forward(
     """Writes the codes of a gate's output, `gate_forward_reference` quantized. The first launch also writes
     q, if given, and returns maxima. All tensors are contiguous."""
     n, f = both.shape[0], both.shape[1] // (1 + gate.gated)
-    tiles, count = cdiv(n, FORWARD_ROWS) * cdiv(f, FORWARD_COLUMNS), len(rows.ends)
+    tiles, count = cdiv(n, FORWARD_ROWS) * cdiv(f, FORWARD_COLUMNS), len(rows.offs)
     first = scales.maxima is None
     maxima = torch.empty(tiles, dtype=torch.float32, device=both.device) if first else None
     saves = first and q is not None
@@ -128,7 +128,7 @@ def launch_gate_forward(
         bias,
         weights,
         rows.order,
-        rows.ends,
+        rows.offs,
         out.rows.view(torch.uint8),
         q.codes if saves else None,
         q.exponent if saves else None,
@@ -157,12 +157,12 @@ def launch_gate_forward(
 
 @triton.jit
 def load_gate(p_grad, p_codes, p_exponent, p_weights, p_order, p_source, o_place, column, rows, f, groups,
-              places, KIND: tl.constexpr, PARTS: tl.constexpr, LIMIT: tl.constexpr, OFFSET: tl.constexpr,
+              padded, KIND: tl.constexpr, PARTS: tl.constexpr, LIMIT: tl.constexpr, OFFSET: tl.constexpr,
               N: tl.constexpr, FROM_CODES: tl.constexpr, G: tl.constexpr):  # fmt: skip
     """The rows of these places, their weights and tiles of the gradient, of the gate's output without the
     weight, and of its derivatives by both parts; the gradient and the output are zero without a row."""
     o_f = column + tl.arange(0, N)
-    o_row = tl.load(p_source + o_place, mask=o_place < places, other=rows).to(tl.int64)
+    o_row = tl.load(p_source + o_place, mask=o_place < padded, other=rows).to(tl.int64)
     b_weight = load_weights(p_weights, p_order, o_row, rows)
     o_x = o_row[:, None] * f + o_f[None, :]
     b_grad = widen(load_tile(p_grad, o_x, tile_mask(o_row, o_f, rows, f), True))
@@ -176,7 +176,7 @@ def load_gate(p_grad, p_codes, p_exponent, p_weights, p_order, p_source, o_place
 @PreparedKernel
 @triton.jit
 def gate_output_kernel(p_grad, p_codes, p_exponent, p_weights, p_order, p_source, p_amax, p_columns,
-                       p_scale, p_sums, p_maxima, rows, f, groups, places,
+                       p_scale, p_sums, p_maxima, rows, f, groups, padded,
                        KIND: tl.constexpr, PARTS: tl.constexpr, LIMIT: tl.constexpr, OFFSET: tl.constexpr,
                        FROM_CODES: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
                        G: tl.constexpr):  # fmt: skip
@@ -195,7 +195,7 @@ def gate_output_kernel(p_grad, p_codes, p_exponent, p_weights, p_order, p_source
     for i in tl.static_range(4):
         o_row, b_weight, b_grad, b_output, b_by_gate, b_by_up = load_gate(
             p_grad, p_codes, p_exponent, p_weights, p_order, p_source, o_word * 4 + i, column, rows, f,
-            groups, places, KIND, PARTS, LIMIT, OFFSET, N, FROM_CODES, G)  # fmt: skip
+            groups, padded, KIND, PARTS, LIMIT, OFFSET, N, FROM_CODES, G)  # fmt: skip
         if p_columns is not None:
             b_words |= to_tensor_words(b_output * b_weight, scale, False) << (8 * i)
         if p_sums is not None:
@@ -207,7 +207,7 @@ def gate_output_kernel(p_grad, p_codes, p_exponent, p_weights, p_order, p_source
                 b_most = tl.maximum(finite_abs(b_grad * b_by_up), b_most)
             tl.store(p_maxima + part * rows + o_row, tl.max(b_most, axis=1), mask=o_row < rows)
     if p_columns is not None:
-        store_words(p_columns, b_words, o_word, column + tl.arange(0, N), f, places)
+        store_words(p_columns, b_words, o_word, column + tl.arange(0, N), f, padded)
 
 
 @PreparedKernel
@@ -238,7 +238,7 @@ def gate_finish_kernel(p_sums, p_parts, p_dots, p_order, p_grad, p_maxima, p_ama
 @PreparedKernel
 @triton.jit
 def gate_grad_kernel(p_grad, p_codes, p_exponent, p_weights, p_order, p_source, p_maxima, p_amax, p_rows,
-                     p_scales, p_columns, p_scale, rows, f, groups, places,
+                     p_scales, p_columns, p_scale, rows, f, groups, padded,
                      KIND: tl.constexpr, PARTS: tl.constexpr, LIMIT: tl.constexpr, OFFSET: tl.constexpr,
                      FROM_CODES: tl.constexpr, M: tl.constexpr, N: tl.constexpr, G: tl.constexpr,
                      INTERLEAVED: tl.constexpr):  # fmt: skip
@@ -256,7 +256,7 @@ def gate_grad_kernel(p_grad, p_codes, p_exponent, p_weights, p_order, p_source, 
     for i in tl.static_range(4):
         o_row, b_weight, b_grad, b_output, b_by_gate, b_by_up = load_gate(
             p_grad, p_codes, p_exponent, p_weights, p_order, p_source, o_word * 4 + i, column, rows, f,
-            groups, places, KIND, PARTS, LIMIT, OFFSET, N, FROM_CODES, G)  # fmt: skip
+            groups, padded, KIND, PARTS, LIMIT, OFFSET, N, FROM_CODES, G)  # fmt: skip
         b_grad *= b_weight
         b_gate, b_up = b_grad * b_by_gate, b_grad * b_by_up
         if p_rows is not None:
@@ -280,12 +280,12 @@ def gate_grad_kernel(p_grad, p_codes, p_exponent, p_weights, p_order, p_source, 
             b_up_words |= to_tensor_words(b_up, scale, False) << (8 * i)
     if p_columns is not None:
         if INTERLEAVED:
-            store_words(p_columns, b_words, o_word, 2 * o_f, 2 * f, places)
-            store_words(p_columns, b_up_words, o_word, 2 * o_f + 1, 2 * f, places)
+            store_words(p_columns, b_words, o_word, 2 * o_f, 2 * f, padded)
+            store_words(p_columns, b_up_words, o_word, 2 * o_f + 1, 2 * f, padded)
         else:
-            store_words(p_columns, b_words, o_word, o_f, f, places)
+            store_words(p_columns, b_words, o_word, o_f, f, padded)
             if PARTS == 2:
-                store_words(p_columns + f.to(tl.int64) * (places // 4), b_up_words, o_word, o_f, f, places)
+                store_words(p_columns + f.to(tl.int64) * (padded // 4), b_up_words, o_word, o_f, f, padded)
 
 
 def _tiles(q: Grouped, source: torch.Tensor, gate) -> tuple[tuple, int, dict]:

@@ -14,7 +14,7 @@ from coat_kernels.device import uses_kernels
 from coat_kernels.experts.gate_kernels import gate_grad_triton, gate_output_triton, launch_gate_forward
 from coat_kernels.experts.kernels import gather_columns_triton, quantize_each_row_triton
 from coat_kernels.experts.matmul import Scaled
-from coat_kernels.experts.order import Places, Rows
+from coat_kernels.experts.order import PaddedRows, Rows
 from coat_kernels.experts.reference import (
     gate_forward_reference,
     gate_grad_reference,
@@ -61,7 +61,7 @@ class Needs(NamedTuple):
     columns: bool
 
 
-class Gradient(NamedTuple):
+class GateInputs(NamedTuple):
     """What a gate's backward reads: the gradient of its weighted output, [n, f]; the router's weights,
     [t, k]; what its forward saved; the amax of its output; and what is added to the gradient of the weights,
     FP32 [t, k], or None."""
@@ -125,26 +125,25 @@ class KernelGate(NamedTuple):
         found = quantize_predicted(write, scale, (n, f), both.device)
         return *found, saved.tensors if trained else ()
 
-    def backward(self, given: Gradient, rows: Rows, places: Places, needs: Needs) -> GateGrads:
+    def backward(self, given: GateInputs, rows: Rows, padded: PaddedRows, needs: Needs) -> GateGrads:
         """From what `forward` returned. Results that are not needed may be there."""
-        grad_a, source = given.of_output, places.row
+        grad_a, source = given.of_output, padded.row
         q = Grouped(*given.saved, GROUP_FORMATS[self.saved_format])
-        gradient, inputs = needs.rows or needs.columns, (grad_a, q, given.weights, rows, source)
-        output_of, grad_of = gate_output_reference, gate_grad_reference
-        if uses_kernels(grad_a):
-            rest = needs.weights or gradient
-            output_of = functools.partial(gate_output_triton, needs_columns=needs.output, needs_rest=rest)
-            which = {"needs_rows": needs.rows, "needs_columns": needs.columns}
-            grad_of = functools.partial(gate_grad_triton, **which)
-        *output, grad_weights, maxima, amax = output_of(*inputs, given.amax, given.dots, self)
+        kernels, needs_grad = uses_kernels(grad_a), needs.rows or needs.columns
+        inputs = grad_a, q, given.weights, rows, source
+        needed = (needs.output, needs.weights or needs_grad) if kernels else ()
+        output_of = gate_output_triton if kernels else gate_output_reference
+        *output, grad_weights, maxima, amax = output_of(*inputs, given.amax, given.dots, self, *needed)
         found = GateGrads(grad_weights, tuple(output))
-        if not gradient:
+        if not needs_grad:
             return found
-        *by_rows, columns, scale = grad_of(*inputs, maxima, amax, self)
+        needed = (needs.rows, needs.columns) if kernels else ()
+        grad_of = gate_grad_triton if kernels else gate_grad_reference
+        *by_rows, columns, scale = grad_of(*inputs, maxima, amax, self, *needed)
         return found._replace(rows=tuple(by_rows), columns=(columns, scale))
 
 
-class OwnGate(NamedTuple):
+class TorchGate(NamedTuple):
     """Like `KernelGate`, with the result computed by `function` in torch operations. gated: it halves the
     width."""
 
@@ -161,7 +160,7 @@ class OwnGate(NamedTuple):
         saved = quantize_groups(both, GROUP_SIZE, self.saved_format).tensors if trained else ()
         return *fp8_operands(a, E4M3, predicted=scale), saved
 
-    def backward(self, given: Gradient, rows: Rows, places: Places, needs: Needs) -> GateGrads:
+    def backward(self, given: GateInputs, rows: Rows, padded: PaddedRows, needs: Needs) -> GateGrads:
         q, weights = Grouped(*given.saved, GROUP_FORMATS[self.saved_format]), rows.of_rows(given.weights)
         both = dequantize_groups(q, GROUP_SIZE, torch.bfloat16).requires_grad_()
         with torch.enable_grad():
@@ -171,14 +170,14 @@ class OwnGate(NamedTuple):
             of_rows = (given.of_output * a.detach()).sum(1, dtype=torch.float32)
             grad_weights = weights_grad_reference(of_rows, given.weights, rows, given.dots)
         if needs.output:
-            output = gather_columns(_times(a.detach(), weights), places.row, given.amax)
+            output = gather_columns(_times(a.detach(), weights), padded.row, given.amax)
         if needs.rows or needs.columns:
             (grad,) = torch.autograd.grad(a, both, _times(given.of_output, weights))
             del a, both
             if needs.rows:
-                by_rows = quantize_each_row(grad, Rows(rows.ends))[:2]
+                by_rows = quantize_each_row(grad, Rows(rows.offs))[:2]
             if needs.columns:
-                columns = gather_columns(grad, places.row, compute_amax(grad))
+                columns = gather_columns(grad, padded.row, compute_amax(grad))
         return GateGrads(grad_weights, output, by_rows, columns)
 
 

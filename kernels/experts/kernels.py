@@ -1,12 +1,12 @@
 """The kernels around the experts' GEMMs that order, quantize and sum rows, and their launchers. `rows` is an
-`order.Rows`. Kernels that transpose read the rows of `order.Places`, and write words of four places.
+`order.Rows`. Kernels that transpose read the rows of `order.PaddedRows`, and write words of four places.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from coat_kernels.experts.reference import most_places
+from coat_kernels.experts.reference import max_padded_rows
 from coat_kernels.fp8 import ALIGNMENT, E4M3, cast, widen
 from coat_kernels.prepared import PreparedKernel, cdiv, next_power_of_2
 from coat_kernels.tensorwise.quantize import to_tensor_codes, to_tensor_words
@@ -23,19 +23,19 @@ GATHER_BLOCK = 1024
 
 
 @triton.jit
-def experts_of(p_ends, o_row, count, E: tl.constexpr):
+def experts_of(p_offs, o_row, count, E: tl.constexpr):
     """The expert of each row: the number of experts whose rows end before it."""
     o_e = tl.arange(0, E)
-    b_ends = tl.load(p_ends + o_e, mask=o_e < count, other=2147483647)
-    return tl.sum((b_ends[None, :] <= o_row[:, None]).to(tl.int32), axis=1)
+    b_offs = tl.load(p_offs + o_e, mask=o_e < count, other=2147483647)
+    return tl.sum((b_offs[None, :] <= o_row[:, None]).to(tl.int32), axis=1)
 
 
 @triton.jit
-def expert_of(p_ends, row, count, E: tl.constexpr):
+def expert_of(p_offs, row, count, E: tl.constexpr):
     """`experts_of` for one row."""
     o_e = tl.arange(0, E)
-    b_ends = tl.load(p_ends + o_e, mask=o_e < count, other=2147483647)
-    return tl.sum((b_ends <= row).to(tl.int32), axis=0)
+    b_offs = tl.load(p_offs + o_e, mask=o_e < count, other=2147483647)
+    return tl.sum((b_offs <= row).to(tl.int32), axis=0)
 
 
 @triton.jit
@@ -60,7 +60,7 @@ def count_choices_kernel(p_chosen, p_counts, n, count, chunks, C: tl.constexpr, 
 
 @PreparedKernel
 @triton.jit
-def order_kernel(p_chosen, p_counts, p_ends, p_order, p_back, n, count, chunks, C: tl.constexpr,
+def order_kernel(p_chosen, p_counts, p_offs, p_order, p_inverse, n, count, chunks, C: tl.constexpr,
                  E: tl.constexpr):  # fmt: skip
     """The row of each choice: after the rows of earlier experts, and of earlier choices of its expert."""
     program = tl.program_id(0)
@@ -73,15 +73,15 @@ def order_kernel(p_chosen, p_counts, p_ends, p_order, p_back, n, count, chunks, 
         b_counts = tl.load(p_counts + o_program[:, None] * count + o_e[None, :], mask=m_counts, other=0)
         b_all += tl.sum(b_counts, axis=0)
         b_next += tl.sum(tl.where(o_program[:, None] < program, b_counts, 0), axis=0)
-    b_ends = tl.cumsum(b_all, axis=0)
-    # every program stores the same ends
-    tl.store(p_ends + o_e, b_ends, mask=o_e < count)
-    b_next += b_ends - b_all
+    b_offs = tl.cumsum(b_all, axis=0)
+    # every program stores the same offsets
+    tl.store(p_offs + o_e, b_offs, mask=o_e < count)
+    b_next += b_offs - b_all
     for i in range(chunks):
         o_choice = (program * chunks + i) * C + tl.arange(0, C)
         b_is = load_choices(p_chosen, o_choice, n, E)
         b_row = tl.sum(b_is * (b_next[None, :] + tl.cumsum(b_is, axis=0) - 1), axis=1)
-        tl.store(p_back + o_choice, b_row, mask=o_choice < n)
+        tl.store(p_inverse + o_choice, b_row, mask=o_choice < n)
         tl.store(p_order + b_row, o_choice, mask=o_choice < n)
         b_next += tl.sum(b_is, axis=0)
 
@@ -93,59 +93,59 @@ def order_triton(chosen: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.
     chunks = cdiv(n, ORDER_PROGRAMS * c) or 1
     programs = cdiv(n, chunks * c) or 1
     new = {"dtype": torch.int32, "device": chosen.device}
-    counts, ends = torch.empty(programs, count, **new), torch.empty(count, **new)
-    order, back = torch.empty(n, **new), torch.empty(chosen.shape, **new)
+    counts, offs = torch.empty(programs, count, **new), torch.empty(count, **new)
+    order, inverse = torch.empty(n, **new), torch.empty(chosen.shape, **new)
     count_choices_kernel[(programs,)](chosen, counts, n, count, chunks, C=c, E=e)
-    order_kernel[(programs,)](chosen, counts, ends, order, back, n, count, chunks, C=c, E=e)
-    return ends, order, back
+    order_kernel[(programs,)](chosen, counts, offs, order, inverse, n, count, chunks, C=c, E=e)
+    return offs, order, inverse
 
 
 @PreparedKernel
 @triton.jit
-def places_kernel(p_ends, p_order, p_row, p_token, p_place_ends, n, k, count, places, ALIGNMENT: tl.constexpr,
-                  E: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def padded_kernel(p_offs, p_order, p_row, p_token, p_padded_offs, n, k, count, padded,
+                  ALIGNMENT: tl.constexpr, E: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     o_e = tl.arange(0, E)
-    b_ends = tl.load(p_ends + o_e, mask=o_e < count, other=0)
-    b_starts = tl.load(p_ends + o_e - 1, mask=(o_e < count) & (o_e > 0), other=0)
-    b_places = tl.cdiv(tl.maximum(b_ends - b_starts, 1), ALIGNMENT) * ALIGNMENT
+    b_offs = tl.load(p_offs + o_e, mask=o_e < count, other=0)
+    b_starts = tl.load(p_offs + o_e - 1, mask=(o_e < count) & (o_e > 0), other=0)
+    b_places = tl.cdiv(tl.maximum(b_offs - b_starts, 1), ALIGNMENT) * ALIGNMENT
     b_places = tl.where(o_e < count, b_places, 0)
-    b_place_ends = tl.cumsum(b_places, axis=0)
-    # every program stores the same ends
-    tl.store(p_place_ends + o_e, b_place_ends, mask=o_e < count)
+    b_padded_offs = tl.cumsum(b_places, axis=0)
+    # every program stores the same offsets
+    tl.store(p_padded_offs + o_e, b_padded_offs, mask=o_e < count)
     o_place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     # the row of each place, if it is the expert's
-    b_rows = o_place[:, None] + (b_starts + b_places - b_place_ends)[None, :]
-    b_is = (b_rows >= b_starts[None, :]) & (b_rows < b_ends[None, :])
-    b_is &= o_place[:, None] < b_place_ends[None, :]
+    b_rows = o_place[:, None] + (b_starts + b_places - b_padded_offs)[None, :]
+    b_is = (b_rows >= b_starts[None, :]) & (b_rows < b_offs[None, :])
+    b_is &= o_place[:, None] < b_padded_offs[None, :]
     b_row = n + tl.sum(tl.where(b_is, b_rows - n, 0), axis=1)
-    tl.store(p_row + o_place, b_row, mask=o_place < places)
+    tl.store(p_row + o_place, b_row, mask=o_place < padded)
     if p_order is not None:
         b_token = tl.load(p_order + b_row, mask=b_row < n, other=n) // k
-        tl.store(p_token + o_place, b_token, mask=o_place < places)
+        tl.store(p_token + o_place, b_token, mask=o_place < padded)
 
 
-def places_triton(rows, n: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`places_reference` in one launch."""
-    count, new = len(rows.ends), {"dtype": torch.int32, "device": rows.ends.device}
-    places, e = most_places(n, count), next_power_of_2(count)
-    row, ends = torch.empty(places, **new), torch.empty(count, **new)
-    token = row if rows.order is None else torch.empty(places, **new)
+def padded_triton(rows, n: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`padded_reference` in one launch."""
+    count, new = len(rows.offs), {"dtype": torch.int32, "device": rows.offs.device}
+    padded, e = max_padded_rows(n, count), next_power_of_2(count)
+    row, offs = torch.empty(padded, **new), torch.empty(count, **new)
+    token = row if rows.order is None else torch.empty(padded, **new)
     block = max(ORDER_TILE // e, 16)
-    places_kernel[(cdiv(places, block),)](
-        rows.ends,
+    padded_kernel[(cdiv(padded, block),)](
+        rows.offs,
         rows.order,
         row,
         token,
-        ends,
+        offs,
         n,
         rows.k,
         count,
-        places,
+        padded,
         ALIGNMENT=ALIGNMENT,
         E=e,
         BLOCK=block,
     )
-    return row, token, ends
+    return row, token, offs
 
 
 @PreparedKernel
@@ -171,7 +171,7 @@ def gather_rows_triton(codes: torch.Tensor, rows) -> torch.Tensor:
 
 @PreparedKernel
 @triton.jit
-def quantize_each_row_kernel(p_x, p_back, p_ends, p_bias, p_codes, p_scale, p_maxima, p_dots, m, count,
+def quantize_each_row_kernel(p_x, p_inverse, p_offs, p_bias, p_codes, p_scale, p_maxima, p_dots, m, count,
                              K: tl.constexpr, E: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     p_x += token * m
@@ -187,13 +187,13 @@ def quantize_each_row_kernel(p_x, p_back, p_ends, p_bias, p_codes, p_scale, p_ma
         b_x = widen(tl.load(p_x + o_x, mask=o_x < m, other=0.0))
         b_codes = to_tensor_codes(b_x, scale, False)
         for i in tl.static_range(K):
-            row = token if p_back is None else tl.load(p_back + token * K + i).to(tl.int64)
+            row = token if p_inverse is None else tl.load(p_inverse + token * K + i).to(tl.int64)
             tl.store(p_codes + row * m + o_x, b_codes, mask=o_x < m)
     for i in tl.static_range(K):
-        row = token if p_back is None else tl.load(p_back + token * K + i).to(tl.int64)
+        row = token if p_inverse is None else tl.load(p_inverse + token * K + i).to(tl.int64)
         tl.store(p_scale + row, scale)
         if p_bias is not None:
-            p_own = p_bias + expert_of(p_ends, row, count, E).to(tl.int64) * m
+            p_own = p_bias + expert_of(p_offs, row, count, E).to(tl.int64) * m
             b_sum = tl.zeros([BLOCK], dtype=tl.float32)
             for start in range(0, m, BLOCK):
                 o_x = start + tl.arange(0, BLOCK)
@@ -206,15 +206,15 @@ def quantize_each_row_triton(
     x: torch.Tensor, rows, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """`quantize_each_row_reference` as a kernel, the codes and scales bit for bit. `x` is contiguous."""
-    (t, m), k, count = x.shape, rows.k, len(rows.ends)
+    (t, m), k, count = x.shape, rows.k, len(rows.offs)
     new = {"dtype": torch.float32, "device": x.device}
     codes = torch.empty(t * k, m, dtype=E4M3.dtype, device=x.device)
     scale, maxima = torch.empty(t * k, **new), torch.empty(t, **new)
     dots = None if bias is None else torch.empty(t, k, **new)
     quantize_each_row_kernel[(t,)](
         x,
-        rows.back,
-        rows.ends,
+        rows.inverse,
+        rows.offs,
         bias,
         codes.view(torch.uint8),
         scale,
@@ -232,7 +232,7 @@ def quantize_each_row_triton(
 
 @PreparedKernel
 @triton.jit
-def gather_columns_kernel(p_x, p_source, p_amax, p_columns, p_scale, n, m, places, M: tl.constexpr,
+def gather_columns_kernel(p_x, p_source, p_amax, p_columns, p_scale, n, m, padded, M: tl.constexpr,
                           N: tl.constexpr):  # fmt: skip
     """Gathers rows and transposes them: codes, or, with an amax, values that it quantizes."""
     across = tl.cdiv(m, N)
@@ -246,13 +246,13 @@ def gather_columns_kernel(p_x, p_source, p_amax, p_columns, p_scale, n, m, place
         tl.store(p_scale, scale)
     for i in tl.static_range(4):
         o_place = o_word * 4 + i
-        o_row = tl.load(p_source + o_place, mask=o_place < places, other=n).to(tl.int64)
+        o_row = tl.load(p_source + o_place, mask=o_place < padded, other=n).to(tl.int64)
         b_x = tl.load(p_x + o_row[:, None] * m + o_m[None, :], mask=tile_mask(o_row, o_m, n, m), other=0)
         if p_amax is not None:
             b_words |= to_tensor_words(widen(b_x), scale, False) << (8 * i)
         else:
             b_words |= b_x.to(tl.int32) << (8 * i)
-    store_words(p_columns, b_words, o_word, o_m, m, places)
+    store_words(p_columns, b_words, o_word, o_m, m, padded)
 
 
 def gather_columns_triton(
@@ -260,10 +260,10 @@ def gather_columns_triton(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`gather_columns_reference` as a kernel. `x` is contiguous, and the number of places is a multiple of
     4."""
-    (n, m), places, (tile_m, tile_n) = x.shape, len(source), COLUMNS_TILE
-    columns = torch.empty(m, places, dtype=E4M3.dtype, device=x.device)
+    (n, m), padded, (tile_m, tile_n) = x.shape, len(source), COLUMNS_TILE
+    columns = torch.empty(m, padded, dtype=E4M3.dtype, device=x.device)
     scale = None if amax is None else torch.empty(1, dtype=torch.float32, device=x.device)
-    gather_columns_kernel[(cdiv(places, tile_m) * cdiv(m, tile_n),)](
+    gather_columns_kernel[(cdiv(padded, tile_m) * cdiv(m, tile_n),)](
         x.view(torch.uint8) if amax is None else x,
         source,
         amax,
@@ -271,7 +271,7 @@ def gather_columns_triton(
         scale,
         n,
         m,
-        places,
+        padded,
         M=tile_m,
         N=tile_n,
     )
@@ -280,16 +280,16 @@ def gather_columns_triton(
 
 @PreparedKernel
 @triton.jit
-def sum_to_tokens_kernel(p_rows, p_back, p_ends, p_weights, p_bias, p_y, h, count, K: tl.constexpr,
+def sum_to_tokens_kernel(p_rows, p_inverse, p_offs, p_weights, p_bias, p_y, h, count, K: tl.constexpr,
                          E: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     o_h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     b_sum = tl.zeros([BLOCK], dtype=tl.float32)
     for i in tl.static_range(K):
-        row = token if p_back is None else tl.load(p_back + token * K + i).to(tl.int64)
+        row = token if p_inverse is None else tl.load(p_inverse + token * K + i).to(tl.int64)
         b_sum += widen(tl.load(p_rows + row * h + o_h, mask=o_h < h, other=0.0))
         if p_bias is not None:
-            p_own = p_bias + expert_of(p_ends, row, count, E).to(tl.int64) * h
+            p_own = p_bias + expert_of(p_offs, row, count, E).to(tl.int64) * h
             weight = widen(tl.load(p_weights + token * K + i))
             b_sum += weight * widen(tl.load(p_own + o_h, mask=o_h < h, other=0.0))
     tl.store(p_y + token * h + o_h, cast(b_sum, p_y.dtype.element_ty), mask=o_h < h)
@@ -297,12 +297,12 @@ def sum_to_tokens_kernel(p_rows, p_back, p_ends, p_weights, p_bias, p_y, h, coun
 
 def sum_to_tokens_triton(rows_of: torch.Tensor, rows, weights, bias) -> torch.Tensor:
     """`sum_to_tokens_reference` as a kernel. All tensors are contiguous."""
-    (n, h), k, count = rows_of.shape, rows.k, len(rows.ends)
+    (n, h), k, count = rows_of.shape, rows.k, len(rows.offs)
     y = torch.empty(n // k, h, dtype=rows_of.dtype, device=rows_of.device)
     sum_to_tokens_kernel[n // k, cdiv(h, SUM_BLOCK)](
         rows_of,
-        rows.back,
-        rows.ends,
+        rows.inverse,
+        rows.offs,
         weights,
         bias,
         y,

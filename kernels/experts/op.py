@@ -22,15 +22,15 @@ from coat_kernels.autograd import observers
 from coat_kernels.autograd.derivatives import once_differentiable
 from coat_kernels.device import require_fp8
 from coat_kernels.experts.gates import (
-    Gradient,
+    GateInputs,
     KernelGate,
     Needs,
-    OwnGate,
+    TorchGate,
     gather_columns,
     quantize_each_row,
 )
-from coat_kernels.experts.matmul import Scaled, matmul_of_rows, matmul_over_rows
-from coat_kernels.experts.order import Rows, by_expert
+from coat_kernels.experts.matmul import Scaled, grouped_matmul, grouped_wgrad
+from coat_kernels.experts.order import Rows, sort_by_expert
 from coat_kernels.fp8 import ALIGNMENT, E4M3
 from coat_kernels.tensorwise.operands import fp8_operands
 from coat_kernels.tensorwise.predicted import PredictedScale
@@ -82,11 +82,11 @@ class _Weight:
         # the transposes of all experts lie side by side
         return q.columns.unflatten(1, self.weight.shape[:2]).transpose(0, 1)
 
-    def grad(self, a: Scaled, b: Scaled, ends: torch.Tensor, fast: bool) -> torch.Tensor:
+    def grad(self, a: Scaled, b: Scaled, offs: torch.Tensor, fast: bool) -> torch.Tensor:
         """The gradient in the layout of the weight, from the transposed gradient [m, p] of the output and the
         transposed input [k, p]."""
         operands = (b, a) if self.transposed else (a, b)
-        return matmul_over_rows(*operands, ends, fast).to(self.weight.dtype)
+        return grouped_wgrad(*operands, offs, fast).to(self.weight.dtype)
 
 
 class _Experts(torch.autograd.Function):
@@ -100,13 +100,13 @@ class _Experts(torch.autograd.Function):
         (codes, _, scale, _), amax_x = fp8_operands(x, E4M3, predicted=state.x_scale)
         _observe("input", state.x_scale, codes)
         w_1, amax_1 = first.forward(trained)
-        both = matmul_of_rows((rows.gather(codes), scale), w_1, rows.ends, state.fast)
+        both = grouped_matmul((rows.gather(codes), scale), w_1, rows.offs, state.fast)
         del w_1
         a, amax_a, saved = gate.forward(both, weights, gate_up_bias, rows, state.a_scale, trained)
         _observe("input", state.a_scale, a.rows)
         del both
         w_2, amax_2 = second.forward(trained)
-        y = matmul_of_rows((a.rows, a.scale), w_2, rows.ends, state.fast)
+        y = grouped_matmul((a.rows, a.scale), w_2, rows.offs, state.fast)
         of_x = ()
         if trained and ctx.needs_input_grad[2]:
             of_x = (codes, scale) if saves == "codes" else (x, amax_x)
@@ -120,44 +120,44 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_y):
-        (weights, gate_up, down, gate_up_bias, down_bias, ends, order, back,
+        (weights, gate_up, down, gate_up_bias, down_bias, offs, order, inverse,
          amax_1, amax_2, amax_a, codes, exponent, *of_x) = ctx.saved_tensors  # fmt: skip
         (needs_x, needs_weights, needs_gate_up, needs_down, needs_bias, needs_down_bias,
          *_) = ctx.needs_input_grad  # fmt: skip
-        rows = Rows(ends, order, back)
+        rows = Rows(offs, order, inverse)
         state, fast = ctx.state, ctx.state.fast
         first = _Weight(state.gate_up, gate_up, ctx.transposed)
         second = _Weight(state.down, down, ctx.transposed)
-        grad_y, places = grad_y.contiguous(), rows.places(weights.numel())
+        grad_y, padded = grad_y.contiguous(), rows.padded(weights.numel())
         grad_x = grad_gate_up = grad_down = grad_bias = grad_down_bias = None
         *grad_rows, amax_grad, dots = quantize_each_row(grad_y, rows, down_bias if needs_weights else None)
         _observe("gradient", state.a_scale, grad_rows[0])
-        grad_a = matmul_of_rows(grad_rows, second.backward(amax_2), rows.ends, fast)
+        grad_a = grouped_matmul(grad_rows, second.backward(amax_2), rows.offs, fast)
         del grad_rows
         needs = Needs(needs_weights, needs_down, needs_x, needs_gate_up or needs_bias)
-        given = Gradient(grad_a, weights, (codes, exponent), amax_a, dots)
-        found = ctx.gate.backward(given, rows, places, needs)
+        given = GateInputs(grad_a, weights, (codes, exponent), amax_a, dots)
+        found = ctx.gate.backward(given, rows, padded, needs)
         del grad_a, given
         if needs_down:
-            columns = gather_columns(grad_y, places.token, amax_grad)
-            grad_down = second.grad(columns, found.output, places.ends, fast)
+            columns = gather_columns(grad_y, padded.token, amax_grad)
+            grad_down = second.grad(columns, found.output, padded.offs, fast)
             del columns
         if needs_down_bias:
             grad_down_bias = _down_bias_grad(grad_y, weights, rows).to(down_bias.dtype)
         found = found._replace(output=None)
         if needs_gate_up:
             if ctx.saves == "codes":
-                columns = gather_columns(of_x[0], places.token)[0], of_x[1]
+                columns = gather_columns(of_x[0], padded.token)[0], of_x[1]
             else:
-                columns = gather_columns(of_x[0], places.token, of_x[1])
-            grad_gate_up = first.grad(found.columns, columns, places.ends, fast)
+                columns = gather_columns(of_x[0], padded.token, of_x[1])
+            grad_gate_up = first.grad(found.columns, columns, padded.offs, fast)
             del columns
         if needs_bias:
-            grad_bias = _sums(found.columns, places.ends, fast).to(gate_up_bias.dtype)
+            grad_bias = _sums(found.columns, padded.offs, fast).to(gate_up_bias.dtype)
         found = found._replace(columns=None)
         if needs_x:
             _observe("gradient", state.x_scale, found.rows[0])
-            of_rows = matmul_of_rows(found.rows, first.backward(amax_1), rows.ends, fast)
+            of_rows = grouped_matmul(found.rows, first.backward(amax_1), rows.offs, fast)
             grad_x = rows.to_tokens(of_rows)
         grad_weights = found.weights if needs_weights else None
         return grad_x, grad_weights, grad_gate_up, grad_down, grad_bias, grad_down_bias, *(None,) * 5
@@ -169,20 +169,20 @@ def _observe(role: str, scale: PredictedScale, codes: torch.Tensor) -> None:
         observer.codes(role, scale, codes)
 
 
-def _sums(columns: Scaled, ends: torch.Tensor, fast: bool) -> torch.Tensor:
+def _sums(columns: Scaled, offs: torch.Tensor, fast: bool) -> torch.Tensor:
     """The sums of `columns` [m, p] over the places of each expert, [e, m], as GEMMs with ones."""
     codes, scale = columns
     ones = torch.ones(ALIGNMENT, codes.shape[1], device=codes.device).to(codes.dtype)
-    return matmul_over_rows(columns, (ones, torch.ones_like(scale)), ends, fast)[..., 0]
+    return grouped_wgrad(columns, (ones, torch.ones_like(scale)), offs, fast)[..., 0]
 
 
 def _down_bias_grad(grad_y: torch.Tensor, weights: torch.Tensor, rows: Rows) -> torch.Tensor:
     """The sums of the tokens' gradients, each times its weight, over the rows of each expert, [e, h], as a
     GEMM with each token's weights of all experts."""
     expert = rows.experts(weights.numel())
-    if rows.back is not None:
-        expert = expert[rows.back.flatten()]
-    of_all = grad_y.new_zeros(len(grad_y), len(rows.ends))
+    if rows.inverse is not None:
+        expert = expert[rows.inverse.flatten()]
+    of_all = grad_y.new_zeros(len(grad_y), len(rows.offs))
     of_all.scatter_(1, expert.view(weights.shape), weights.to(grad_y.dtype))
     return of_all.T @ grad_y
 
@@ -208,7 +208,7 @@ def grouped_experts(
     weights: torch.Tensor,
     gate_up: torch.Tensor,
     down: torch.Tensor,
-    gate: KernelGate | OwnGate,
+    gate: KernelGate | TorchGate,
     *,
     gate_up_bias: torch.Tensor | None = None,
     down_bias: torch.Tensor | None = None,
@@ -233,7 +233,7 @@ def grouped_experts(
     unknown kind, another dtype, and sizes that do not match or are not multiples of 16; RuntimeError on a GPU
     without FP8.
     """
-    rows = by_expert(chosen, len(gate_up))
+    rows = sort_by_expert(chosen, len(gate_up))
     biases = gate_up_bias, down_bias
     return _experts(x, weights, gate_up, down, *biases, rows, chosen.shape, gate, transposed, state, "x")
 
@@ -244,7 +244,7 @@ def permuted_experts(
     weights: torch.Tensor,
     gate_up: torch.Tensor,
     down: torch.Tensor,
-    gate: KernelGate | OwnGate,
+    gate: KernelGate | TorchGate,
     *,
     gate_up_bias: torch.Tensor | None = None,
     down_bias: torch.Tensor | None = None,
@@ -262,9 +262,9 @@ def permuted_experts(
     Returns [n, h] in BF16. The reference is `experts_reference` for tokens with one expert each. Backward
     saves h + 2 f bytes per row, and scales; 2 f if gate_up is frozen. Raises as `grouped_experts` does.
     """
-    ends = tokens_per_expert.cumsum(0, dtype=torch.int32).to(rows.device, non_blocking=True)
+    offs = tokens_per_expert.cumsum(0, dtype=torch.int32).to(rows.device, non_blocking=True)
     parts, shape = (rows, weights[:, None], gate_up, down, gate_up_bias, down_bias), (len(rows), 1)
-    return _experts(*parts, Rows(ends), shape, gate, False, state, "codes")
+    return _experts(*parts, Rows(offs), shape, gate, False, state, "codes")
 
 
 def _experts(
@@ -291,7 +291,7 @@ def _experts(
             f"experts: expected x in BF16 and weights in BF16 or FP32, found {x.dtype} and weights in "
             f"{gate_up.dtype}, {down.dtype}"
         )
-    (t, h), (e, *of_down), count = x.shape, down.shape, len(rows.ends)
+    (t, h), (e, *of_down), count = x.shape, down.shape, len(rows.offs)
     f = of_down[0 if transposed else 1]
     sizes = [((1 + gate.gated) * f, h), (h, f)]
     expected = [(e, *(size[::-1] if transposed else size)) for size in sizes] + [tuple(shape)]

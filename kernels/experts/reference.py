@@ -41,30 +41,30 @@ def order_reference(chosen: torch.Tensor, count: int) -> tuple[torch.Tensor, tor
     """The fields of `Rows` for the experts `chosen` [t, k], out of `count`."""
     expert, order = chosen.flatten().sort(stable=True)
     experts = torch.arange(count, device=chosen.device)
-    ends = torch.searchsorted(expert, experts, right=True, out_int32=True)
+    offs = torch.searchsorted(expert, experts, right=True, out_int32=True)
     place = torch.arange(len(order), dtype=torch.int32, device=chosen.device)
-    back = torch.empty_like(place).index_copy_(0, order, place)
-    return ends, order.int(), back.view(chosen.shape)
+    inverse = torch.empty_like(place).index_copy_(0, order, place)
+    return offs, order.int(), inverse.view(chosen.shape)
 
 
-def places_reference(rows, n: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The fields of `Places` for `n` rows."""
-    ends = rows.ends
-    of_each = ends.diff(prepend=ends.new_zeros(1))
-    places = (of_each.clamp_min(1) + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
-    place_ends = places.cumsum(0, dtype=torch.int32)
-    place = torch.arange(most_places(n, len(ends)), dtype=torch.int32, device=ends.device)
+def padded_reference(rows, n: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The fields of `PaddedRows` for `n` rows."""
+    offs = rows.offs
+    of_each = offs.diff(prepend=offs.new_zeros(1))
+    padded = (of_each.clamp_min(1) + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+    padded_offs = padded.cumsum(0, dtype=torch.int32)
+    place = torch.arange(max_padded_rows(n, len(offs)), dtype=torch.int32, device=offs.device)
     # places past the last expert's count as its own, and lie past its end
-    expert = torch.searchsorted(place_ends, place, right=True).clamp_max_(len(ends) - 1)
-    row = place + (ends - of_each - place_ends + places)[expert]
-    row = torch.where(row < ends[expert], row, n)
+    expert = torch.searchsorted(padded_offs, place, right=True).clamp_max_(len(offs) - 1)
+    row = place + (offs - of_each - padded_offs + padded)[expert]
+    row = torch.where(row < offs[expert], row, n)
     if rows.order is None:
-        return row, row, place_ends
+        return row, row, padded_offs
     token = rows.order // rows.k
-    return row, torch.cat((token, token.new_full((1,), n // rows.k)))[row], place_ends
+    return row, torch.cat((token, token.new_full((1,), n // rows.k)))[row], padded_offs
 
 
-def most_places(n: int, count: int) -> int:
+def max_padded_rows(n: int, count: int) -> int:
     """The largest number of places of `n` rows of `count` experts: an expert without rows has 16, and any
     other at most 15 without a row."""
     return (n + ALIGNMENT * count) // ALIGNMENT * ALIGNMENT
@@ -111,11 +111,11 @@ def gather_columns_reference(
 def sum_to_tokens_reference(rows_of, rows, weights, bias) -> torch.Tensor:
     """The sums of the rows [n, h] of each token, [t, h], summed in FP32, and of the bias of their experts
     times the weights [t, k], if there is a bias."""
-    found = rows_of if rows.back is None else rows_of[rows.back.flatten()]
+    found = rows_of if rows.inverse is None else rows_of[rows.inverse.flatten()]
     found = found.view(-1, rows.k, found.shape[1]).float()
     if bias is not None:
         expert = rows.experts(len(rows_of))
-        expert = (expert if rows.back is None else expert[rows.back.flatten()]).view(-1, rows.k)
+        expert = (expert if rows.inverse is None else expert[rows.inverse.flatten()]).view(-1, rows.k)
         found = found + weights[..., None].float() * bias[expert].float()
     return found.sum(1).to(rows_of.dtype)
 

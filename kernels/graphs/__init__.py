@@ -15,7 +15,7 @@ A graph may contain collectives. It must end before their process group ends; ca
 
     memory.py      pools, buffers that graphs share, and copies of constants
     recording.py   both graphs of a function, and the autograd node that replays them
-    patience.py    number of eager calls before graphs are recorded
+    warm_up.py     number of eager calls before graphs are recorded
     evaluation.py  forwards without a backward
     proof.py       the check of a first replay against the eager gradients
     calls.py       calls of a function: eager, recorded or replayed
@@ -37,7 +37,7 @@ def gradient_moves_in_backward(parameter: torch.Tensor) -> bool:
     return getattr(parameter, MOVES_IN_BACKWARD, False) or getattr(parameter, "main_grad", None) is not None
 
 
-def graphed_work(tensor_parallel: int = 1, gradients_move: bool = False) -> float:
+def max_graphed_work(tensor_parallel: int = 1, gradients_move: bool = False) -> float:
     """The largest work, in tokens times parameters of a rank's layer, that "auto" records.
 
     The CPUs of H200 machines needed 3.5 to 7 ms to launch a layer's forward and backward. Up to a work of
@@ -51,4 +51,4 @@ def graphed_work(tensor_parallel: int = 1, gradients_move: bool = False) -> floa
     return 8e11 if tensor_parallel > 1 or gradients_move else 4e11
 
 
-__all__ = ["MOVES_IN_BACKWARD", "Graphs", "end_graphs", "gradient_moves_in_backward", "graphed_work"]
+__all__ = ["MOVES_IN_BACKWARD", "Graphs", "end_graphs", "gradient_moves_in_backward", "max_graphed_work"]

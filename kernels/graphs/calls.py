@@ -9,13 +9,13 @@ import torch
 from coat_kernels.autograd.derivatives import refuse_forward_mode
 from coat_kernels.graphs.evaluation import Evaluations
 from coat_kernels.graphs.memory import Memory, all_record, memory_of
-from coat_kernels.graphs.patience import Patience
 from coat_kernels.graphs.recording import Recording, Replay, addresses
+from coat_kernels.graphs.warm_up import WarmUp
 
 # maximum number of shapes per function; each shape holds what its backward needs
-MOST_SHAPES = 2
+MAX_SHAPES = 2
 # after this many changes of addresses, for example by offloading of states, a function stops using graphs
-MOST_MOVES = 3
+MAX_MOVES = 3
 
 
 def _cannot_record() -> bool:
@@ -42,7 +42,7 @@ def _overlaps(x: torch.Tensor) -> bool:
     return any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True))
 
 
-class Place:
+class ShapeGraphs:
     """The calls of a function with inputs of one shape, and the graphs recorded from them."""
 
     def __init__(self, where: Hashable):
@@ -72,12 +72,12 @@ class Graphs:
 
     def __init__(self, one_shape: bool = False):
         self._one_shape = one_shape
-        self._places: dict[Hashable, Place] = {}
+        self._by_shape: dict[Hashable, ShapeGraphs] = {}
         # kept alive between calls, with its key
         self._memory: Memory | None = None
         self._memory_key: tuple | None = None
         self._moves = 0
-        self._patience = Patience()
+        self._warm_up = WarmUp()
         self._evaluations = Evaluations()
 
     def __reduce__(self):
@@ -86,23 +86,23 @@ class Graphs:
     @property
     def count(self) -> int:
         """How many forwards of training are recorded and can be replayed now."""
-        return sum(len(place.recordings) for place in self._places.values())
+        return sum(len(shape_graphs.recordings) for shape_graphs in self._by_shape.values())
 
     @property
     def evaluated(self) -> int:
         """How many forwards without gradients are recorded."""
         return self._evaluations.count
 
-    def give_way(self) -> None:
-        """`leave`, before calls of another shape."""
+    def make_room(self) -> None:
+        """`drop`, before calls of another shape."""
         if self.count:
-            self._patience.dropped()
-        self.leave()
+            self._warm_up.dropped()
+        self.drop()
 
-    def leave(self) -> None:
+    def drop(self) -> None:
         """Drops the graphs of training, with their share of the memory that holds them."""
-        self._places.clear()
-        self._moves = self._patience.replays = 0
+        self._by_shape.clear()
+        self._moves = self._warm_up.replays = 0
         self._memory = None
 
     def call(
@@ -110,11 +110,11 @@ class Graphs:
         function: Callable[..., torch.Tensor],
         x: torch.Tensor,
         tensors: Sequence[torch.Tensor | None],
-        uses: Callable[[], tuple[Hashable, ...]] = tuple,
-        under_way: int = 1,
+        dependencies: Callable[[], tuple[Hashable, ...]] = tuple,
+        max_in_flight: int = 1,
         constants: Sequence[torch.Tensor] = (),
         evaluates: bool = False,
-        written: Callable[[], Sequence[torch.Tensor]] = tuple,
+        grad_buffers: Callable[[], Sequence[torch.Tensor]] = tuple,
         agree: Callable[[bool], bool] = bool,
     ) -> torch.Tensor:
         """function(x, *constants, *tensors), by a graph if possible.
@@ -126,14 +126,14 @@ class Graphs:
                 numbers, and keeps no reference to x for its backward.
             x: on a GPU. Without a gradient the function runs eagerly, unless `evaluates`.
             tensors: parameters, tensors that share their memory, and constants; None is passed on.
-            uses: returns the function's other dependencies: options, addresses of other memory that it or its
-                backward uses, and objects that own such memory. Called only where a graph is possible.
-            under_way: maximum number of forwards of one shape that may wait for their backwards at a time.
+            dependencies: returns what else the function depends on: options, addresses of other memory that
+                it or its backward uses, objects that own such memory. Called only where a graph is possible.
+            max_in_flight: number of forwards of one shape that may wait for their backwards at a time.
             constants: tensors without gradients, whose memory may differ in each forward. The same tensor
                 object holds the same values in all layers.
             evaluates: forwards without gradients are evaluations, and not those of a checkpoint, which a
                 backward repeats. They have their own graph.
-            written: returns the tensors to which the function's backward adds.
+            grad_buffers: returns the tensors to which the function's backward adds.
             agree: returns True if all ranks that take part in the function's collectives call it with True.
 
         Returns the function's result, in memory of its own.
@@ -146,38 +146,38 @@ class Graphs:
         if any(map(_overlaps, constants)):
             return run_eagerly()
         if not trains:
-            return self._evaluations.call(function, x, tensors, uses, constants, agree)
+            return self._evaluations.call(function, x, tensors, dependencies, constants, agree)
         memory = self._memory_of(x)
         if memory.refusal is not None:
             # this also frees the memory of graphs that are no longer used
-            self._places.clear()
+            self._by_shape.clear()
             return run_eagerly()
         copies = tuple(memory.constant(i, constant) for i, constant in enumerate(constants))
         # a model may omit its mask if all tokens are visible
-        place = self._place((x.shape, x.dtype, memory, copies), addresses(tensors) + uses())
-        if place is None:
+        shape_graphs = self._of_shape((x.shape, x.dtype, memory, copies), addresses(tensors) + dependencies())
+        if shape_graphs is None:
             return run_eagerly()
-        if place.calls < self._patience.calls:
+        if shape_graphs.calls < self._warm_up.calls:
             y = run_eagerly()
             # an in-place write into a view removes the view's hooks from the graph
             whole = y if y._base is None or not y._base.requires_grad else y._base
-            whole.register_hook(place.count)
+            whole.register_hook(shape_graphs.count)
             return y
-        recording = next((r for r in place.recordings if r.is_ready), None)
-        if recording is None and len(place.recordings) == under_way:
+        recording = next((r for r in shape_graphs.recordings if r.is_ready), None)
+        if recording is None and len(shape_graphs.recordings) == max_in_flight:
             return run_eagerly()
         for copy, constant in zip(copies, constants, strict=True):
-            if not copy.take(constant):
+            if not copy.update(constant):
                 return run_eagerly()
         if recording is None:
-            pool = memory.pool(len(place.recordings))
+            pool = memory.pool(len(shape_graphs.recordings))
             recording = memory.record(
-                lambda: Recording(memory, pool, function, x, tensors, copies, written, agree)
+                lambda: Recording(memory, pool, function, x, tensors, copies, grad_buffers, agree)
             )
             if not all_record(agree, recording is not None) or not recording.proves_forward(x):
                 return run_eagerly()
-            place.recordings.append(recording)
-        self._patience.replays += 1
+            shape_graphs.recordings.append(recording)
+        self._warm_up.replays += 1
         return Replay.apply(recording, x, *tensors)
 
     def _memory_of(self, x: torch.Tensor) -> Memory:
@@ -187,20 +187,20 @@ class Graphs:
         key = x.device, threading.get_ident(), stream, x.shape if self._one_shape else None
         if self._memory is None or self._memory_key != key:
             if self._memory is not None and self._one_shape:
-                self._memory.give_way()
+                self._memory.make_room()
             self._memory, self._memory_key = memory_of(*key), key
             self._memory.users.add(self)
         return self._memory
 
-    def _place(self, key: Hashable, where: Hashable) -> Place | None:
-        """The place of calls with `key`; None if there are too many other places, or if addresses change too
-        often."""
-        place = self._places.get(key)
-        if place is None:
-            if len(self._places) == MOST_SHAPES:
+    def _of_shape(self, key: Hashable, where: Hashable) -> ShapeGraphs | None:
+        """The graphs of calls with `key`; None if there are too many other shapes, or if addresses change
+        too often."""
+        shape_graphs = self._by_shape.get(key)
+        if shape_graphs is None:
+            if len(self._by_shape) == MAX_SHAPES:
                 return None
-            place = self._places[key] = Place(where)
-        elif place.where != where:
+            shape_graphs = self._by_shape[key] = ShapeGraphs(where)
+        elif shape_graphs.where != where:
             self._moves += 1
-            place = self._places[key] = Place(where)
-        return place if self._moves <= MOST_MOVES else None
+            shape_graphs = self._by_shape[key] = ShapeGraphs(where)
+        return shape_graphs if self._moves <= MAX_MOVES else None

@@ -6,9 +6,9 @@ from collections.abc import Callable, Hashable, Sequence
 import torch
 
 from coat_kernels.graphs.memory import Memory, all_record, distrust_replay, memory_of
-from coat_kernels.graphs.patience import Patience
 from coat_kernels.graphs.proof import compare
 from coat_kernels.graphs.recording import Graph, addresses, copied
+from coat_kernels.graphs.warm_up import WarmUp
 
 
 class Evaluation:
@@ -30,7 +30,7 @@ class Evaluation:
     def replay(self, x: torch.Tensor, constants: Sequence[torch.Tensor]) -> torch.Tensor:
         self._x.copy_(x)
         for copy, constant in zip(self._constants, constants, strict=True):
-            copy.take(constant)
+            copy.update(constant)
         self._graph.replay()
         return copied(self._graph.results[0])
 
@@ -40,10 +40,10 @@ class Evaluations:
     replace it after enough consecutive calls."""
 
     def __init__(self):
-        self._patience = Patience()
-        self.leave()
+        self._warm_up = WarmUp()
+        self.drop()
 
-    def leave(self) -> None:
+    def drop(self) -> None:
         """Drops the graph, with its share of the memory that holds it."""
         self._recorded: Evaluation | None = None
         self._key: Hashable = None
@@ -63,14 +63,14 @@ class Evaluations:
         function: Callable[..., torch.Tensor],
         x: torch.Tensor,
         tensors: Sequence[torch.Tensor | None],
-        uses: Callable[[], tuple[Hashable, ...]],
+        dependencies: Callable[[], tuple[Hashable, ...]],
         constants: Sequence[torch.Tensor],
         agree: Callable[[bool], bool],
     ) -> torch.Tensor:
         """Like `Graphs.call`, with the same arguments."""
         where = x.device, threading.get_ident(), torch.cuda.current_stream(x.device).cuda_stream, x.shape
         kinds = tuple((c.shape, c.stride(), c.dtype) for c in constants)
-        key = where, x.dtype, kinds, addresses(tensors), uses()
+        key = where, x.dtype, kinds, addresses(tensors), dependencies()
         if key != self._last:
             self._last, self._calls = key, 0
         self._calls += 1
@@ -80,12 +80,12 @@ class Evaluations:
         arguments = function, x, tensors, constants
         if refused or (key != self._key and not self._record(key, where, arguments, agree)):
             return function(x, *constants, *tensors)
-        self._patience.replays += 1
+        self._warm_up.replays += 1
         return self._recorded.replay(x, constants)
 
     def _record(self, key, where, arguments: tuple, agree: Callable[[bool], bool]) -> bool:
         """Records calls with `key` after enough calls; returns whether there is a graph now."""
-        if self._calls <= self._patience.calls:
+        if self._calls <= self._warm_up.calls:
             return False
         self._memory = memory = memory_of(*where, trains=False)
         if memory.refusal is not None:
@@ -100,7 +100,7 @@ class Evaluations:
             distrust_replay("evaluation", distance)
             return False
         if self._recorded is not None:
-            self._patience.dropped()
+            self._warm_up.dropped()
         self._recorded, self._key = recorded, key
         memory.users.add(self)
         memory.announce(x.shape, "are evaluated")

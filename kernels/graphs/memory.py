@@ -85,7 +85,7 @@ class Constant:
         self._source: weakref.ref[torch.Tensor] | None = None
         self._version = 0
 
-    def take(self, x: torch.Tensor) -> bool:
+    def update(self, x: torch.Tensor) -> bool:
         """Whether the buffer holds `x` now. It copies `x`, unless a backward must still read the former
         values."""
         if self._source is None or self._source() is not x or self._version != x._version:
@@ -152,16 +152,16 @@ class Memory:
             self._constants[key] = Constant(like)
         return self._constants[key]
 
-    def give_way(self) -> None:
+    def make_room(self) -> None:
         """Drops all graphs here, so that graphs of another shape can use the memory. Graphs that wait for
         their backwards keep their memory until then."""
         for graphs in list(self.users):
-            graphs.give_way()
+            graphs.make_room()
 
     def end(self) -> None:
         """Drops all graphs here, including those that wait for their backwards."""
         for graphs in list(self.users):
-            graphs.leave()
+            graphs.drop()
         for graph in list(self.graphs):
             graph.end()
 

@@ -83,17 +83,6 @@ class _InFlight:
             constant.readers -= 1
 
 
-@contextlib.contextmanager
-def _at_versions(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> Iterator[None]:
-    """Lets autograd read `tensors` at these versions, whose values the caller has ensured are right."""
-    now, set_versions = tuple(t._version for t in tensors), torch._C._autograd._unsafe_set_version_counter
-    set_versions(tuple(tensors), tuple(versions))
-    try:
-        yield
-    finally:
-        set_versions(tuple(tensors), now)
-
-
 class Recording:
     """Both graphs of a function for inputs at fixed addresses."""
 
@@ -105,11 +94,11 @@ class Recording:
         x: torch.Tensor,
         tensors: Sequence[torch.Tensor | None],
         constants: Sequence[Constant],
-        written: Callable[[], Sequence[torch.Tensor]],
+        grad_buffers: Callable[[], Sequence[torch.Tensor]],
         agree: Callable[[bool], bool],
     ):
         self._memory, self._pool, self._constants = memory, pool, constants
-        self._written, self._agree = written, agree
+        self._grad_buffers, self._agree = grad_buffers, agree
         # released after the check of the forward
         self._function: Callable | None = function
         self._x = memory.buffer("input", x)
@@ -117,8 +106,8 @@ class Recording:
         leaves = [None if t is None else t.detach().requires_grad_(t.requires_grad) for t in tensors]
         self._inputs = [self._x.detach().requires_grad_(), *leaves]
         buffers = [constant.buffer for constant in constants]
-        self._read = [t for t in (*self._inputs, *buffers) if t is not None]
-        self._versions = [t._version for t in self._read]
+        self._read = tuple(t for t in (*self._inputs, *buffers) if t is not None)
+        self._versions = tuple(t._version for t in self._read)
         self._forward = Graph(memory, pool, functools.partial(self._run, function))
         self._backward: Graph | None = None
         # addresses in the graph of backward
@@ -138,6 +127,18 @@ class Recording:
         grads = torch.autograd.grad([self._edge], trained, [self._grad], retain_graph=True, allow_unused=True)
         found = iter(grads)
         return [next(found) if t is not None and t.requires_grad else None for t in self._inputs]
+
+    @contextlib.contextmanager
+    def _at_recorded_versions(self) -> Iterator[None]:
+        """Lets autograd read the inputs, which steps have changed since they were recorded, but not since the
+        forward that is differentiated."""
+        set_versions = torch._C._autograd._unsafe_set_version_counter
+        now = tuple(t._version for t in self._read)
+        set_versions(self._read, self._versions)
+        try:
+            yield
+        finally:
+            set_versions(self._read, now)
 
     def proves_forward(self, x: torch.Tensor) -> bool:
         """Whether a replay for `x` reproduces the output, and the tensors saved for backward, of the eager
@@ -160,14 +161,14 @@ class Recording:
 
     def _prove_backward(self) -> list[torch.Tensor | None]:
         """The gradients of an eager backward, with which the first replay is compared. Both add to the
-        tensors of `written`, such as Megatron's main_grad; the sum is restored, so only one addition
+        tensors of `grad_buffers`, such as Megatron's main_grad; the sum is restored, so only one addition
         remains."""
-        written = self._written()
-        before = [t.clone() for t in written]
+        grad_buffers = self._grad_buffers()
+        before = [t.clone() for t in grad_buffers]
 
         def results(grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-            found = [*map(copied, grads), *(t.clone() for t in written)]
-            for t, old in zip(written, before, strict=True):
+            found = [*map(copied, grads), *(t.clone() for t in grad_buffers)]
+            for t, old in zip(grad_buffers, before, strict=True):
                 t.copy_(old)
             return found
 
@@ -177,7 +178,7 @@ class Recording:
         if distance is not None:
             distrust_replay("backward", distance)
         grads = len(self._inputs)
-        for t, total in zip(written, eager[grads:], strict=True):
+        for t, total in zip(grad_buffers, eager[grads:], strict=True):
             t.copy_(total)
         return eager[:grads]
 
@@ -200,10 +201,8 @@ class Recording:
         if self._grad is None:
             self._grad = self._memory.buffer("gradient", grad)
         self._grad.copy_(grad)
-        # steps have changed the inputs since the forward was recorded, but not since this forward
-        at_versions = functools.partial(_at_versions, self._read, self._versions)
         if self._backward is None and self._memory.refusal is None:
-            with at_versions():
+            with self._at_recorded_versions():
                 self._backward = self._memory.record(
                     lambda: Graph(self._memory, self._pool, self._differentiate)
                 )
@@ -216,7 +215,7 @@ class Recording:
                     return grads
         replays = self._backward is not None and self._memory.refusal is None
         if not (replays and self._where == where and self._pool.allows(self._backward.number)):
-            with at_versions():
+            with self._at_recorded_versions():
                 return self._differentiate()
         self._backward.replay()
         return [copied(g) for g in self._backward.results]

@@ -51,7 +51,7 @@ class LinearOptions(NamedTuple):
     parallel: how the layer is split over ranks. All-gathered tensors have one scale on all ranks; any other
         tensor has one scale per rank. If the layer is split by input, the caller must sum the partial
         results, except under sequence parallelism, where the first dimension is that of the tokens.
-    weight_grad_into: returns, in backward, the tensor [N, K], of any floating-point type, to which the
+    grad_buffer: returns, in backward, the tensor [N, K], of any floating-point type, to which the
         weight's gradient is added. Autograd gets zeros that take no memory.
     x_scale, grad_scale: predict the scales of x and of the output's gradient if they are plain tensors, which
         saves a pass over each. Not used while a model is compiled.
@@ -60,14 +60,14 @@ class LinearOptions(NamedTuple):
     formats: LinearFormats
     cache: WeightCache
     parallel: TensorParallel | None = None
-    weight_grad_into: Callable[[], torch.Tensor] | None = None
+    grad_buffer: Callable[[], torch.Tensor] | None = None
     x_scale: PredictedScale | None = None
     grad_scale: PredictedScale | None = None
 
     def graph_key(self, weights: Weights) -> tuple:
         """The dependencies of GEMMs with `weights` other than their tensors, for CUDA graphs
         (`Graphs.call`)."""
-        address = None if self.weight_grad_into is None else self.weight_grad_into().data_ptr()
+        address = None if self.grad_buffer is None else self.grad_buffer().data_ptr()
         cached = self.cache.refresh_for_graph(weights)
         return self.formats, self.x_scale, self.grad_scale, address, *cached
 
@@ -96,13 +96,13 @@ class LinearState:
         self,
         weight: torch.Tensor | Weights,
         parallel: TensorParallel | None = None,
-        weight_grad_into: Callable[[], torch.Tensor] | None = None,
+        grad_buffer: Callable[[], torch.Tensor] | None = None,
     ) -> LinearOptions:
         """The options of a call with this weight, or with these."""
         cache = self.cache
         if cache.keep != "none" and not torch.compiler.is_compiling():
             cache = cache.of(weight if isinstance(weight, tuple) else (weight,))
-        return LinearOptions(self.formats, cache, parallel, weight_grad_into, self.x_scale, self.grad_scale)
+        return LinearOptions(self.formats, cache, parallel, grad_buffer, self.x_scale, self.grad_scale)
 
 
 def multiply(
@@ -158,12 +158,12 @@ def multiply_backward(
         return grad_x, [None] * len(weights)
     by_columns, scale = columns()
     operands, fast = (grad_columns, by_columns, grad_scale, scale), formats.fast_weight_grad
-    if options.weight_grad_into is None:
+    if options.grad_buffer is None:
         grad_w = scaled_matmul(*operands, None, weight.dtype, fast)
         return grad_x, grad_w.split([len(w) for w in weights]) if others else [grad_w]
-    into = options.weight_grad_into()
+    into = options.grad_buffer()
     if into.shape != weight.shape:
-        raise ValueError(f"weight_grad_into: expected shape {list(weight.shape)}, found {list(into.shape)}")
+        raise ValueError(f"grad_buffer: expected shape {list(weight.shape)}, found {list(into.shape)}")
     accumulate_matmul(*operands, into, weight.dtype, fast)
     # the shape that autograd expects, without memory
     return grad_x, [weight.new_zeros(()).expand(weight.shape)]
@@ -314,7 +314,7 @@ def fp8_linear(
     Args:
         x: [..., K], BF16 or FP32, quantized without a cast, also under autocast.
         weight: [N, K], or several [N_i, K] of one dtype that are stacked along the rows, all or none of them
-            trained, without `weight_grad_into`. Backward keeps references, not copies.
+            trained, without `grad_buffer`. Backward keeps references, not copies.
         bias: [N] or None. Its gradient is summed in FP32, by the kernel that quantizes the output's gradient.
         options: by default E4M3 forward and E5M2 backward, and nothing is kept.
         origin: how to recompute x in backward; without it x is saved as FP8 and one FP32 scale.

@@ -238,7 +238,7 @@ def normalize(
         y, maxima, *_ = norm_forward(rows, weight, bias, *options)
         y = with_maxima(y.view(x.shape), maxima)
         return (y, x) if residual else y
-    y, maxima, codes, exponent, rstd, handed_on = _Norm.apply(x, weight, bias, options, residual)
+    y, maxima, codes, exponent, rstd, passthrough = _Norm.apply(x, weight, bias, options, residual)
     parameters = weight.detach(), None if bias is None else bias.detach()
     guarded = ((parameters[0], weight._version),)
     if bias is not None:
@@ -255,4 +255,4 @@ def normalize(
         return norm_columns((codes, exponent, rstd), *parameters, amax, options, fmt)
 
     y = with_maxima(with_origin(y, Origin((codes, exponent, rstd), columns, guarded)), maxima)
-    return (y, handed_on) if residual else y
+    return (y, passthrough) if residual else y

@@ -21,10 +21,10 @@ OPERANDS_TOKENS, OPERANDS_HEADS, OPERANDS_WARPS, OPERANDS_REGISTERS = 64, 8, 4, 
 
 
 @triton.jit
-def place_of_head(head, heads, M: tl.constexpr, APART: tl.constexpr):
+def place_of_head(head, heads, M: tl.constexpr, STACKED: tl.constexpr):
     """The place of a head in the projection's order: its index among the queries, its group, whether it is a
     query, and whether it is a key."""
-    if APART:
+    if STACKED:
         kv_groups = heads // (M + 2)
         query, behind = head, head - kv_groups * M
         # keys, then values
@@ -36,10 +36,10 @@ def place_of_head(head, heads, M: tl.constexpr, APART: tl.constexpr):
 
 
 @triton.jit
-def head_offsets(pid, heads, M: tl.constexpr, HEADS: tl.constexpr, APART: tl.constexpr):
+def head_offsets(pid, heads, M: tl.constexpr, HEADS: tl.constexpr, STACKED: tl.constexpr):
     """The heads of a tile in the projection's order: index, query index, group, and masks of q, k and v."""
     o_head = pid * HEADS + tl.arange(0, HEADS)
-    o_query, o_group, m_q, m_k = place_of_head(o_head, heads, M, APART)
+    o_query, o_group, m_q, m_k = place_of_head(o_head, heads, M, STACKED)
     m_head = o_head < heads
     return o_head, o_query, o_group, m_q & m_head, m_k & m_head, m_head & ~(m_q | m_k)
 
@@ -77,9 +77,9 @@ def load_tables(p_cos, p_sin, o_table, m_turns, D: tl.constexpr):
 @triton.jit
 def rotate_qkv_kernel(p_mixed, p_cos, p_sin, p_q, p_k, p_v, batch, heads, kv_groups,
                       M: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, TURNS: tl.constexpr,
-                      HEADS: tl.constexpr, APART: tl.constexpr):  # fmt: skip
+                      HEADS: tl.constexpr, STACKED: tl.constexpr):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
-    o_head, o_query, o_group, m_q, m_k, m_v = head_offsets(tl.program_id(1), heads, M, HEADS, APART)
+    o_head, o_query, o_group, m_q, m_k, m_v = head_offsets(tl.program_id(1), heads, M, HEADS, STACKED)
     p_x = p_mixed + (token * heads + o_head[:, None]) * D
     p_q += (token * kv_groups * M + o_query[:, None]) * D
     p_k += (token * kv_groups + o_group[:, None]) * D
@@ -151,7 +151,7 @@ def rotate_qkv_operands_kernel(p_dq, p_dk, p_dv, p_cos, p_sin, p_rows, p_columns
                                tokens, batch, heads, padded, tiles,
                                q_s, q_b, q_n, k_s, k_b, k_n, v_s, v_b, v_n,
                                M: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
-                               TURNS: tl.constexpr, HEADS: tl.constexpr, APART: tl.constexpr,
+                               TURNS: tl.constexpr, HEADS: tl.constexpr, STACKED: tl.constexpr,
                                TOKENS: tl.constexpr, E5M2: tl.constexpr):  # fmt: skip
     """Writes row-major [tokens, heads * D] and column-major FP8 codes of the gradient, and its column sums
     over the tokens of each tile, as requested."""
@@ -166,7 +166,7 @@ def rotate_qkv_operands_kernel(p_dq, p_dk, p_dv, p_cos, p_sin, p_rows, p_columns
         b_most = tl.zeros([TOKENS // 4], dtype=tl.float32)
         # all heads of a program read the same angles, which stay in the cache
         for head in range(first, tl.minimum(first + HEADS, heads)):
-            query, group, is_q, is_k = place_of_head(head, heads, M, APART)
+            query, group, is_q, is_k = place_of_head(head, heads, M, STACKED)
             p_x = tl.where(is_q, p_dq, tl.where(is_k, p_dk, p_dv))
             x_s = tl.where(is_q, q_s, tl.where(is_k, k_s, v_s)).to(tl.int64)
             x_b = tl.where(is_q, q_b, tl.where(is_k, k_b, v_b)).to(tl.int64)
@@ -225,7 +225,7 @@ def empty_qkv(mixed: torch.Tensor, kv_groups: int, d: int):
     return q, mixed.new_empty(s, b, kv_groups, d), mixed.new_empty(s, b, kv_groups, d)
 
 
-def rotate_qkv_triton(mixed, cos, sin, kv_groups: int, d: int, apart: bool = False):
+def rotate_qkv_triton(mixed, cos, sin, kv_groups: int, d: int, stacked: bool = False):
     """`rotate_qkv_reference` as a kernel; `mixed` is contiguous."""
     s, b, width = mixed.shape
     heads = width // d
@@ -242,7 +242,7 @@ def rotate_qkv_triton(mixed, cos, sin, kv_groups: int, d: int, apart: bool = Fal
         kv_groups,
         M=heads // kv_groups - 2,
         **_tile(d, cos.shape[1], HEADS),
-        APART=apart,
+        STACKED=stacked,
     )
     return q, k, v
 
@@ -275,7 +275,7 @@ def rotate_qkv_backward_triton(dq, dk, dv, cos, sin):
 
 
 def launch_operands(
-    dq, dk, dv, cos, sin, out: Quantized, scales: Scales, apart: bool = False
+    dq, dk, dv, cos, sin, out: Quantized, scales: Scales, stacked: bool = False
 ) -> torch.Tensor | None:
     """Writes the FP8 codes of the gradient. The first launch also writes column sums and returns maxima."""
     s, b, kv_groups, d = dk.shape
@@ -308,7 +308,7 @@ def launch_operands(
         *dv.stride()[:3],
         M=m,
         **_tile(d, cos.shape[1], OPERANDS_HEADS),
-        APART=apart,
+        STACKED=stacked,
         TOKENS=OPERANDS_TOKENS,
         E5M2=out.is_e5m2,
         num_warps=OPERANDS_WARPS,

@@ -22,7 +22,7 @@ from coat_kernels.tensorwise.quantize import Quantized
 
 
 def rotate_qkv_backward_operands(
-    dq, dk, dv, cos, sin, scale: PredictedScale, sums: bool, apart: bool = False
+    dq, dk, dv, cos, sin, scale: PredictedScale, sums: bool, stacked: bool = False
 ) -> Quantized:
     """Returns the gradient of the projection's output [s * b, width] as row-major and column-major FP8 codes
     only, with its column sums if `sums`."""
@@ -30,9 +30,9 @@ def rotate_qkv_backward_operands(
     s, b, kv_groups, d = dk.shape
     width = (dq.shape[2] + 2 * kv_groups) * d
     if uses_kernels(dq):
-        write = functools.partial(launch_operands, dq, dk, dv, cos, sin, apart=apart)
+        write = functools.partial(launch_operands, dq, dk, dv, cos, sin, stacked=stacked)
     else:
-        grad, _ = rotate_qkv_backward_reference(dq, dk, dv, cos, sin, apart)
+        grad, _ = rotate_qkv_backward_reference(dq, dk, dv, cos, sin, stacked)
         write = functools.partial(write_reference, grad.view(s * b, width), fmt=scale.fmt)
     return quantize_predicted(
         write, scale, (s * b, width), dq.device, columns=True, sums=sums, returns_amax=False
@@ -40,11 +40,11 @@ def rotate_qkv_backward_operands(
 
 
 def rotate_qkv_forward(
-    mixed: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, kv_groups: int, d: int, apart: bool = False
+    mixed: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, kv_groups: int, d: int, stacked: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Runs the kernel for CUDA tensors, else the reference."""
     run = rotate_qkv_triton if uses_kernels(mixed) else rotate_qkv_reference
-    return run(mixed, cos, sin, kv_groups, d, apart)
+    return run(mixed, cos, sin, kv_groups, d, stacked)
 
 
 def rotate_qkv_backward(

@@ -2,9 +2,9 @@
 projection and attention.
 
 Each key-value group of the projection's output [s, b, kv_groups * (m + 2) * d] holds m query heads, a key and
-a value. If they lie `apart`, all queries come first, then all keys, then all values. Forward rotates queries
-and keys and writes queries, keys and values to separate tensors. Backward reads their gradients in any
-layout, and returns the gradient of the projection's output.
+a value. If they are `stacked`, all queries come first, then all keys, then all values. Forward rotates
+queries and keys and writes queries, keys and values to separate tensors. Backward reads their gradients in
+any layout, and returns the gradient of the projection's output.
 """
 
 import torch
@@ -35,9 +35,9 @@ def rotate_back(grad: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tor
     return (value + torch.cat((second, -first), -1)).to(grad.dtype)
 
 
-def rotate_qkv_reference(mixed, cos, sin, kv_groups: int, d: int, apart: bool = False):
+def rotate_qkv_reference(mixed, cos, sin, kv_groups: int, d: int, stacked: bool = False):
     """mixed [s, b, kv_groups * (m + 2) * d] -> q [s, b, kv_groups * m, d], k and v [s, b, kv_groups, d]."""
-    if apart:
+    if stacked:
         heads = mixed.unflatten(2, (-1, d))
         q, k, v = heads.split((heads.shape[2] - 2 * kv_groups, kv_groups, kv_groups), dim=2)
     else:
@@ -46,11 +46,11 @@ def rotate_qkv_reference(mixed, cos, sin, kv_groups: int, d: int, apart: bool = 
     return rotate(q, cos, sin), rotate(k, cos, sin), v.clone()
 
 
-def rotate_qkv_backward_reference(dq, dk, dv, cos, sin, apart: bool = False):
+def rotate_qkv_backward_reference(dq, dk, dv, cos, sin, stacked: bool = False):
     """The gradients of `rotate_qkv_reference`'s results -> the gradient of mixed, its maxima."""
     s, b, kv_groups, d = dk.shape
     dq, dk = rotate_back(dq, cos, sin), rotate_back(dk, cos, sin)
-    if apart:
+    if stacked:
         grad = torch.cat((dq, dk, dv), 2).flatten(2)
     else:
         dq = dq.reshape(s, b, kv_groups, dq.shape[2] // kv_groups, d)

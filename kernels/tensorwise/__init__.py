@@ -12,4 +12,4 @@ from coat_kernels.tensorwise.predicted import PredictedScale
 from coat_kernels.tensorwise.quantize import quantize_tensor
 from coat_kernels.tensorwise.scale import tensor_amax
 
-__all__ = ["PredictedScale", "tensor_amax", "quantize_tensor"]
+__all__ = ["PredictedScale", "quantize_tensor", "tensor_amax"]

@@ -19,11 +19,11 @@ from megatron.core.transformer.utils import (
 from torch.nn.attention import SDPBackend
 
 from coat_ds.config import ActivationsConfig
-from coat_ds.layers.conversion import attended, grouped
+from coat_ds.layers.conversion import describe_attention, describe_saved
 from coat_ds.layers.inventory import Part
-from coat_ds.layers.modules.hooks import before_hooks
+from coat_ds.layers.modules.hooks import forget_if_hooked
 from coat_ds.log import log_once
-from coat_kernels.attention import BACKENDS, Packed, causal_attention, packed_attention, takes_packed
+from coat_kernels.attention import BACKENDS, Documents, causal_attention, packed_attention, takes_packed
 from coat_kernels.autograd.origin import ATTENDED, note, origin_of
 from megatron_ext import options
 from megatron_ext.layers.packed import is_thd, masked_documents, packed_sequences
@@ -188,7 +188,7 @@ class SDPACoreAttention(torch.nn.Module):
         if squeezed and (origin := origin_of(y)) is not None:
             # Megatron's projection reads y through a view, which is another tensor object
             note(y if y._base is None else y._base, ATTENDED, origin)
-        before_hooks(self, y)
+        forget_if_hooked(self, y)
         return y
 
     def documents(
@@ -197,7 +197,7 @@ class SDPACoreAttention(torch.nn.Module):
         b: int,
         attention_mask: torch.Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
-    ) -> Packed | None:
+    ) -> Documents | None:
         """The documents of `b` sequences of `s` tokens; None for whole sequences."""
         if packed_seq_params is not None:
             if self.dropout or SDPBackend.FLASH_ATTENTION not in self.backends:
@@ -215,19 +215,19 @@ class SDPACoreAttention(torch.nn.Module):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        packed: Packed | None = None,
+        packed: Documents | None = None,
         sinks: torch.Tensor | None = None,
         saved_format: str | None = None,
     ) -> torch.Tensor:
         """Attention itself, which saves its tensors in `saved_format`, or uncompressed if None."""
         how = {"scale": self.softmax_scale, "saved_format": saved_format}
         dropout = self.dropout if self.training else 0.0
-        longest = q.shape[0] if packed is None else packed.longest
-        windowed = self.window is not None and longest > self.window + 1
+        max_seqlen = q.shape[0] if packed is None else packed.max_seqlen
+        windowed = self.window is not None and max_seqlen > self.window + 1
         if packed is None:
             if sinks is None and not windowed:
                 return causal_attention(q, k, v, **how, dropout=dropout, backends=self.backends)
-            packed = Packed.whole(q.shape[1], q.shape[0], q.device)
+            packed = Documents.whole(q.shape[1], q.shape[0], q.device)
         if not takes_packed(q.dtype, q.device, q.shape[-1], v.shape[-1]):
             raise ValueError(
                 "SDPACoreAttention: documents, windows and sinks run on FlashAttention, which takes BF16 and "
@@ -262,8 +262,8 @@ class CoatCoreAttention(Configurable, SDPACoreAttention):
 
     def coat_part(self) -> Part:
         if self.recomputes:
-            return Part("attention", f"recompute their inputs, {grouped(self.activations)}")
-        return Part("attention", attended(self.activations))
+            return Part("attention", f"recompute their inputs, {describe_saved(self.activations)}")
+        return Part("attention", describe_attention(self.activations))
 
     def forward(self, *args, **kwargs) -> torch.Tensor:
         if self.recomputes and torch.is_grad_enabled():

@@ -17,7 +17,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from coat_ds.layers import fused_layer
 from coat_ds.layers.fused_layer import LayerOptions
-from coat_kernels.attention import Packed
+from coat_kernels.attention import Documents
 from coat_kernels.blocks import MlpOptions, QkvOptions
 from coat_kernels.parallel import agreed
 from megatron_ext.layers.attention import CoatCoreAttention, NoCrossAttention
@@ -107,7 +107,7 @@ def dense_parts(layer: torch.nn.Module) -> Parts | str:
     return parts
 
 
-def _waits(hook: Callable) -> bool:
+def _waits_for_parameters(hook: Callable) -> bool:
     return getattr(hook, "__qualname__", "").startswith(_WAITS)
 
 
@@ -120,7 +120,7 @@ def _is_stock(module: torch.nn.Module) -> bool:
     for name in _HOOKS:
         if own[name]:
             return False
-    if own["_forward_pre_hooks"] and not all(map(_waits, own["_forward_pre_hooks"].values())):
+    if own["_forward_pre_hooks"] and not all(map(_waits_for_parameters, own["_forward_pre_hooks"].values())):
         return False
     for parameter in own["_parameters"].values():
         if parameter is not None and not parameter.requires_grad:
@@ -163,7 +163,7 @@ def why_not_fused(layer: torch.nn.Module, parts: Parts | str, arguments: dict) -
 def wait_for_parameters(module: torch.nn.Module) -> None:
     """Runs the hooks in which Megatron waits for gathered parameters, for a `module` that is not called."""
     for hook in module._forward_pre_hooks.values():
-        if _waits(hook):
+        if _waits_for_parameters(hook):
             hook(module, ())
 
 
@@ -188,7 +188,7 @@ def fused_forward(layer: torch.nn.Module, args: tuple, kwargs: dict) -> torch.Te
     why, tables = why_not_fused(layer, parts, arguments), None
     if why is None:
         angles, params = arguments["rotary_pos_emb"], arguments["packed_seq_params"]
-        tables = parts.attention.tables_of(angles, params, arguments["hidden_states"])
+        tables = parts.attention.rotary_tables(angles, params, arguments["hidden_states"])
     if tables is None:
         if layer.training and torch.is_grad_enabled():
             fused_layer.log_why_not_fused(why or "their attention or its rotary positions are not plain")
@@ -197,12 +197,12 @@ def fused_forward(layer: torch.nn.Module, args: tuple, kwargs: dict) -> torch.Te
 
 
 def _run_fused(layer: torch.nn.Module, parts: Parts, tables: Tables, arguments: dict) -> torch.Tensor:
-    """Runs the fused layer, eagerly or as CUDA graphs. `tables`: from `CoatSelfAttention.tables_of`."""
+    """Runs the fused layer, eagerly or as CUDA graphs. `tables`: from `CoatSelfAttention.rotary_tables`."""
     for module in (*parts[:-1], *parts.head_norms):
         if module._forward_pre_hooks:
             wait_for_parameters(module)
     x, core = arguments["hidden_states"], parts.attention.core_attention
-    weights, options = _gathered(parts)
+    weights, options = _weights_and_options(parts)
     attend, constants = _attention(parts, options, arguments)
     compute = functools.partial(fused_layer.fused_layer, options, attend, constants)
     tensors = (*tables, *weights)
@@ -220,7 +220,7 @@ def _run_fused(layer: torch.nn.Module, parts: Parts, tables: Tables, arguments: 
         functools.partial(options.graph_key, [(weight,) for weight in own_weights], core.saved_format),
         layer.config.pipeline_model_parallel_size,
         evaluates=not layer.training,
-        written=options.written,
+        grad_buffers=options.grad_buffers,
         agree=_agree(parts.qkv.tp_group),
     )
 
@@ -229,7 +229,7 @@ def _attention(parts: Parts, options: LayerOptions, arguments: dict) -> tuple[Ca
     """Attention as a function of q, k, v and other tensors, and these other tensors."""
     core, mask = parts.attention.core_attention, arguments["attention_mask"]
     params = arguments["packed_seq_params"]
-    if options.recomputed is None:
+    if options.recompute_format is None:
         # a call of the module: a user's hooks on it have to run
         own = {"attn_mask_type": parts.attention.attn_mask_type}
         own |= {"attention_bias": None, "packed_seq_params": params}
@@ -237,16 +237,16 @@ def _attention(parts: Parts, options: LayerOptions, arguments: dict) -> tuple[Ca
     wait_for_parameters(core)
     x = arguments["hidden_states"]
     tokens = x.shape[0] * ranks_of(parts)[1]
-    starts, *packed = core.documents(tokens, x.shape[1], mask, params) or (None,)
-    constants = tuple(t for t in (starts, core.softmax_offset) if t is not None)
+    cu_seqlens, *packed = core.documents(tokens, x.shape[1], mask, params) or (None,)
+    constants = tuple(t for t in (cu_seqlens, core.softmax_offset) if t is not None)
     return functools.partial(_attend, core, packed), constants
 
 
 def _attend(core: CoatCoreAttention, packed: list, q, k, v, *tensors: torch.Tensor) -> torch.Tensor:
-    """Recomputed attention. `packed`: the fields of `Packed` after the first one, if there are documents.
-    `tensors`: borders of the documents, and the sinks, if there are any."""
+    """Recomputed attention. `packed`: the fields of `Documents` after cu_seqlens, if there are documents.
+    `tensors`: cu_seqlens and the sinks, if there are any."""
     given = iter(tensors)
-    return core.attend(q, k, v, Packed(next(given), *packed) if packed else None, next(given, None))
+    return core.attend(q, k, v, Documents(next(given), *packed) if packed else None, next(given, None))
 
 
 def ranks_of(parts: Parts) -> tuple[int, int]:
@@ -277,9 +277,10 @@ def _agree(group: dist.ProcessGroup) -> Callable[[bool], bool]:
     return bool if group.size() == 1 else functools.partial(agreed, group=group)
 
 
-def _gathered(parts: Parts) -> tuple[tuple, LayerOptions]:
+def _weights_and_options(parts: Parts) -> tuple[tuple, LayerOptions]:
     """The parameters of a layer in the order of `fused_layer`, and its options."""
-    (w_qkv, qkv), (w_proj, proj), (w_fc1, fc1), (w_fc2, fc2) = [linear.options() for linear in parts.linears]
+    weighted = [linear.weight_and_options() for linear in parts.linears]
+    (w_qkv, qkv), (w_proj, proj), (w_fc1, fc1), (w_fc2, fc2) = weighted
     first, attention, second = parts.input_norm, parts.attention, parts.mlp_norm
     head_norms, weights_of_heads, core = (), (), attention.core_attention
     if parts.head_norms:
@@ -290,7 +291,7 @@ def _gathered(parts: Parts) -> tuple[tuple, LayerOptions]:
         QkvOptions(first.options, qkv, *heads),
         MlpOptions(proj, second.options, fc1, parts.mlp.options, fc2),
         head_norms,
-        recomputed=core.saved_format if _recomputes(core) else None,
+        recompute_format=core.saved_format if _recomputes(core) else None,
     )
     return (
         first.weight, first.bias, w_qkv, parts.qkv.bias,

@@ -17,10 +17,10 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
 
 from coat_ds.config import ActivationsConfig, CoatConfigError
-from coat_ds.layers.conversion import grouped
+from coat_ds.layers.conversion import describe_saved
 from coat_ds.layers.inventory import Part
 from coat_ds.layers.modules.converted_forward import is_evaluated
-from coat_kernels.experts import ExpertsState, KernelGate, OwnGate, permuted_experts
+from coat_kernels.experts import ExpertsState, KernelGate, TorchGate, permuted_experts
 from megatron_ext.layers.decoder_layer import wait_for_parameters
 from megatron_ext.layers.linear import without_accumulation_fusion
 from megatron_ext.layers.mlp import kernel_kind
@@ -94,7 +94,7 @@ class CoatGroupedMLP(Configurable, SequentialMLP):
         self._state = ExpertsState(activations.weight_cache, activations.fast_accumulation != "none")
         config, gated = self.config, self.config.gated_linear_unit
         how = {"saved_format": activations.saved_format, "gated": gated}
-        self._gate = OwnGate(self._act, **how)
+        self._gate = TorchGate(self._act, **how)
         if kind := kernel_kind(config):
             limit, offset = (
                 (config.activation_func_clamp_value, config.glu_linear_offset) if gated else (None, 0.0)
@@ -112,7 +112,7 @@ class CoatGroupedMLP(Configurable, SequentialMLP):
         return config.activation_func(gate) * (up + config.glu_linear_offset)
 
     def coat_part(self) -> Part:
-        return Part("feed_forward", grouped(self.activations))
+        return Part("feed_forward", describe_saved(self.activations))
 
     def forward(
         self,
@@ -148,13 +148,13 @@ class CoatGroupedMLP(Configurable, SequentialMLP):
 
     def _in_bf16(self, rows: torch.Tensor, tokens_per_expert: torch.Tensor, probs) -> torch.Tensor:
         """The weighted outputs without FP8 and without gradients."""
-        ends = tokens_per_expert.cumsum(0).to(rows.device, torch.int32)
+        offs = tokens_per_expert.cumsum(0).to(rows.device, torch.int32)
         expert = torch.searchsorted(
-            ends, torch.arange(len(rows), dtype=ends.dtype, device=ends.device), right=True
+            offs, torch.arange(len(rows), dtype=offs.dtype, device=offs.device), right=True
         )
 
         def project(x: torch.Tensor, linear: GroupedLinear) -> torch.Tensor:
-            y = F.grouped_mm(x, linear.weight.to(x.dtype).transpose(1, 2), offs=ends)
+            y = F.grouped_mm(x, linear.weight.to(x.dtype).transpose(1, 2), offs=offs)
             return y if linear.bias is None else y + linear.bias.to(x.dtype)[expert]
 
         a = self._act(project(rows, self.linear_fc1)).to(rows.dtype)

@@ -15,12 +15,12 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
 from coat_ds.config import ActivationsConfig
-from coat_ds.layers.modules.hooks import after_pre_hooks
+from coat_ds.layers.modules.hooks import forget_if_pre_hooked
 from coat_ds.patches import Patch
 from coat_kernels.autograd.derivatives import once_differentiable
 from coat_kernels.parallel import all_reduce
 from megatron_ext.layers.attention import check_context_parallel
-from megatron_ext.layers.linear import CoatColumnParallelLinear, CoatRowParallelLinear, keep_bias
+from megatron_ext.layers.linear import CoatColumnParallelLinear, CoatRowParallelLinear, add_bias_in_gemm
 from megatron_ext.layers.norm import CoatNorm
 from megatron_ext.layers.settings import Configurable
 
@@ -86,7 +86,7 @@ class CoatMLASelfAttention(Configurable, MLASelfAttention):
 
     def __init__(self, config, *args, **kwargs):
         super().__init__(config, *args, **kwargs)
-        keep_bias(self.linear_proj)
+        add_bias_in_gemm(self.linear_proj)
         # Megatron accepts only its own classes for them
         if config.q_lora_rank is not None:
             CoatDownProjection.take_over(self.linear_q_down_proj, "q_down_proj")
@@ -116,7 +116,7 @@ class CoatMLASelfAttention(Configurable, MLASelfAttention):
             )
 
     def forward(self, hidden_states, *args, **kwargs):
-        after_pre_hooks(self, hidden_states)
+        forget_if_pre_hooked(self, hidden_states)
         return super().forward(hidden_states, *args, **kwargs)
 
 

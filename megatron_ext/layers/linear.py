@@ -11,11 +11,11 @@ import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 from coat_ds.config import ActivationsConfig
-from coat_ds.layers.conversion import multiplied
+from coat_ds.layers.conversion import describe_gemms
 from coat_ds.layers.inventory import Part
 from coat_ds.layers.modules.attention import attended_origin
 from coat_ds.layers.modules.converted_forward import is_evaluated
-from coat_ds.layers.modules.hooks import after_pre_hooks
+from coat_ds.layers.modules.hooks import forget_if_pre_hooked
 from coat_ds.layers.modules.linear import Gemm
 from coat_ds.log import log_once
 from coat_kernels.autograd.derivatives import once_differentiable
@@ -41,7 +41,7 @@ _SIZES = {
 }
 # measured with "qkv": if the input has outliers, fast accumulation multiplies the error of this weight's
 # gradient by 1.3, and does not increase the errors of other weights' gradients
-_CANCELS = frozenset(("qkv", "q_proj", "q_down_proj", "q_up_proj", "kv_down_proj", "kv_up_proj"))
+_PRECISE_WGRAD = frozenset(("qkv", "q_proj", "q_down_proj", "q_up_proj", "kv_down_proj", "kv_up_proj"))
 
 
 def without_accumulation_fusion(config):
@@ -135,35 +135,35 @@ class _CoatLinear(Configurable):
         activations = layer_activations(self._quant_config, activations)
         self._in_fp8 = self._fits and activations.enabled
         self._evaluates_stock = activations.evaluation == "stock"
-        self._gemm = Gemm(activations, self._name in _CANCELS)
+        self._gemm = Gemm(activations, self._name in _PRECISE_WGRAD)
 
     def multiplies_in_fp8(self) -> bool:
         """Whether a forward computes in FP8 now."""
         return self._in_fp8 and not (self._evaluates_stock and is_evaluated(self))
 
-    def options(
+    def weight_and_options(
         self, weight: torch.Tensor | None = None, sequence: bool | None = None
     ) -> tuple[torch.Tensor, LinearOptions]:
         """The weight and how it multiplies, with this layer's ranks, and with the tensor that Megatron
         collects the weight's gradient in.
 
-        weight: the layer's own by default. sequence: whether the product gathers or scatters tokens; by
+        weight: the layer's own by default. sequence: whether the GEMM gathers or scatters tokens; by
             default as under sequence parallelism.
         """
-        weight, into, parallel = self.weight if weight is None else weight, None, None
+        weight, buffer, parallel = self.weight if weight is None else weight, None, None
         if _owned_by_megatron(weight):
             # looked up in backward: Megatron may have replaced it by then
-            into = functools.partial(getattr, weight, "main_grad")
+            buffer = functools.partial(getattr, weight, "main_grad")
             weight = _IntoMainGrad.apply(weight)
         if self.tp_group.size() > 1 and not self.explicit_expert_comm:
             sequence = self.sequence_parallel if sequence is None else sequence
             reduces = self._by_output and self.allreduce_dgrad
             parallel = TensorParallel(self.tp_group, self._by_output, sequence, reduces)
-        return weight, self._gemm.options(weight, parallel, into)
+        return weight, self._gemm.options(weight, parallel, buffer)
 
     def coat_part(self) -> Part:
         if self._in_fp8:
-            return Part("linear", multiplied(self._gemm.formats, self.activations))
+            return Part("linear", describe_gemms(self._gemm.formats, self.activations))
         why = "--te-precision-config-file" if self._fits else f"sizes that {ALIGNMENT} does not divide"
         return Part("linear", None, why)
 
@@ -173,7 +173,7 @@ class _CoatLinear(Configurable):
         return self._gemm.cache.nbytes
 
     def forward(self, input_: torch.Tensor, *args, **kwargs):
-        after_pre_hooks(self, input_)
+        forget_if_pre_hooked(self, input_)
         # Megatron may wrap the input in another tensor object before `_forward_impl` runs
         self._attached.update(origin=_origin(input_), maxima=maxima_of(input_))
         try:
@@ -191,10 +191,10 @@ class _CoatLinear(Configurable):
             raise ValueError(f"output_dtype: expected {input.dtype}, that of the input, found {output_dtype}")
         # Megatron sums the output of a row-parallel layer itself
         sequence = self._by_output and self.sequence_parallel
-        return self._product(input, weight, bias, sequence, **self._attached)
+        return self._multiply(input, weight, bias, sequence, **self._attached)
 
-    def _product(self, input, weight, bias, sequence: bool, origin=None, maxima=None) -> torch.Tensor:
-        weight, options = self.options(weight, sequence)
+    def _multiply(self, input, weight, bias, sequence: bool, origin=None, maxima=None) -> torch.Tensor:
+        weight, options = self.weight_and_options(weight, sequence)
         if maxima is not None:
             with_maxima(input, maxima)
         return fp8_linear(input, weight, bias, options, origin=origin)
@@ -224,9 +224,9 @@ class CoatRowParallelLinear(_CoatLinear, RowParallelLinear):
         bias = self.bias if whole and not self.skip_bias_add else None
         if not (self.multiplies_in_fp8() and input_.numel() and (scatters or whole)):
             return super().forward(input_)
-        after_pre_hooks(self, input_)
+        forget_if_pre_hooked(self, input_)
         # the reduce-scatter belongs to the GEMM: its backward all-gathers what it quantized
-        output = self._product(input_, self.weight, bias, scatters, _origin(input_))
+        output = self._multiply(input_, self.weight, bias, scatters, _origin(input_))
         if bias is not None or self.bias is None:
             return output, None
         return (output, self.bias) if self.skip_bias_add else (output + self.bias, None)
@@ -237,7 +237,7 @@ def _origin(x: torch.Tensor) -> Origin | None:
     return origin_of(x) or attended_origin(x)
 
 
-def keep_bias(linear: torch.nn.Module) -> None:
+def add_bias_in_gemm(linear: torch.nn.Module) -> None:
     """Makes a row-parallel layer that holds the whole weight add its bias in its GEMM, not in Megatron's
     bias-dropout-add. The pass that quantizes the gradient then also sums the bias's gradient."""
     if isinstance(linear, CoatRowParallelLinear) and linear.tp_group.size() == 1:

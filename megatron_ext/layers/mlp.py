@@ -6,11 +6,11 @@ from megatron.core.activations import quick_gelu, squared_relu
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 
 from coat_ds.config import ActivationsConfig
-from coat_ds.layers.conversion import grouped
+from coat_ds.layers.conversion import describe_saved
 from coat_ds.layers.inventory import Part
-from coat_ds.layers.modules.hooks import after_pre_hooks
+from coat_ds.layers.modules.hooks import forget_if_pre_hooked
 from coat_kernels.activation import ActivationOptions, activation
-from megatron_ext.layers.linear import CoatColumnParallelLinear, CoatRowParallelLinear, keep_bias
+from megatron_ext.layers.linear import CoatColumnParallelLinear, CoatRowParallelLinear, add_bias_in_gemm
 from megatron_ext.layers.settings import Configurable
 
 
@@ -77,11 +77,11 @@ class CoatMLP(Configurable, MLP):
         self._kind = _kind_of(self.config)
         # Megatron passes fc1's bias to the activation; here the GEMM adds it
         self.linear_fc1.skip_bias_add = False
-        keep_bias(self.linear_fc2)
+        add_bias_in_gemm(self.linear_fc2)
         self.apply_activations(ActivationsConfig())
 
     def coat_part(self) -> Part:
-        return Part("feed_forward", grouped(self.activations))
+        return Part("feed_forward", describe_saved(self.activations))
 
     def apply_activations(self, activations: ActivationsConfig) -> None:
         super().apply_activations(activations)
@@ -91,7 +91,7 @@ class CoatMLP(Configurable, MLP):
         """hidden_states [s, b, h] -> [s, b, h] and the bias that is still to be added, [h] or None. For an
         expert: [tokens, h] and the router's weights [tokens] -> the weighted output, and None.
         """
-        after_pre_hooks(self, hidden_states)
+        forget_if_pre_hooked(self, hidden_states)
         intermediate, _ = self.linear_fc1(hidden_states)
         if intermediate.numel():
             product = activation(intermediate, self.options)

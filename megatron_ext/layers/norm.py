@@ -5,10 +5,10 @@ import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 
 from coat_ds.config import ActivationsConfig
-from coat_ds.layers.conversion import grouped
+from coat_ds.layers.conversion import describe_saved
 from coat_ds.layers.inventory import Part
-from coat_ds.layers.modules.hooks import before_hooks
-from coat_kernels.autograd.origin import take_stand_in, with_stand_in
+from coat_ds.layers.modules.hooks import forget_if_hooked
+from coat_kernels.autograd.origin import take_passthrough, with_passthrough
 from coat_kernels.head_norm import head_norm
 from coat_kernels.norm import NormOptions, normalize
 from megatron_ext.layers.settings import Configurable
@@ -49,7 +49,7 @@ class CoatNorm(Configurable, torch.nn.Module):
         self.options = NormOptions(self.eps, layer_norm, self.zero_centered, saved)
 
     def coat_part(self) -> Part:
-        return Part("norm", grouped(self.activations))
+        return Part("norm", describe_saved(self.activations))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., hidden_size], BF16 or FP32 -> the same shape and dtype, carrying its origin."""
@@ -58,9 +58,9 @@ class CoatNorm(Configurable, torch.nn.Module):
         if adds:
             # Megatron adds x to the branch after this norm. It reads x through this node, so that both
             # gradients of x are added in the norm's backward, without another pass.
-            y, handed_on = y
-            with_stand_in(x, handed_on, y)
-        before_hooks(self, y)
+            y, passthrough = y
+            with_passthrough(x, passthrough, y)
+        forget_if_hooked(self, y)
         return y
 
     def extra_repr(self) -> str:
@@ -85,6 +85,6 @@ def coat_bias_dropout_add(training: bool, fused: bool):
     stock = get_bias_dropout_add(training, fused)
 
     def bias_dropout_add(x_with_bias, residual, prob):
-        return stock(x_with_bias, take_stand_in(residual), prob)
+        return stock(x_with_bias, take_passthrough(residual), prob)
 
     return bias_dropout_add

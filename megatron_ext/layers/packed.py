@@ -7,7 +7,7 @@ the CPU waits for the device.
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from coat_kernels.attention import Packed
+from coat_kernels.attention import Documents
 from coat_kernels.autograd.origin import BORDERS, TABLES, note, noted
 
 Tables = tuple[torch.Tensor, torch.Tensor]
@@ -17,7 +17,7 @@ def is_thd(params: PackedSeqParams | None) -> bool:
     return params is not None and params.qkv_format == "thd"
 
 
-def packed_sequences(params: PackedSeqParams, tokens: int) -> Packed:
+def packed_sequences(params: PackedSeqParams, tokens: int) -> Documents:
     """The documents of packed sequences with `tokens` tokens. Padding at the end of a document belongs to the
     document: no token attends to later ones.
 
@@ -44,9 +44,9 @@ def packed_sequences(params: PackedSeqParams, tokens: int) -> Packed:
                 "packed_seq_params: expected equal cu_seqlens_q and cu_seqlens_kv, found "
                 f"{given.tolist()} and {of_keys.tolist()}. Tokens attend to their own document."
             )
-        found = Packed.between(given.tolist(), given.device)
+        found = Documents.between(given.tolist(), given.device)
         note(given, BORDERS, found)
-    if (last := found.borders[-1]) != tokens:
+    if (last := found.cu_seqlens_cpu[-1]) != tokens:
         raise ValueError(
             f"packed_seq_params: expected documents of all {tokens} tokens of the batch, found cu_seqlens_q "
             f"that ends at {last}. Give the padding at the end a document of its own."
@@ -54,7 +54,7 @@ def packed_sequences(params: PackedSeqParams, tokens: int) -> Packed:
     return found
 
 
-def masked_documents(mask: torch.Tensor | None, s: int, b: int) -> Packed:
+def masked_documents(mask: torch.Tensor | None, s: int, b: int) -> Documents:
     """The documents of `b` sequences of `s` tokens by Megatron's mask [b, 1, s, s], which is True where a
     token does not attend to another. A token that does not attend to the token before it begins a document.
 
@@ -70,25 +70,25 @@ def masked_documents(mask: torch.Tensor | None, s: int, b: int) -> Packed:
     found = noted(mask, BORDERS)
     if found is None:
         begins = mask[:, 0].diagonal(-1, 1, 2)
-        found = Packed.of(torch.cat([torch.ones_like(begins[:, :1]), begins], 1), mask.device)
+        found = Documents.of(torch.cat([torch.ones_like(begins[:, :1]), begins], 1), mask.device)
         note(mask, BORDERS, found)
     return found
 
 
-def by_token(tables: Tables, packed: Packed, tokens: int) -> Tables:
+def by_token(tables: Tables, packed: Documents, tokens: int) -> Tables:
     """The rows of `tables` for the position of each token in its document.
 
     Raises ValueError if a document is longer than the tables.
     """
-    if packed.longest > len(tables[0]):
+    if packed.max_seqlen > len(tables[0]):
         raise ValueError(
-            f"packed_seq_params: expected max_seqlen_q of at least {packed.longest}, the longest document, "
-            f"found {len(tables[0])}."
+            f"packed_seq_params: expected max_seqlen_q of at least {packed.max_seqlen}, that of the "
+            f"longest document, found {len(tables[0])}."
         )
-    given, found = noted(packed.starts, TABLES) or (None, None)
+    given, found = noted(packed.cu_seqlens, TABLES) or (None, None)
     if given is not tables:
         with torch.inference_mode(False):
             positions = packed.positions(tokens)
             found = tables[0][positions], tables[1][positions]
-        note(packed.starts, TABLES, (tables, found))
+        note(packed.cu_seqlens, TABLES, (tables, found))
     return found

@@ -2,7 +2,7 @@
 core_attn, mlp, moe and shared_experts of selective recompute.
 
 Megatron's `tensor_parallel.checkpoint` looks up the class that saves the inputs, `CheckpointFunction`, in
-its module. `install()` patches that name with a subclass that packs activations
+its module. `install()` patches that name with a subclass that compresses activations
 (`coat_kernels.autograd.checkpointing`) while they are saved: half of BF16's bytes. The forward pass does not
 change, nor do the random states, which Megatron saves and replays itself. Backward recomputes from inputs
 rounded to E4M3. With `--distribute-saved-activations` each tensor-parallel rank saves the codes of its
@@ -12,7 +12,7 @@ share.
 import functools
 
 from coat_ds.patches import Patch
-from coat_kernels.autograd.checkpointing import packing_function
+from coat_kernels.autograd.checkpointing import compressing_function
 
 CHECKPOINT = Patch(
     "Megatron's recompute",
@@ -30,4 +30,4 @@ def install() -> None:
 
     Raises RuntimeError if this Megatron is not as expected.
     """
-    CHECKPOINT.apply(functools.partial(packing_function, always=True))
+    CHECKPOINT.apply(functools.partial(compressing_function, always=True))

@@ -6,11 +6,11 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
 
 from coat_ds.config import ActivationsConfig
-from coat_ds.layers.modules.hooks import after_pre_hooks
+from coat_ds.layers.modules.hooks import forget_if_pre_hooked
 from coat_kernels.autograd.origin import TABLES, note, noted
 from coat_kernels.rope import no_rotation, rotate_qkv
 from megatron_ext.layers.attention import check_context_parallel
-from megatron_ext.layers.linear import keep_bias
+from megatron_ext.layers.linear import add_bias_in_gemm
 from megatron_ext.layers.norm import CoatHeadNorm
 from megatron_ext.layers.packed import Tables, by_token, packed_sequences
 from megatron_ext.layers.settings import Configurable
@@ -29,7 +29,7 @@ class CoatSelfAttention(Configurable, SelfAttention):
 
     def __init__(self, config, *args, **kwargs):
         super().__init__(config, *args, **kwargs)
-        keep_bias(self.linear_proj)
+        add_bias_in_gemm(self.linear_proj)
         self.apply_activations(ActivationsConfig())
 
     def apply_activations(self, activations: ActivationsConfig) -> None:
@@ -45,10 +45,10 @@ class CoatSelfAttention(Configurable, SelfAttention):
         packed_seq_params: PackedSeqParams | None = None,
         **kwargs,
     ):
-        after_pre_hooks(self, hidden_states)
+        forget_if_pre_hooked(self, hidden_states)
         others = args or [name for name in kwargs if name != "attention_bias" and kwargs[name] is not None]
         if not others:
-            self._tables = self.tables_of(rotary_pos_emb, packed_seq_params, hidden_states)
+            self._tables = self.rotary_tables(rotary_pos_emb, packed_seq_params, hidden_states)
         try:
             if self._tables is not None:
                 rotary_pos_emb = None
@@ -76,7 +76,7 @@ class CoatSelfAttention(Configurable, SelfAttention):
             q, k = self.q_layernorm(q, cos, sin), self.k_layernorm(k, cos, sin)
         return q, k, v
 
-    def tables_of(self, angles, packed_seq_params: PackedSeqParams | None, x: torch.Tensor) -> Tables | None:
+    def rotary_tables(self, angles, packed_seq_params: PackedSeqParams | None, x) -> Tables | None:
         """Cosines and sines [s, d] of rotary angles [s, 1, 1, d], empty tensors without angles; of packed
         sequences, [tokens, d] for the layer's input `x`. None for a layer or angles that the fused path does
         not support."""

@@ -17,7 +17,7 @@ from coat_ds.optim.layouts import Fragment
 from coat_ds.optim.moment import Moment, pair_up
 from coat_ds.optim.optimizer import CoatAdamW
 from coat_ds.optim.options import MOMENTS, SECOND_FIRST
-from coat_ds.optim.states import ready_state, set_moment
+from coat_ds.optim.states import prepare_state, set_moment
 from coat_ds.optim.stored_moment import states_to_save
 from coat_kernels.adamw import join_master, split_master
 from coat_kernels.codecs import parts_of
@@ -152,7 +152,7 @@ class MegatronAdamW(CoatAdamW, torch.optim.AdamW):
                 state[name] = Moment(value.pieces, value.shape, pair=value.pair)
             else:
                 set_moment(self, p, group, name, value)
-        ready_state(self, p, group)
+        prepare_state(self, p, group)
 
 
 def linked(optimizer: MegatronOptimizer) -> Iterator[tuple[int, torch.Tensor, torch.Tensor, int]]:

@@ -72,18 +72,19 @@ def _link(optimizer: MegatronOptimizer, model_chunks: Iterable[torch.nn.Module],
 
 
 _MODULE = "megatron.core.optimizer"
-_patch = functools.partial(Patch, "Megatron's optimizer")
-BUILD = _patch(
+BUILD = Patch(
+    "Megatron's optimizer",
     f"{_MODULE}:_get_megatron_optimizer_based_on_param_groups",
     "CoatAdamW in Megatron's optimizers; the watch of their model",
     parameters=("config", "model_chunks", "..."),
 )
-CHAIN = _patch(
+CHAIN = Patch(
+    "Megatron's optimizer",
     f"{_MODULE}.optimizer:ChainedOptimizer.__init__",
     "all optimizers of a model are watched",
     parameters=("chained_optimizers",),
 )
-_patch = functools.partial(_patch, remedy=OPTIMIZER_OFF)
+_patch = functools.partial(Patch, "Megatron's optimizer", remedy=OPTIMIZER_OFF)
 _DISTRIBUTED = f"{_MODULE}.distrib_optimizer:DistributedOptimizer"
 GET = _patch(
     f"{_DISTRIBUTED}._get_main_param_and_optimizer_states",

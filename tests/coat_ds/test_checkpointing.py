@@ -14,8 +14,8 @@ import torch
 
 import coat_ds
 from coat_ds.zero.recompute import compressed
-from coat_kernels.autograd.checkpointing import packed_bytes
-from coat_kernels.autograd.origin import PACKED, noted
+from coat_kernels.autograd.checkpointing import compressed_bytes
+from coat_kernels.autograd.origin import COMPRESSED, noted
 from tests.coat_ds.engines import STATES, engine_of
 from tests.kernels.mixture import CHOOSE, TOKENS, Mixture
 from tests.util import listening, rel_rms, run_distributed
@@ -79,11 +79,11 @@ def one_region(host, compress, x):
     else:
         y = host.checkpoint(run, *inputs)
     del inputs
-    kept = packed_bytes()
+    kept = compressed_bytes()
     y.square().sum().backward()
     del y
     gc.collect()
-    return [x.grad, *(p.grad for p in net.parameters())], kept, packed_bytes()
+    return [x.grad, *(p.grad for p in net.parameters())], kept, compressed_bytes()
 
 
 def chain(host):
@@ -95,7 +95,7 @@ def chain(host):
             h = host.checkpoint(net, h)
             outputs.append(weakref.ref(h))
     gc.collect()
-    return [ref() is None for ref in outputs], packed_bytes()
+    return [ref() is None for ref in outputs], compressed_bytes()
 
 
 def chosen(host):
@@ -123,7 +123,7 @@ def twice(host):
         says, ref = getattr(h, "no_checkpointing", None), weakref.ref(h)
         del h
         gc.collect()
-        found.append((packed_bytes()[1], ref() is None, says))
+        found.append((compressed_bytes()[1], ref() is None, says))
         del y
     return found
 
@@ -147,7 +147,7 @@ def pair(host, x):
         a, b = x.clone().requires_grad_(), x.flip(0).clone().requires_grad_()
         with compressed() if compress else contextlib.nullcontext():
             y = host.checkpoint(torch.mul, a * 1, b * 2)
-        kept.append(packed_bytes())
+        kept.append(compressed_bytes())
         y.square().sum().backward()
         gradients.append((a.grad, b.grad))
     return kept, [torch.equal(a, b) for a, b in zip(*gradients, strict=True)]
@@ -270,14 +270,14 @@ def train(stage, compress, lines):
         torch.manual_seed(step)
         x, target = torch.randn(rows, WIDTH).bfloat16(), torch.randn(rows, WIDTH)
         loss = engine(x, target)
-        kept.append(packed_bytes())
+        kept.append(compressed_bytes())
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
     engine.eval()
     with torch.no_grad():
         engine(x, target)
-    return losses, kept, packed_bytes(), [line for line in lines if "COAT" in line]
+    return losses, kept, compressed_bytes(), [line for line in lines if "COAT" in line]
 
 
 def engines():
@@ -315,7 +315,7 @@ def are_packed() -> list[bool]:
     for way in ways:
         h = torch.randn(ROWS, WIDTH, requires_grad=True) * 1
         y = way(torch.exp, h)
-        found.append(noted(h, PACKED) is not None)
+        found.append(noted(h, COMPRESSED) is not None)
         del y
     return found
 

@@ -12,12 +12,12 @@ import pytest
 import coat_ds
 from coat_ds import CoatConfig, cli
 from coat_ds.doctor import PROBLEM, packages
-from coat_ds.plan import advice, gpu_called
+from coat_ds.plan import advice, find_gpu
 from coat_ds.plan.command import _bytes, configured
 from coat_ds.plan.deepspeed_json import deepspeed_json
 from coat_ds.plan.layout import Layout
 from coat_ds.plan.read import from_values
-from coat_ds.plan.systems import rungs
+from coat_ds.plan.systems import all_systems
 from coat_ds.watch.readings import FILE, Reading
 from tests.families import FAMILIES
 
@@ -56,11 +56,11 @@ def test_coat_command_prints_version_and_schema(capsys):
     assert said(capsys, "schema") == (ROOT / "configs/coat.schema.json").read_text()
 
 
-def test_coat_plan_of_every_rung(capsys):
+def test_coat_plan_of_every_system(capsys):
     found = plain(capsys, "plan", *SHAPE, "--gpus", "2", "--micro-batch", "4", "--gpu", "h200")
     systems = {system["system"]: system for system in found["systems"]}
     # without DeepSpeed only one GPU is planned
-    assert systems.keys() == {name for name, rung in rungs().items() if not rung.release}
+    assert systems.keys() == {name for name, system in all_systems().items() if not system.release}
     assert found["model"]["parameters"] == 6_738_415_616
     for system in systems.values():
         assert sum(system["roles"].values()) == pytest.approx(system["peak_bytes"], abs=20)
@@ -86,9 +86,9 @@ def test_coat_plan_finds_the_largest_micro_batch_that_was_measured():
         (Layout(gpus=2, stage=2, reduce_bucket=10**8), 8),
         (Layout(gpus=2, stage=1, tensor=2, reduce_bucket=10**8), 22),
     ):
-        assert advice.largest_micro_batch(model, layout, rungs()["COAT"], 80e9) == largest
-    assert advice.largest_micro_batch(model, layout, rungs()["BF16"], 10e9) == 0
-    assert advice.largest_micro_batch(model, layout, rungs()["BF16"], 1e18) == advice.MOST
+        assert advice.largest_micro_batch(model, layout, all_systems()["COAT"], 80e9) == largest
+    assert advice.largest_micro_batch(model, layout, all_systems()["BF16"], 10e9) == 0
+    assert advice.largest_micro_batch(model, layout, all_systems()["BF16"], 1e18) == advice.MOST
 
 
 def test_coat_plan_recommendation_fits_and_can_be_pasted(capsys, tmp_path):
@@ -115,7 +115,7 @@ def test_coat_plan_recommendation_fits_and_can_be_pasted(capsys, tmp_path):
 
 def test_coat_plan_keeps_the_rest_of_a_json():
     model = from_values(CONFIG, None)
-    systems = [rungs()["COAT, offload"], rungs()["COAT, smallest, recomputed attention"]]
+    systems = [all_systems()["COAT, offload"], all_systems()["COAT, smallest, recomputed attention"]]
     base = {
         "gradient_clipping": 1.0,
         # DeepSpeed's old name
@@ -128,7 +128,7 @@ def test_coat_plan_keeps_the_rest_of_a_json():
     made = [
         deepspeed_json(choice.system, choice.layout, base)
         for choice in advice.compare(
-            model, Layout(gpus=8, stage=2, accumulation=4), systems, gpu_called("h100")
+            model, Layout(gpus=8, stage=2, accumulation=4), systems, find_gpu("h100")
         )
     ]
     assert made[0]["zero_optimization"] == {
@@ -159,8 +159,8 @@ def test_coat_plan_json_is_of_the_system_that_was_chosen(base):
     from deepspeed.runtime.config import DeepSpeedConfig
 
     names = "BF16", "COAT", "COAT, smallest, recomputed attention"
-    systems, layout = [rungs()[name] for name in names], Layout(gpus=8, stage=2)
-    for choice in advice.compare(from_values(CONFIG, None), layout, systems, gpu_called("h100")):
+    systems, layout = [all_systems()[name] for name in names], Layout(gpus=8, stage=2)
+    for choice in advice.compare(from_values(CONFIG, None), layout, systems, find_gpu("h100")):
         made = deepspeed_json(choice.system, choice.layout, base)
         found, wanted = configured(made), choice.system
         assert (found.layers, found.optimizer) == (wanted.layers, wanted.optimizer)

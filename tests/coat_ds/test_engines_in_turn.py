@@ -8,7 +8,7 @@ import torch
 
 import coat_ds
 from coat_ds.layers.modules.converted_forward import converted_forward
-from coat_ds.zero.recompute import compress_inputs, keep_inputs
+from coat_ds.zero.recompute import compress_inputs, stop_compressing_inputs
 from tests.coat_ds.engines import engine_of
 from tests.util import run_distributed
 
@@ -171,11 +171,11 @@ def test_zero3_units_end_with_their_engine(found):
     assert ["ZeRO-3 gathers 1 of 1 layers whole" in line for line in said] == [True, False]
 
 
-def test_keep_inputs_leaves_other_forwards_alone():
+def test_stop_compressing_inputs_leaves_other_forwards_alone():
     net = model()
     for own in (lambda x: x, functools.partial(torch.add, 1)):
         net.forward = own
-        keep_inputs(net)
+        stop_compressing_inputs(net)
         assert net.forward is own
 
 

@@ -13,7 +13,7 @@ from deepspeed.ops.adam import FusedAdam
 
 from coat_ds import CoatAdamW, CoatConfig, CoatConfigError
 from coat_ds.zero import block, build, deepspeed_config
-from coat_ds.zero.deepspeed_config import no_conversion
+from coat_ds.zero.deepspeed_config import why_no_conversion
 from coat_kernels import device
 
 BLOCK, ADAMW = {"enabled": True}, {"type": "AdamW", "params": {"lr": 1e-3}}
@@ -70,7 +70,7 @@ def test_json_check_names_the_key(key, config):
     # an engine would come to this check
     assert block.asks_for_coat(config)
     with pytest.raises(CoatConfigError, match=key):
-        deepspeed_config.check(config, None)
+        deepspeed_config.checked_config(config, None)
 
 
 def test_json_check_accepts():
@@ -83,7 +83,7 @@ def test_json_check_accepts():
         implementations,
         {},
     ):
-        assert deepspeed_config.check(params(**values), None).enabled
+        assert deepspeed_config.checked_config(params(**values), None).enabled
     for section in (
         # off, or at its default
         {"amp": {"enabled": False}},
@@ -93,12 +93,12 @@ def test_json_check_accepts():
         {"bf16": {"enabled": True}, "bfloat16": {"bf16_master_weights_and_grads": True}},
         {"zero_optimization": {"stage": 1}, "optimizer": {**ADAMW, "legacy_fusion": True}},
     ):
-        assert deepspeed_config.check(host(**section), None).enabled
+        assert deepspeed_config.checked_config(host(**section), None).enabled
     assert not block.asks_for_coat({"optimizer": ADAMW, "Coatings": {}, "comms_logger": {"coats": 1}})
     # what others make of them is theirs to judge
     compresses = {**BLOCK, "fp8_activation_checkpointing": True}
-    assert deepspeed_config.check(host(coat=compresses, pipeline="off", compile=[]), None).enabled
-    assert not deepspeed_config.check({"optimizer": "AdamW"}, None).enabled
+    assert deepspeed_config.checked_config(host(coat=compresses, pipeline="off", compile=[]), None).enabled
+    assert not deepspeed_config.checked_config({"optimizer": "AdamW"}, None).enabled
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_json_check_finds_misspelt_names_of_the_block(key, value):
     for config in ({key: value, "optimizer": ADAMW}, host(**{key: value})):
         assert block.asks_for_coat(config)
         with pytest.raises(CoatConfigError, match=f"^{key}: found a block there, which would be ignored"):
-            deepspeed_config.check(config, None)
+            deepspeed_config.checked_config(config, None)
 
 
 def test_json_check_takes_no_other_key_for_the_block():
@@ -263,10 +263,10 @@ def test_no_conversion_on_gpus_without_fp8_and_with_fp16(monkeypatch):
     for found, reason in (((8, 0), "compute capability 8.0, and FP8 GEMMs need 8.9"), ((8, 9), None)):
         for module in (device, deepspeed_config):
             monkeypatch.setattr(module, "capability", lambda _, found=found: found)
-        said = no_conversion({}, gpu)
+        said = why_no_conversion({}, gpu)
         assert said is None if reason is None else said.endswith(reason)
-        assert no_conversion({"fp16": {"enabled": False}}, torch.device("cpu")) is None
-        assert "fp16.enabled" in no_conversion({"fp16": {"enabled": True}}, gpu)
+        assert why_no_conversion({"fp16": {"enabled": False}}, torch.device("cpu")) is None
+        assert "fp16.enabled" in why_no_conversion({"fp16": {"enabled": True}}, gpu)
 
 
 @pytest.mark.parametrize("torch_adam, stock", [(False, FusedAdam), (True, torch.optim.AdamW)])

@@ -127,10 +127,10 @@ def test_host_states_stay_as_fit_into_the_budget(device):
         sizes = dict.fromkeys((False, True), 0)
         for p in params[:-1]:
             held = [*optimizer.state[p]["exp_avg"].stored(), *optimizer.state[p]["exp_avg_sq"].stored()]
-            sizes[optimizer.streams(p)] += sum(
+            sizes[optimizer.is_offloaded(p)] += sum(
                 map(host_states.aligned, (*held, optimizer.state[p]["remainder"]))
             )
-            assert {t.device.type for t in held} == {"cpu" if optimizer.streams(p) else device.type}
+            assert {t.device.type for t in held} == {"cpu" if optimizer.is_offloaded(p) else device.type}
         assert sizes[False] <= 1e9 * budget and all(sizes.values()) == (budget == BUDGET)
         (line,) = lines
         assert f"{sizes[False]:,} bytes of states stay" in line and f"{sizes[True]:,} bytes stream" in line

@@ -36,7 +36,7 @@ def start(cell, offload):
 
 def moments(engine, streamed=False):
     optimizer = engine.basic_optimizer
-    states = [s for p, s in optimizer.state.items() if not streamed or optimizer.streams(p)]
+    states = [s for p, s in optimizer.state.items() if not streamed or optimizer.is_offloaded(p)]
     return [t for s in states for name in ("exp_avg", "exp_avg_sq") for t in s[name].unpaired().stored()]
 
 

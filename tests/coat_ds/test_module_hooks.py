@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from coat_kernels.autograd.origin import maxima_of, take_stand_in, with_maxima, with_stand_in
+from coat_kernels.autograd.origin import maxima_of, take_passthrough, with_maxima, with_passthrough
 from tests.coat_ds.engines import STATES, engine_of
 from tests.util import run_distributed
 
@@ -23,7 +23,7 @@ class Consumer(nn.Linear):
     def forward(self, x):
         self.found = maxima_of(x)
         y = super().forward(x)
-        with_stand_in(x, x.view_as(x), y)
+        with_passthrough(x, x.view_as(x), y)
         return y
 
 
@@ -37,7 +37,7 @@ class Block(nn.Module):
     def forward(self, x):
         y = self.produce(x)
         z = self.consume(y)
-        self.handed_on = take_stand_in(y) is not y
+        self.handed_on = take_passthrough(y) is not y
         return (z + y).relu()
 
 

@@ -11,7 +11,7 @@ from coat_ds import CoatAdamW
 from coat_ds.optim.layouts import Fragment
 from coat_ds.optim.moment import Moment, paired
 from coat_ds.optim.stored_moment import StoredMoment
-from coat_kernels.codecs import GROUP_SIZE, Stored, codec, get_codec
+from coat_kernels.codecs import GROUP_SIZE, Encoded, codec, get_codec
 from tests.coat_ds.optimizers import encoded
 from tests.coat_ds.writes import SHAPE, WRITES, values
 from tests.util import Made
@@ -42,7 +42,7 @@ def some_pair(seed=0):
 def limit(m, second):
     """Largest error of a first moment that is encoded once relative to `second`: half the distance of the two
     largest codes, 1 - (126 / 127)^(3/2), of the group's largest ratio, whose scale is off by 2^-13."""
-    roots = Stored(LOG, second.pieces[0].storage).roots()
+    roots = Encoded(LOG, second.pieces[0].storage).roots()
     u = F.pad((m.reshape(-1) / roots).nan_to_num(0.0, 0.0, 0.0), (0, -m.numel() % GROUP)).view(-1, GROUP)
     largest = u.abs().amax(1).repeat_interleave(GROUP)[: m.numel()]
     return (largest * roots * (0.5 * (1 - (126 / 127) ** 1.5) + 2**-12)).view(m.shape)

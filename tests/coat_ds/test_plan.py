@@ -11,11 +11,11 @@ import transformers
 
 from coat_ds import CoatAdamW, cli, plan
 from coat_ds.optim.host_states import CHUNK
-from coat_ds.plan import Layout, PlanError, Sizes, advice, from_deepspeed, rungs
+from coat_ds.plan import Layout, PlanError, Sizes, advice, all_systems, from_deepspeed
 from coat_ds.plan.command import configured
 from coat_ds.plan.model_states import stepped_bytes
 from coat_ds.plan.systems import coat
-from coat_kernels.graphs import graphed_work
+from coat_kernels.graphs import max_graphed_work
 from tests.coat_ds.planned import MATRICES, NORMS, SMALL, TABLE, moments
 
 # GPUs on which only GEMMs or only copies take time, at a thousand operations or bytes a second: milliseconds
@@ -57,9 +57,9 @@ def test_plan_has_what_is_offloaded_in_host_memory(stage):
     assert found["step"].total == found["step"].weights + found["step"].buffers
     # masters, both moments and gradients in FP32
     spread = Layout(gpus=4, stage=stage, sequence=8, **offloaded)
-    assert plan.predict(SMALL, spread, rungs()["BF16"]).on_host == (4 + 8 + 4) * n / 4
+    assert plan.predict(SMALL, spread, all_systems()["BF16"]).on_host == (4 + 8 + 4) * n / 4
     # which COAT's step streams through the GPU: a model smaller than a chunk at once
-    ours = plan.predict(SMALL, spread, rungs()["COAT"])
+    ours = plan.predict(SMALL, spread, all_systems()["COAT"])
     assert ours.moments[-1].temporaries == ours.on_host < (4 + 8 + 4) * n / 4
     # FP32 sums of earlier micro-batches stay on the GPU at stage 2, in the tensor that the CPU's step reads
     one, several = (
@@ -68,7 +68,7 @@ def test_plan_has_what_is_offloaded_in_host_memory(stage):
     assert several["loss"].gradients - one["loss"].gradients == 4 * n / 4
     if stage == 3:
         parts = dataclasses.replace(spread, offload_parameters=True)
-        prediction = plan.predict(SMALL, parts, rungs()["BF16"])
+        prediction = plan.predict(SMALL, parts, all_systems()["BF16"])
         assert prediction.on_host == (4 + 8 + 4 + 2) * n / 4
         assert prediction.peak.weights == 2 * NORMS
 
@@ -94,7 +94,7 @@ def test_plan_has_streamed_states_in_host_memory():
 def test_plan_of_released_gradients_and_streamed_states_leaves_the_weights():
     """On one GPU, without masters; with more tokens backward hides the copies."""
     seven = Sizes(layers=32, hidden=4096, ffn=11008, heads=32, groups=32, head_dim=128, vocabulary=32000)
-    system = rungs()["COAT, PyTorch, streamed states"]
+    system = all_systems()["COAT, PyTorch, streamed states"]
     assert advice.goes_with(system, Layout(stage=2)) and not advice.goes_with(system, Layout(gpus=2, stage=2))
     layouts, n = [Layout(stage=2, micro_batch=rows) for rows in (1, 16)], seven.parameters
     for prediction in (plan.predict(seven, layout, system) for layout in layouts):
@@ -130,15 +130,15 @@ def test_plan_gives_stages_of_a_pipeline_their_parts():
     model = dataclasses.replace(SMALL, layers=4, vocabulary=32000)
     spread = Layout(framework="megatron", fp32_gradients=True, gpus=2, pipeline=2, sequence=8, accumulation=4)
     part = 2 * MATRICES + 32000 * 64 + (4 + 1) * 64
-    found = plan.predict(model, spread, rungs()["BF16"])
+    found = plan.predict(model, spread, all_systems()["BF16"])
     assert found.peak.moment == "loss"
     assert (found.peak.weights, found.peak.gradients, found.peak.masters) == (2 * part, 4 * part, 4 * part)
     few = dataclasses.replace(spread, sequence=256, micro_batch=8)
-    first = plan.predict(dataclasses.replace(model, vocabulary=8), few, rungs()["BF16"]).peak
-    last = plan.predict(model, few, rungs()["BF16"]).peak
+    first = plan.predict(dataclasses.replace(model, vocabulary=8), few, all_systems()["BF16"]).peak
+    last = plan.predict(model, few, all_systems()["BF16"]).peak
     assert first.moment == "layers" and first.saved == 2 * last.saved
     with pytest.raises(PlanError, match="--pipeline: 2 does not divide the 3 layers"):
-        plan.predict(dataclasses.replace(model, layers=3), spread, rungs()["BF16"])
+        plan.predict(dataclasses.replace(model, layers=3), spread, all_systems()["BF16"])
 
 
 def test_plan_reads_a_deepspeed_json():
@@ -223,7 +223,7 @@ def test_plan_operations_and_bytes_of_a_step_are_those_on_paper():
     assert n == 2 * MATRICES + 2 * TABLE + NORMS
 
     def time(system: str, gpu: plan.Gpu, **spread) -> plan.Time:
-        return plan.step_time(SMALL, Layout(sequence=8, **spread), rungs()[system], gpu)
+        return plan.step_time(SMALL, Layout(sequence=8, **spread), all_systems()[system], gpu)
 
     # two operations an element and token forward, four backward
     products = 6 * 8 * (2 * MATRICES + TABLE)
@@ -240,7 +240,7 @@ def test_plan_operations_and_bytes_of_a_step_are_those_on_paper():
 def test_plan_records_small_layers():
     """As `uses_graphs` draws the line: tokens of all ranks times a rank's part of a layer."""
     for tensor in (1, 2):
-        most = int(graphed_work(tensor) / MATRICES)
+        most = int(max_graphed_work(tensor) / MATRICES)
         spread = {"gpus": tensor, "tensor": tensor}
         recorded, launched = (
             moments("COAT", sequence=n, **spread) for n in (tensor * most, tensor * most + 2)
@@ -257,7 +257,7 @@ def test_plan_records_small_layers():
 def test_plan_engines_and_checkpoints_take_less_than_a_step(gpus, stage, system):
     sizes = Sizes(layers=32, hidden=4096, ffn=11008, heads=32, groups=32, head_dim=128, vocabulary=32000)
     layout = Layout(gpus=gpus, stage=stage, sequence=512)
-    peak = plan.predict(sizes, layout, rungs()[system]).peak
+    peak = plan.predict(sizes, layout, all_systems()[system]).peak
     # DeepSpeed's gradients of zeros, before there are states
     assert peak.weights + 2 * peak.masters < peak.total
     # a load makes each moment when the old one is gone; a compressed one's second moment is copied

@@ -8,8 +8,8 @@ import pytest
 import torch
 from packaging.version import Version
 
-from coat_ds.plan import PlanError, from_deepspeed, predict, rungs
-from coat_kernels.graphs import gradient_moves_in_backward, graphed_work
+from coat_ds.plan import PlanError, all_systems, from_deepspeed, predict
+from coat_kernels.graphs import gradient_moves_in_backward, max_graphed_work
 from tests.coat_ds.engines import STATES, config_of
 from tests.coat_ds.planned import MATRICES, SMALL, moments
 from tests.util import run_distributed
@@ -65,11 +65,11 @@ def test_plan_records_larger_layers_where_gradients_leave():
     leaves = Version(version("deepspeed")) >= Version("0.19.8")
     assert found[::2] == [{leave and leaves} for *_, leave in WAYS]
     assert found[1::2] == [{False}] * len(WAYS)
-    small, large = (int(graphed_work(1, leave) / MATRICES) for leave in (False, True))
+    small, large = (int(max_graphed_work(1, leave) / MATRICES) for leave in (False, True))
     for stage, section, keys, leave in WAYS:
         for tokens, recorded in ((small, stage < 3), (small + 2, leave), (large, leave), (large + 2, False)):
             spread = from_deepspeed(json_of(stage, section, keys), SMALL, gpus=1, sequence=tokens)
-            prediction = predict(SMALL, spread, rungs()["COAT"])
+            prediction = predict(SMALL, spread, all_systems()["COAT"])
             assert all(bool(memory.graphs) == recorded for memory in prediction.moments)
 
 
@@ -80,7 +80,7 @@ def test_plan_records_larger_layers_under_megatron():
     assert not gradient_moves_in_backward(weight)
     weight.main_grad = torch.zeros(1)
     assert gradient_moves_in_backward(weight)
-    most = int(graphed_work(1, True) / MATRICES)
+    most = int(max_graphed_work(1, True) / MATRICES)
     for tokens in (most, most + 2):
         found = moments("COAT", framework="megatron", sequence=tokens)["layers"]
         assert bool(found.graphs) == (tokens == most)

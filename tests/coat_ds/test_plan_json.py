@@ -121,7 +121,7 @@ def test_plan_json_is_taken_by_trainer(name, tmp_path, capsys):
     filled_in.trainer_config_finalize(arguments, model, 100)
     config.DeepSpeedConfig(filled_in.config)
     optimizer = None if "optimizer" in pasted else torch.optim.AdamW(model.parameters())
-    assert deepspeed_config.check(filled_in.config, optimizer).enabled == ("coat" in pasted)
+    assert deepspeed_config.checked_config(filled_in.config, optimizer).enabled == ("coat" in pasted)
     assert "coat" in pasted
 
 
@@ -134,7 +134,7 @@ def test_plan_json_without_auto_has_the_batch_that_was_chosen(name, tmp_path, ca
     monkeypatch.setattr(config.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(config.dist, "get_world_size", lambda: 2)
     config.DeepSpeedConfig(pasted)
-    assert deepspeed_config.check(pasted, None).enabled
+    assert deepspeed_config.checked_config(pasted, None).enabled
     assert pasted["bf16"]["enabled"] and ("fp16" in pasted) == (name == "fp16 off")
 
 
@@ -144,7 +144,7 @@ def test_plan_json_is_never_one_that_coat_refuses(key, tmp_path, capsys):
     pasted = json.loads(recommended(tmp_path, capsys, base)["paste"])
     # offload to the CPU takes the place of a disk's
     assert ("coat" in pasted) == key.endswith("device") and pasted["optimizer"] == base["optimizer"]
-    deepspeed_config.check(pasted, None)
+    deepspeed_config.checked_config(pasted, None)
     words = ["plan", str(tmp_path / "config.json"), "--gpus", "2", "--fit", "60GB"]
     assert cli.main([*words, "--deepspeed", str(tmp_path / "ds.json")]) == 0
     out = capsys.readouterr().out

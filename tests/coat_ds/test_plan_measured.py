@@ -11,7 +11,7 @@ from benchmarks import zero_gradients
 from benchmarks.common.harness import read_rows
 from benchmarks.common.whole_models import MODELS, SYSTEMS, WAYS, planned
 from coat_ds import plan
-from coat_ds.plan import Layout, Sizes, rungs
+from coat_ds.plan import Layout, Sizes, all_systems
 from coat_ds.plan.memory import WORKSPACES
 from coat_ds.plan.read import from_values
 
@@ -186,7 +186,7 @@ def test_plan_of_peaks_under_trainer_is_within_one_per_cent():
     for row in rows:
         size = dataclasses.replace(llama, layers=row["layers"])
         spread = Layout(micro_batch=row["micro_batch"], sequence=row["sequence"], stage=row["stage"])
-        found = plan.predict(size, spread, rungs()[row["system"]]).peak
+        found = plan.predict(size, spread, all_systems()[row["system"]]).peak
         assert found.total / 1e6 == pytest.approx(row["peak_mb"], rel=0.01), row
     assert len(rows) >= 3
 
@@ -230,7 +230,7 @@ def test_plan_of_a_transformers_model_under_trainer():
         assert model.parameters == row["parameters"]
         spread = Layout(micro_batch=row["micro_batch"], sequence=row["sequence"], gpus=row["gpus"], stage=2)
         spread = dataclasses.replace(spread, flat_gradients=is_flat(row))
-        moments = plan.predict(model, spread, rungs()[row["system"]]).moments
+        moments = plan.predict(model, spread, all_systems()[row["system"]]).moments
         found = max(m.total for m in moments if m.moment in ("loss", "step")) / 1e6
         assert found == pytest.approx(row["peak_mb"], rel=BOUND), row["system"]
 
@@ -246,7 +246,7 @@ def test_plan_of_megatrons_own_loop():
     spread = Layout(
         framework="megatron", fp32_gradients=True, accumulation=int(row["micro_batches"]), **count
     )
-    found = plan.predict(model, spread, rungs()["BF16"]).peak.total
+    found = plan.predict(model, spread, all_systems()["BF16"]).peak.total
     assert found / 2**20 == pytest.approx(float(row["peak_mib_after_first"]), rel=BOUND)
 
 

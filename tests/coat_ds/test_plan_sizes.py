@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from coat_ds import cli, convert, plan
-from coat_ds.plan import PlanError, from_deepspeed, rungs, sizes
+from coat_ds.plan import PlanError, all_systems, from_deepspeed, sizes
 from coat_ds.plan.read import from_values, meta_model
 from coat_ds.plan.saved import saved_per_token
 from coat_ds.plan.systems import coat
@@ -72,7 +72,7 @@ def test_plan_from_module_on_the_meta_device():
     assert found.other_parameters == 2 * (64 + 2 * 32)
     # as the package's description has it
     spread = from_deepspeed({"zero_optimization": {"stage": 2}}, found, gpus=8, sequence=4096)
-    assert plan.predict(found, spread, rungs()["COAT"]).peak.total > 2 * found.parameters
+    assert plan.predict(found, spread, all_systems()["COAT"]).peak.total > 2 * found.parameters
     with pytest.raises(PlanError, match='Linear: expected a model .* in "config"'):
         plan.from_module(torch.nn.Linear(2, 2))
 
@@ -123,7 +123,7 @@ def test_plan_saved_bytes_are_what_autograd_saves(name, activations):
     found = plan.from_module(model)
     assert found.counted
     if activations is None:
-        system = rungs()["BF16"]
+        system = all_systems()["BF16"]
     else:
         system = coat("COAT", {"activations": activations})
     predicted = saved_per_token(found, system)

@@ -8,7 +8,7 @@ import torch
 from coat_ds.optim import recover
 from coat_ds.optim.moment import Moment
 from coat_ds.optim.recover import recover_
-from coat_kernels.codecs import CODECS, Stored
+from coat_kernels.codecs import CODECS, Encoded
 from coat_kernels.codecs import codec as codecs
 from coat_kernels.codecs.codec import encode_reference
 from tests.coat_ds.optimizers import encoded
@@ -28,7 +28,7 @@ KINDS = {
 
 def recovered(codec, values):
     """What is stored of `values`, and whether it decodes to all of them."""
-    into = Stored(codec, codec.zeros(values.numel(), device=values.device))
+    into = Encoded(codec, codec.zeros(values.numel(), device=values.device))
     return into.storage, recover_(into, values)
 
 

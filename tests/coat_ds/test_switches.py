@@ -7,7 +7,7 @@ from pydantic import ValidationError
 import coat_ds
 from coat_ds.plan import from_deepspeed
 from coat_ds.zero.block import flag
-from coat_ds.zero.deepspeed_config import check, no_conversion, stage_of
+from coat_ds.zero.deepspeed_config import checked_config, stage_of, why_no_conversion
 from tests.coat_ds.planned import SMALL
 
 VALUES = [
@@ -25,7 +25,7 @@ def test_flag_is_read_as_deepspeed_reads_it(value):
     bf16 = get_bfloat16_config({"bf16": {"enabled": value}})
     assert flag(value) == DeepSpeedFP16Config(enabled=value).enabled == bf16.enabled
     assert flag("auto", auto=True)
-    assert bool(no_conversion({"fp16": {"enabled": value}})) == flag(value)
+    assert bool(why_no_conversion({"fp16": {"enabled": value}})) == flag(value)
 
 
 def test_stage_may_be_a_word():
@@ -37,7 +37,7 @@ def test_stage_may_be_a_word():
 def test_torch_autocast_is_switched_on_by_any_word(word):
     config = {"coat": {"enabled": True}, "torch_autocast": {"enabled": word, "dtype": "float16"}}
     with pytest.raises(coat_ds.CoatConfigError, match="torch_autocast.dtype"):
-        check(config | {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}, None)
+        checked_config(config | {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}, None)
 
 
 def test_deepspeed_refuses_other_words():

@@ -39,7 +39,7 @@ def test_deepspeed_configs(folder, data):
     try:
         config = read_deepspeed_config(args)
         set_batch_sizes(dict(config), argparse.Namespace(micro_batch_size=None, global_batch_size=None), 1)
-        coat = deepspeed_config.check(config, None)
+        coat = deepspeed_config.checked_config(config, None)
     except LaunchError as error:
         assert str(path) in str(error) or "train_" in str(error) or "gradient_acc" in str(error), error
         return

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from coat_ds import CoatAdamW
 from coat_ds.optim.options import MOMENTS
-from coat_kernels.codecs import SIGNED_CODECS, Stored, get_codec
+from coat_kernels.codecs import SIGNED_CODECS, Encoded, get_codec
 from tests.coat_ds.faithful import assert_faithful
 from tests.hostile.files import tries
 from tests.hosts import without_compilation
@@ -23,7 +23,7 @@ PEERS = ("AdamW", "Adam", "FusedAdam", "DeepSpeedCPUAdam", "CoatAdamW")
 
 
 SECOND = ("fp32", "fp8_expanded", "log8")
-PAIRS = [(m, v) for m in SIGNED_CODECS for v in SECOND if get_codec(m).stands_beside(get_codec(v))]
+PAIRS = [(m, v) for m in SIGNED_CODECS for v in SECOND if get_codec(m).pairs_with(get_codec(v))]
 # the relative pair as often as all others together
 PAIRS += [("ratio8", "log8")] * len(PAIRS)
 
@@ -114,9 +114,9 @@ def test_states_go_through_any_chain_of_optimizers(seed, kinds, shapes, steps):
                 else:
                     codec = after.state[q][name].pieces[0].codec
                     second = after.state[q]["exp_avg_sq"]
-                    beside = Stored(second.pieces[0].codec, second.pieces[0].storage)
-                    encoded = codec.encode(old, beside=beside)
-                    rounded = codec.decode(encoded, beside=beside).view(old.shape)
+                    relative_to = Encoded(second.pieces[0].codec, second.pieces[0].storage)
+                    encoded = codec.encode(old, relative_to=relative_to)
+                    rounded = codec.decode(encoded, relative_to=relative_to).view(old.shape)
                     close = (torch.isclose(new, x, rtol=2e-4, atol=0) for x in (old, rounded))
                     assert (next(close) | next(close)).all()
                     if codec.name == "fp8_expanded":

@@ -4,14 +4,14 @@ import torch
 
 from coat_kernels import adamw
 from coat_kernels.codecs import CODECS, SIGNED_CODECS, get_codec
-from coat_kernels.codecs.codec import Stored
+from coat_kernels.codecs.codec import Encoded
 from tests.kernels.inputs import with_options
 
 adamw_, adamw_list, adamw_reference = map(
     with_options, (adamw.adamw_, adamw.step.adamw_triton, adamw.reference.adamw_reference)
 )
 # every pair of formats that the two moments may have, and the pairs that are defaults
-PAIRS = [(m, v) for m in SIGNED_CODECS for v in CODECS if get_codec(m).stands_beside(get_codec(v))]
+PAIRS = [(m, v) for m in SIGNED_CODECS for v in CODECS if get_codec(m).pairs_with(get_codec(v))]
 DEFAULTS = [("fp8_expanded", "fp8_expanded"), ("fp8_expanded", "log8"), ("ratio8", "log8")]
 OPTIONS = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 
@@ -28,8 +28,8 @@ def states(m_name, v_name, n, device):
 
 def values_of(codecs, stored):
     """Both moments as FP32."""
-    beside = Stored(codecs["exp_avg_sq_codec"], stored[1])
-    return [codec.decode(s, beside) for codec, s in zip(codecs.values(), stored, strict=True)]
+    relative_to = Encoded(codecs["exp_avg_sq_codec"], stored[1])
+    return [codec.decode(s, relative_to) for codec, s in zip(codecs.values(), stored, strict=True)]
 
 
 def run_list(run, params, grads, device, steps=3, **more):

@@ -203,7 +203,7 @@ def test_fused_blocks_add_gradients_where_the_caller_wants_them(device):
     expected = run(model, model.by_blocks, x, grad)
     sums = {name: torch.ones_like(model.weights[name], dtype=torch.float32) for name in model.linears}
     for name, options in model.linears.items():
-        into = options._replace(weight_grad_into=lambda name=name: sums[name])
+        into = options._replace(grad_buffer=lambda name=name: sums[name])
         model.linears[name] = into
     found = run(model, model.by_blocks, x, grad)
     for name in sums:

@@ -7,7 +7,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from coat_ds.checkpointing import compressed_checkpoints
-from coat_kernels.autograd.checkpointing import packed
+from coat_kernels.autograd.checkpointing import compress
 from coat_kernels.autograd.router_choices import Choices
 from tests.kernels.mixture import CHOOSE, TOKENS, WIDTH, Mixture
 
@@ -34,7 +34,7 @@ def test_router_choices_gives_gradients_of_rounded_inputs_with_the_first_choices
         y = checkpoint(net, h, use_reentrant=reentrant)
     assert torch.equal(y, net(x))
     first = net.taken[0]
-    rounded = packed(h).unpack().detach().requires_grad_()
+    rounded = compress(h).unpack().detach().requires_grad_()
     found = _gradients(net, leaf, y, upstream)
     assert torch.equal(net.taken[-1], first)
     net(rounded)

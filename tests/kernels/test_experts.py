@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from coat_kernels.experts import ExpertsState, KernelGate, OwnGate, grouped_experts, permuted_experts
+from coat_kernels.experts import ExpertsState, KernelGate, TorchGate, grouped_experts, permuted_experts
 from coat_kernels.experts.reference import experts_reference
 from coat_kernels.weights import WeightCache
 from tests.kernels.agreement import BF16_RMS, EXPERTS_BACKWARD, EXPERTS_FORWARD, ROUNDING
@@ -37,7 +37,7 @@ SILU = KernelGate("silu")
 GPT_OSS = KernelGate("quick_gelu", limit=3.0, offset=1.0, interleaved=True)
 
 
-GATES = pytest.mark.parametrize("gate", [SILU, GPT_OSS, OwnGate(own)], ids=["kernels", "gpt-oss", "own"])
+GATES = pytest.mark.parametrize("gate", [SILU, GPT_OSS, TorchGate(own)], ids=["kernels", "gpt-oss", "own"])
 
 
 def permuted(x, chosen, weights, **rest):
@@ -123,7 +123,7 @@ def test_permuted_experts_with_biases_and_gpt_oss_gate(device):
 @pytest.mark.parametrize("fmt, gate", [("sqrt8", own), ("e4m3", functools.partial(plain, "silu"))])
 def test_grouped_experts_with_biases_and_own_gate(fmt, gate, device):
     chosen, tensors = inputs(device, biases=True)
-    compare(chosen, tensors, OwnGate(gate, saved_format=fmt), gate, fmt)
+    compare(chosen, tensors, TorchGate(gate, saved_format=fmt), gate, fmt)
 
 
 def check_permuted(kind, gated, fmt, device):

@@ -10,7 +10,7 @@ from coat_kernels.experts.kernels import (
     gather_columns_triton,
     gather_rows_triton,
     order_triton,
-    places_triton,
+    padded_triton,
     quantize_each_row_triton,
     repeat_scales,
     sum_to_tokens_triton,
@@ -24,7 +24,7 @@ from coat_kernels.experts.reference import (
     gather_columns_reference,
     gather_rows_reference,
     order_reference,
-    places_reference,
+    padded_reference,
     quantize_each_row_reference,
     sum_to_tokens_reference,
     weights_grad_reference,
@@ -47,9 +47,9 @@ GATES = {
 
 def rows_of(of_each, device, k=None):
     """Rows with `of_each` tokens for the experts; with k choices a token, in a random order."""
-    ends = torch.tensor(of_each, device=device).cumsum(0).int()
+    offs = torch.tensor(of_each, device=device).cumsum(0).int()
     if k is None:
-        return Rows(ends)
+        return Rows(offs)
     expert = torch.arange(len(of_each)).repeat_interleave(torch.tensor(of_each))
     expert = expert[torch.randperm(len(expert))]
     return Rows(*order_reference(expert.view(-1, k).to(device), len(of_each)))
@@ -74,11 +74,11 @@ def test_expert_rows_have_places_in_whole_words(device):
     """Whatever the counts: an expert without rows, at the end too, counts of 16 and next to it."""
     for of_each in (OF_EACH, (0,), (50,), (16, 0, 17, 15), (0, 0, 0)):
         n, rows = sum(of_each), rows_of(of_each, device)
-        row, token, ends = places_triton(rows, n)
+        row, token, offs = padded_triton(rows, n)
         assert token is row
-        assert all(a.equal(e) for a, e in zip((row, ends), places_reference(rows, n)[::2], strict=True))
+        assert all(a.equal(e) for a, e in zip((row, offs), padded_reference(rows, n)[::2], strict=True))
         whole = [max(-(-count // 16) * 16, 16) for count in of_each]
-        assert ends.tolist() == torch.tensor(whole).cumsum(0).tolist() and len(row) >= sum(whole)
+        assert offs.tolist() == torch.tensor(whole).cumsum(0).tolist() and len(row) >= sum(whole)
         assert len(row) % 16 == 0 and len(row) <= n + 16 * len(of_each)
         begin, first = 0, 0
         for count, size in zip(of_each, whole, strict=True):
@@ -89,7 +89,7 @@ def test_expert_rows_have_places_in_whole_words(device):
         if n:
             k = 5 if n % 5 == 0 else 3
             rows = rows_of(of_each, device, k)
-            found, expected = places_triton(rows, n), places_reference(rows, n)
+            found, expected = padded_triton(rows, n), padded_reference(rows, n)
             assert all(a.equal(e) for a, e in zip(found, expected, strict=True)) and found[0].equal(row)
             token = torch.cat((rows.order, rows.order.new_full((1,), n))) // k
             assert found[1].equal(token[row])
@@ -165,7 +165,7 @@ def test_expert_gate_kernels_agree_with_the_references(fmt, f, gate, device):
     gate = gate._replace(saved_format=fmt)
     n, k, width = 60, 3, (1 + gate.gated) * f
     rows = rows_of((10, 0, 16, 1, 21, 12, 0), device, k)
-    weights, source = torch.rand(n // k, k, device=device), places_reference(rows, n)[0]
+    weights, source = torch.rand(n // k, k, device=device), padded_reference(rows, n)[0]
     amax = torch.tensor([4.0], device=device)
     both = torch.randn(n, width).bfloat16().to(device)
     for bias in (None, torch.randn(7, width).bfloat16().to(device)):

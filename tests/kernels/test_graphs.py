@@ -10,8 +10,8 @@ import torch
 
 from coat_kernels.graphs import Graphs, memory
 from coat_kernels.graphs.memory import Memory, uncollected
-from coat_kernels.graphs.patience import WARM_UP
 from coat_kernels.graphs.proof import compare, saved_for_backward
+from coat_kernels.graphs.warm_up import WARM_UP
 
 
 class Node:
@@ -214,7 +214,7 @@ def test_graphs_add_once_where_backward_adds(trusted):
 
     x = torch.ones(8, device="cuda", requires_grad=True)
     for step in range(1, WARM_UP + 5):
-        y = graphs.call(Adds.apply, x * 1, (w,), written=lambda: [total])
+        y = graphs.call(Adds.apply, x * 1, (w,), grad_buffers=lambda: [total])
         torch.autograd.grad(y.sum(), (x, w))
         assert total.item() == 8 * step
     assert graphs.count == 1

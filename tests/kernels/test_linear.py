@@ -10,11 +10,11 @@ from coat_kernels.autograd.origin import (
     maxima_of,
     origin_of,
     share_notes,
-    take_stand_in,
+    take_passthrough,
     whole_of,
     with_maxima,
     with_origin,
-    with_stand_in,
+    with_passthrough,
 )
 from coat_kernels.fp8 import E4M3
 from coat_kernels.linear import LinearFormats, LinearOptions, LinearState, fp8_linear
@@ -34,7 +34,7 @@ def leaves(*tensors, device, dtype=torch.bfloat16):
 
 def adding_to(into, formats=None):
     """Options by which the weight's gradient is added to the tensor that `into` returns."""
-    return LinearOptions(formats or LinearFormats(), NO_CACHE, weight_grad_into=into)
+    return LinearOptions(formats or LinearFormats(), NO_CACHE, grad_buffer=into)
 
 
 def gradients(y, grad, inputs):
@@ -93,7 +93,7 @@ def test_linear_refuses_wrong_shapes(device):
         with pytest.raises(ValueError, match="of 48 outputs"):
             fp8_linear(x, weight, bias)
     y = fp8_linear(x, weight, None, adding_to(lambda: torch.zeros(2, 48, 32, device=device)))
-    with pytest.raises(ValueError, match=r"weight_grad_into: expected shape \[48, 32\], found \[2, 48, 32\]"):
+    with pytest.raises(ValueError, match=r"grad_buffer: expected shape \[48, 32\], found \[2, 48, 32\]"):
         y.sum().backward()
 
 
@@ -174,16 +174,16 @@ def test_whole_of_takes_views_of_all_elements_in_order():
 
 def test_share_notes_with_an_alias():
     x = torch.randn(4, 32)
-    maxima, stand_in = x.abs().amax(1), x.view_as(x)
+    maxima, passthrough = x.abs().amax(1), x.view_as(x)
     with_maxima(x, maxima)
     alias = share_notes(x, x.detach())
     assert maxima_of(alias) is maxima
     # of the two aliases, the one that is read first returns notes made on the other one later
-    with_stand_in(alias, stand_in, x)
-    assert take_stand_in(x) is stand_in and take_stand_in(alias) is alias
-    with_stand_in(x, stand_in, x)
+    with_passthrough(alias, passthrough, x)
+    assert take_passthrough(x) is passthrough and take_passthrough(alias) is alias
+    with_passthrough(x, passthrough, x)
     alias.mul_(2)
-    assert maxima_of(x) is None and take_stand_in(x) is x
+    assert maxima_of(x) is None and take_passthrough(x) is x
 
 
 def test_linear_uses_the_maxima_of_its_producers(device, monkeypatch):
@@ -254,7 +254,7 @@ def test_linear_gradient_of_an_fp32_weight_is_not_rounded_to_bf16(device):
 
 @pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_linear_adds_the_weight_gradient_to_weight_grad_into(compiled, fast, device):
+def test_linear_adds_the_weight_gradient_to_grad_buffer(compiled, fast, device):
     """Other gradients are the same bits, and the placeholder that autograd gets for the weight takes no
     memory."""
     formats = LinearFormats(fast_weight_grad=fast)
@@ -279,7 +279,7 @@ def test_linear_adds_the_weight_gradient_to_weight_grad_into(compiled, fast, dev
     assert main.bfloat16().float().equal(main) == (not fast or device.type == "cuda")
 
 
-def test_linear_calls_weight_grad_into_in_backward(device):
+def test_linear_calls_grad_buffer_in_backward(device):
     x, weight = leaves(torch.randn(16, 32), torch.randn(48, 32), device=device)
     first, second = torch.zeros(2, 48, 32, device=device)
     into = [first]

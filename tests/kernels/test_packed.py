@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from coat_kernels.attention import Packed, causal_attention, takes_packed
+from coat_kernels.attention import Documents, causal_attention, takes_packed
 from coat_kernels.attention import packed_attention as attention
 from coat_kernels.attention.packed import (
     LONG,
@@ -33,14 +33,14 @@ LENGTHS = {
 LAYOUTS = pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 
 
-def packed(lengths, device, window=None) -> Packed:
+def packed(lengths, device, window=None) -> Documents:
     starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device=device)
-    return Packed(starts, max(lengths), window)
+    return Documents(starts, max(lengths), window)
 
 
-def with_borders(lengths, device) -> Packed:
+def with_borders(lengths, device) -> Documents:
     """The same, and its borders are known on the CPU."""
-    return Packed.between([0, *torch.tensor(lengths).cumsum(0).tolist()], device)
+    return Documents.between([0, *torch.tensor(lengths).cumsum(0).tolist()], device)
 
 
 def qkv(tokens, device, groups=N, dtype=torch.bfloat16, sinks=False):
@@ -178,9 +178,9 @@ def test_cudnn_arguments_fit_torchs_operators():
 
 def test_parts_of_long_documents_are_apart():
     lengths = [3, 0, LONG - 1, LONG, 0, LONG + 7, 5, 2, LONG, 0]
-    borders = with_borders(lengths, "cpu").borders
+    borders = with_borders(lengths, "cpu").cu_seqlens_cpu
     parts = parts_of(borders)
-    assert [(p.first, p.last, p.longest) for p in parts] == [
+    assert [(p.first, p.last, p.max_seqlen) for p in parts] == [
         (0, 3, LONG - 1),
         (3, 4, LONG),
         (5, 6, LONG + 7),
@@ -189,8 +189,8 @@ def test_parts_of_long_documents_are_apart():
     ]
     assert all((p.start, p.end) == (borders[p.first], borders[p.last]) for p in parts)
     starts = torch.tensor(borders)
-    assert parts[0].documents(starts).starts.tolist() == [0, 3, 3, LONG + 2]
-    assert parts[3].documents(starts).starts.tolist() == [0, 5, 7]
+    assert parts[0].documents(starts).cu_seqlens.tolist() == [0, 3, 3, LONG + 2]
+    assert parts[3].documents(starts).cu_seqlens.tolist() == [0, 5, 7]
 
 
 @pytest.mark.parametrize("length", [LONG, LONG + 1, 2 * LONG - 1, 2 * LONG, 5 * LONG + 3])

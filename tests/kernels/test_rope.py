@@ -58,10 +58,10 @@ def test_rope_takes_views(kernels, device):
     """Inputs with tokens in another order, and gradients with channels that are not adjacent."""
     mixed, *rest = inputs(SHAPES[1], device)
     found = []
-    for x, apart in ((mixed, False), (mixed.transpose(0, 1).contiguous().transpose(0, 1), True)):
+    for x, stacked in ((mixed, False), (mixed.transpose(0, 1).contiguous().transpose(0, 1), True)):
         x.requires_grad_()
         qkv = rope.rotate_qkv(x, *rest)
-        grads = [t.detach().mT.contiguous().mT if apart else t.detach() for t in qkv]
+        grads = [t.detach().mT.contiguous().mT if stacked else t.detach() for t in qkv]
         codes = rope.op.rotate_qkv_backward_operands(*grads, *rest[:2], PredictedScale(E5M2), sums=True)
         found.append((*qkv, *torch.autograd.grad(qkv, x, grads), codes.rows.float(), codes.sums))
     assert all(map(torch.equal, *found))
@@ -134,21 +134,21 @@ def test_rope_takes_heads_that_lie_apart(shape, device):
     heads = torch.arange(groups * (m + 2), device=device).view(groups, m + 2)
     order = torch.cat((heads[:, :m].flatten(), heads[:, m], heads[:, m + 1]))
 
-    def apart(x):
+    def stacked(x):
         return x.view(s, b, -1, d)[:, :, order].flatten(2)
 
     for forward in (rope.reference.rotate_qkv_reference, rope.kernels.rotate_qkv_triton):
         expected = forward(mixed, cos, sin, groups, d)
-        found = forward(apart(mixed), cos, sin, groups, d, True)
+        found = forward(stacked(mixed), cos, sin, groups, d, True)
         assert all(a.equal(e) for a, e in zip(found, expected, strict=True))
     grads = [torch.randn_like(t.transpose(0, 2)).transpose(0, 2) for t in expected]
     backward = rope.reference.rotate_qkv_backward_reference
-    assert backward(*grads, cos, sin, True)[0].equal(apart(backward(*grads, cos, sin)[0]))
+    assert backward(*grads, cos, sin, True)[0].equal(stacked(backward(*grads, cos, sin)[0]))
     scale = PredictedScale(E5M2)
     grads.extend((cos, sin))
     rows, columns, _, sums = rope.op.rotate_qkv_backward_operands(*grads, scale, sums=True)
-    found = rope.op.rotate_qkv_backward_operands(*grads, scale, sums=True, apart=True)
-    assert found.rows.float().equal(apart(rows.float()).flatten(0, 1))
+    found = rope.op.rotate_qkv_backward_operands(*grads, scale, sums=True, stacked=True)
+    assert found.rows.float().equal(stacked(rows.float()).flatten(0, 1))
     tokens = columns.shape[1]
     assert found.columns.float().equal(columns.float().view(-1, d, tokens)[order].flatten(0, 1))
     assert found.sums.equal(sums.view(-1, d)[order].flatten())

@@ -12,13 +12,13 @@ from torch.utils.checkpoint import checkpoint
 from coat_ds.checkpointing import compressed_checkpoints
 from coat_kernels.autograd import checkpointing as saved
 from coat_kernels.autograd.checkpointing import (
-    Packed,
-    compressing,
+    CompressedTensor,
+    compress,
+    compressed_bytes,
+    compressing_function,
     in_region,
     is_activation,
-    packed,
-    packed_bytes,
-    packing_function,
+    is_compressing,
 )
 from coat_kernels.autograd.origin import origin_of
 from coat_kernels.linear import fp8_linear
@@ -45,7 +45,7 @@ def block(device, dtype=torch.float32):
 
 
 def gradients(net, x, reentrant, packs=False):
-    """Output and gradients of input and weights of one checkpointed pass; packed if `packs`."""
+    """Output and gradients of input and weights of one checkpointed pass; compressed if `packs`."""
     x = x.clone().requires_grad_()
     net.zero_grad()
     torch.manual_seed(7)
@@ -61,7 +61,7 @@ def gradients(net, x, reentrant, packs=False):
 def test_packed_has_one_rounding(device, shape, dtype):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(shape, generator=generator).to(device, dtype)
-    held = Packed(x)
+    held = CompressedTensor(x)
     y = held.unpack()
     assert (y.shape, y.dtype, y.device, y.stride()) == (x.shape, x.dtype, x.device, x.stride())
     groups = -(-x.numel() // 128)
@@ -71,13 +71,13 @@ def test_packed_has_one_rounding(device, shape, dtype):
     error, bound = (y - x).abs().float(), x.abs().float() * 2**-4
     assert (error <= torch.maximum(bound, x.abs().max().float() * 2**-17)).all()
     exact = representable(shape, generator, device).to(dtype)
-    assert torch.equal(Packed(exact).unpack(), exact)
+    assert torch.equal(CompressedTensor(exact).unpack(), exact)
 
 
 def test_packed_keeps_strides(device):
     x = torch.randn(32, 16, 24, device=device)
     for view in (x.transpose(0, 1), x.permute(2, 0, 1), x[:, ::2], x[3:, :, 1:], x[:, :1].expand(32, 16, 24)):
-        y = Packed(view).unpack()
+        y = CompressedTensor(view).unpack()
         dense = view.stride() == torch.empty_like(view).stride()
         assert y.stride() == (view.stride() if dense else view.contiguous().stride())
         assert rel_rms(y, view) < 2**-4
@@ -86,7 +86,7 @@ def test_packed_keeps_strides(device):
 def test_packed_shows_what_is_not_finite(device):
     x = torch.ones(4096, device=device)
     x[5], x[700], x[3000] = float("nan"), float("inf"), -float("inf")
-    y = Packed(x).unpack()
+    y = CompressedTensor(x).unpack()
     assert torch.equal(y.isfinite(), x.isfinite())
     assert (y[y.isfinite()] == 1).all()
 
@@ -115,21 +115,21 @@ def test_is_activation():
 def test_compressed_checkpoints_region_may_return_a_view(reentrant):
     """A view of a tensor that was computed without gradients. Converted layers return such views."""
     x = torch.randn(ROWS, WIDTH, requires_grad=True) * 1
-    before = set(saved.alive_packed())
+    before = set(saved.alive_compressed())
     with compressed_checkpoints():
         for _ in range(3):
             x = checkpoint(lambda x: x.sin().view(WIDTH, ROWS), x, use_reentrant=reentrant)
-    assert len(set(saved.alive_packed()) - before) == 3
+    assert len(set(saved.alive_compressed()) - before) == 3
     x.sum().backward()
 
 
 def test_compressed_checkpoints_keeps_one_copy_of_a_tensor():
     x = torch.randn(ROWS, WIDTH)
-    first = packed(x)
-    assert packed(x) is first
+    first = compress(x)
+    assert compress(x) is first
     x.add_(1)
-    assert packed(x) is not first
-    gone = weakref.ref(packed(x))
+    assert compress(x) is not first
+    gone = weakref.ref(compress(x))
     gc.collect()
     assert gone() is None
 
@@ -183,11 +183,11 @@ def test_compressed_checkpoints_keeps_the_promised_bytes(reentrant):
     gc.collect()
     # only the variable `h` holds an output of a layer
     assert [r() is None for r in kept] == [True, True, True, False]
-    assert packed_bytes() == (4 * ROWS * WIDTH * 129 // 128, 4 * ROWS * WIDTH * 2)
+    assert compressed_bytes() == (4 * ROWS * WIDTH * 129 // 128, 4 * ROWS * WIDTH * 2)
     h.sum().backward()
     del h
     gc.collect()
-    assert packed_bytes() == (0, 0)
+    assert compressed_bytes() == (0, 0)
 
 
 @both
@@ -224,7 +224,7 @@ def kept_of_a_region(reentrant) -> int:
     """Bytes in FP8 that one checkpointed region keeps."""
     h = torch.randn(ROWS, WIDTH, requires_grad=True) * 1
     y = checkpoint(torch.exp, h, use_reentrant=reentrant)
-    found = packed_bytes()[0]
+    found = compressed_bytes()[0]
     y.sum().backward()
     return found
 
@@ -242,9 +242,9 @@ def test_compressed_checkpoints_changes_nothing_outside(reentrant, error):
     with pytest.raises(error, match="on purpose") as held:  # noqa: SIM117
         with compressed_checkpoints(), compressed_checkpoints():
             checkpoint(fail, x * 1, use_reentrant=reentrant)
-    assert not compressing() and not in_region.get()
+    assert not is_compressing() and not in_region.get()
     with compressed_checkpoints():
-        assert compressing()
+        assert is_compressing()
     del held
     assert kept_of_a_region(reentrant) == 0
     with compressed_checkpoints():
@@ -294,7 +294,7 @@ def test_compressed_checkpoints_leaves_inputs_of_a_function_that_always_packs():
     net, plain = block("cpu").eval(), torch.utils.checkpoint.CheckpointFunction
     x = representable((ROWS, WIDTH), torch.Generator().manual_seed(3)).div(16)
     found = []
-    for function in (plain, packing_function(plain, always=True)):
+    for function in (plain, compressing_function(plain, always=True)):
         leaf = x.clone().requires_grad_()
         y = function.apply(lambda h, f=function: f.apply(torch.exp, False, net(h) * 1), False, leaf * 1)
         y.square().sum().backward()
@@ -305,8 +305,8 @@ def test_compressed_checkpoints_leaves_inputs_of_a_function_that_always_packs():
 @both
 @pytest.mark.parametrize("changed", ["activation", "alias", "view", "leaf", "mask"])
 def test_compressed_checkpoints_refuses_what_changes_before_backward(reentrant, changed):
-    """The error is the same as without packing, both for a packed tensor and for one that is kept unchanged,
-    also if only an alias is left."""
+    """The error is the same as without compression, for a compressed tensor and for an unchanged one, also if
+    only an alias is left."""
 
     def run(compress):
         leaf = torch.randn(ROWS, WIDTH, requires_grad=True)
@@ -321,9 +321,9 @@ def test_compressed_checkpoints_refuses_what_changes_before_backward(reentrant, 
             inputs[changed].mul_(2)
         y.sum().backward()
 
-    for compress in (False, True):
+    for compressed in (False, True):
         with pytest.raises(RuntimeError, match="modified by an inplace operation.*expected version 0"):
-            run(compress)
+            run(compressed)
 
 
 @pytest.mark.parametrize("tokens", [ROWS, 8], ids=["packed", "small"])

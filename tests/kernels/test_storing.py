@@ -6,7 +6,7 @@ import torch
 from coat_kernels.adamw import AdamWOptions, storing
 from coat_kernels.adamw.storing import SUMS, Moments, storing_sums_reference, storing_sums_triton
 from coat_kernels.codecs import GROUP_SIZE, get_codec
-from coat_kernels.codecs.codec import Stored, encode_reference
+from coat_kernels.codecs.codec import Encoded, encode_reference
 from tests.kernels.agreement import STORING
 from tests.kernels.steps import PAIRS
 from tests.util import default_dtype
@@ -21,7 +21,7 @@ def stored(options, m, v):
     """Moments [groups, GROUP_SIZE] after they were stored and decoded."""
     first = options.exp_avg_codec
     exp_avg_sq = encode_reference(options.exp_avg_sq_codec, v.reshape(-1))
-    roots = Stored(options.exp_avg_sq_codec, exp_avg_sq).roots().view_as(m) if first.relative else 1
+    roots = Encoded(options.exp_avg_sq_codec, exp_avg_sq).roots().view_as(m) if first.relative else 1
     return Moments(encode_reference(first, (m / roots).reshape(-1)), exp_avg_sq)
 
 

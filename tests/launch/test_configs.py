@@ -10,7 +10,7 @@ import torch
 from transformers import TrainingArguments
 
 from coat_ds import CoatConfigError
-from coat_ds.zero.deepspeed_config import check
+from coat_ds.zero.deepspeed_config import checked_config
 from coat_launch import config_path
 from coat_launch.deepspeed_config import AUTO, read_deepspeed_config, set_batch_sizes
 from tests.util import run_distributed
@@ -58,10 +58,10 @@ def test_deepspeed_reads_it(name):
     offload = config.zero_config.offload_optimizer
     assert (offload and offload.device) == device
     # the project reads every key of it as it is meant
-    assert check(content, None).optimizer.enabled
+    assert checked_config(content, None).optimizer.enabled
     content["zero_optimization"]["offload_optimizer"] = {"device": "nvme", "nvme_path": "/tmp"}
     with pytest.raises(CoatConfigError, match="offload_optimizer.device: found 'nvme'"):
-        check(content, None)
+        checked_config(content, None)
 
 
 @pytest.mark.parametrize("name", DEEPSPEED)

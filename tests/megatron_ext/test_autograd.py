@@ -8,7 +8,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from coat_ds.config import ActivationsConfig
-from coat_kernels.autograd.origin import maxima_of, share_notes, take_stand_in
+from coat_kernels.autograd.origin import maxima_of, share_notes, take_passthrough
 from megatron_ext.layer_specs import coat_layer_spec
 from megatron_ext.layers.norm import CoatNorm
 from tests.megatron_ext.layers import (
@@ -70,7 +70,7 @@ def test_norm_adds_the_gradient_of_the_residual(device):
     normed = layer.input_layernorm(x)
     add = layer.self_attn_bda(True, False)
     y = add((2 * normed, None), x, 0.0)
-    assert take_stand_in(x) is x
+    assert take_passthrough(x) is x
     grad = torch.randn_like(y)
     (fused,) = torch.autograd.grad(y, x, grad)
     normed = layer.input_layernorm(x)

@@ -8,8 +8,8 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 
 from coat_ds.config import ActivationsConfig
 from coat_ds.layers import fused_layer
-from coat_kernels.graphs import end_graphs, graphed_work
-from coat_kernels.graphs.patience import WARM_UP
+from coat_kernels.graphs import end_graphs, max_graphed_work
+from coat_kernels.graphs.warm_up import WARM_UP
 from coat_kernels.weights import invalidate_weight_caches
 from megatron_ext.layer_specs import coat_layer_spec
 from megatron_ext.layers.decoder_layer import _no_graph, dense_parts, ranks_of
@@ -228,13 +228,13 @@ def test_graphs_are_used_by_default_for_small_layers(device):
     layer = build(None, layers=1).decoder.layers[0]
     parts = dense_parts(layer)
     numel = sum(linear.weight.numel() for linear in parts.linears)
-    tokens = int(graphed_work()) // numel
+    tokens = int(max_graphed_work()) // numel
     x = torch.empty(1, device=device)
     assert uses_graphs(parts, x.expand(tokens, 1, H))
     assert not uses_graphs(parts, x.expand(tokens + 1, 1, H))
     # as in Megatron's data parallelism
     parts.qkv.weight.main_grad = torch.zeros_like(parts.qkv.weight)
-    tokens = int(graphed_work(gradients_move=True)) // numel
+    tokens = int(max_graphed_work(gradients_move=True)) // numel
     assert uses_graphs(parts, x.expand(tokens, 1, H))
     assert not uses_graphs(parts, x.expand(tokens + 1, 1, H))
     for unusual in ({"attention_dropout": 0.1}, {"activations": {"cuda_graphs": False}}):

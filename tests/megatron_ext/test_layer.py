@@ -13,7 +13,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.mlp import MLPSubmodules
 
 from coat_ds.config import ActivationsConfig
-from coat_kernels.autograd.origin import origin_of, take_stand_in
+from coat_kernels.autograd.origin import origin_of, take_passthrough
 from coat_kernels.fp8 import E4M3, E5M2
 from megatron_ext.layer_specs import coat_layer_spec, sdpa_layer_spec
 from megatron_ext.layers.attention import SDPACoreAttention
@@ -167,7 +167,7 @@ def test_layer_frees_its_tensors_without_backward(device):
     # neither the layer nor the input that its norm passed on keeps the tensors for backward alive
     assert len(kept) == 1 and kept[0]() is None
     with torch.no_grad():
-        assert origin_of(norm(x)) is None and take_stand_in(x) is x
+        assert origin_of(norm(x)) is None and take_passthrough(x) is x
 
 
 def test_layer_follows_the_activations_of_the_block(device):

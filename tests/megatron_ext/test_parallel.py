@@ -8,7 +8,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from coat_ds.layers.fused_layer import is_small
-from coat_kernels.graphs import MOVES_IN_BACKWARD, graphed_work
+from coat_kernels.graphs import MOVES_IN_BACKWARD, max_graphed_work
 from megatron_ext import mpu
 from megatron_ext.layer_specs import coat_layer_spec
 from megatron_ext.layers.decoder_layer import dense_parts, ranks_of
@@ -138,7 +138,7 @@ def _are_small(layer, tp, shares):
     weights = [linear.weight for linear in parts.linears]
     for leave in (False, True):
         setattr(parts.qkv.weight, MOVES_IN_BACKWARD, leave)
-        most = int(graphed_work(tp, leave)) // sum(w.numel() for w in weights) // shares
+        most = int(max_graphed_work(tp, leave)) // sum(w.numel() for w in weights) // shares
         inputs = [x.expand(tokens, 1, H) for tokens in (most, most + 1)]
         found += [is_small(x, weights, *ranks_of(parts)) for x in inputs]
     return found
@@ -194,7 +194,7 @@ def test_tensor_parallel_layers_equal_one_rank(runs, case):
 def test_tensor_parallel_layers_are_small_up_to_larger_sizes(runs):
     """Over ranks the CPU launches messages as well."""
     _, one, *more = runs
-    assert graphed_work(2) > graphed_work(1)
+    assert max_graphed_work(2) > max_graphed_work(1)
     for found in (one, *(rank for ranks in more for rank in ranks)):
         assert all(run["small"] == [True, False, True, False] for run in found.values() if "small" in run)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from coat_kernels.graphs.patience import WARM_UP
+from coat_kernels.graphs.warm_up import WARM_UP
 from tests.megatron_ext import stages as pipeline
 from tests.megatron_ext import test_data_parallel as data_parallel
 from tests.megatron_ext import test_parallel as tensor_parallel

@@ -13,7 +13,7 @@ from coat_ds.config import ActivationsConfig
 from coat_ds.plan.model_states import ModelStates
 from coat_ds.plan.read import from_values
 from coat_ds.plan.saved import saved_per_token
-from coat_ds.plan.systems import coat, rungs
+from coat_ds.plan.systems import all_systems, coat
 from megatron_ext.layer_specs import coat_layer_spec, sdpa_layer_spec
 from megatron_ext.model import ModelShape, build_gpt
 from megatron_ext.saved_bytes import saved_bytes
@@ -105,7 +105,7 @@ def test_plan_of_megatrons_experts_on_two_ranks():
     layout = plan.Layout(
         framework="megatron", fp32_gradients=True, gpus=2, expert=2, micro_batch=B, sequence=S
     )
-    for system in (rungs()["BF16"], coat("COAT", {})):
+    for system in (all_systems()["BF16"], coat("COAT", {})):
         found, states = [rank[system.name] for rank in ranks], ModelStates(sizes, layout, system)
         for rank in found:
             assert rank["parameters"] == states.parameters

@@ -4,7 +4,7 @@ import pytest
 import torch
 from megatron.core import tensor_parallel
 
-from coat_kernels.autograd.checkpointing import packed_bytes
+from coat_kernels.autograd.checkpointing import compressed_bytes
 from megatron_ext import layer_specs
 from megatron_ext.layers import recompute
 from megatron_ext.model import ModelShape, build_gpt
@@ -91,7 +91,7 @@ def _model(spec_name, **options):
 def _pass(model):
     """Loss, gradients, and bytes of packed inputs (and of the tensors that they replace)."""
     loss = layers.loss_of(model, layers.random_tokens(B, S, VOCAB, 3))
-    kept = packed_bytes()
+    kept = compressed_bytes()
     loss.backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
@@ -135,7 +135,7 @@ def test_fp8_recompute_replays_random_states(megatron, device):
         tensor_parallel.model_parallel_cuda_manual_seed(1)
         leaf = x.clone().requires_grad_()
         y = tensor_parallel.checkpoint(region, False, leaf * 1)
-        kept = packed_bytes()
+        kept = compressed_bytes()
         y.square().sum().backward()
         return leaf.grad, weight.grad, kept
 

@@ -35,7 +35,7 @@ class Mistake(NamedTuple):
 
 def engine(config: dict, optimizer=None) -> Callable[[Path], object]:
     """The first calls of DeepSpeed's engine with the block."""
-    return lambda folder: deepspeed_config.check(config, optimizer)
+    return lambda folder: deepspeed_config.checked_config(config, optimizer)
 
 
 def block(**changes) -> Callable[[Path], object]:
@@ -144,9 +144,9 @@ def on_an_old_gpu(folder: Path) -> None:
 
 def engine_on_an_old_gpu(folder: Path) -> None:
     """Calls `prepare_layers` as an engine does whose block has the key."""
-    coat = deepspeed_config.check({"coat": BLOCK | {"activations": True}, "optimizer": ADAMW}, None)
+    coat = deepspeed_config.checked_config({"coat": BLOCK | {"activations": True}, "optimizer": ADAMW}, None)
     with old_gpu() as gpu:
-        why = deepspeed_config.no_conversion({}, gpu)
+        why = deepspeed_config.why_no_conversion({}, gpu)
     model_layers.prepare_layers(torch.nn.Linear(64, 64), coat.activations, True, why)
 
 
@@ -158,10 +158,10 @@ def adapters_under_autotp(folder: Path) -> None:
 
 
 def nothing_in_fp8(folder: Path) -> None:
-    coat = deepspeed_config.check({"coat": BLOCK | {"require": True}, "optimizer": ADAMW}, None)
+    coat = deepspeed_config.checked_config({"coat": BLOCK | {"require": True}, "optimizer": ADAMW}, None)
     model = torch.nn.Sequential(torch.nn.Linear(10, 10))
     why = model_layers.prepare_layers(model, coat.activations, False)
-    status.idle_layers(coat, layers_of(model, why))
+    status.idle_layers_warning(coat, layers_of(model, why))
 
 
 def megatron(content: object) -> Callable[[Path], object]:

@@ -6,7 +6,7 @@ ranks. A forward that was patched, on the instance or on the class, runs with th
 
     norm_form         a norm, against RMSNorm and LayerNorm, each with weights around 0 and around 1
     activation_kind   an elementwise module, against the functions of `coat_kernels.activation`
-    is_product        a module with a matrix, against x W^T + b
+    is_linear         a module with a matrix, against x W^T + b
     gated_form        a module with two or three linear layers, against down(a(gate(x)) * up(x))
 
 A module is not recognised if its forward has a second argument, raises an exception on the CPU and on the
@@ -209,14 +209,14 @@ def writes_into_its_input(module: nn.Module) -> bool:
     return not x.equal(before)
 
 
-def is_product(module: nn.Module, transposed: bool) -> bool:
+def is_linear(module: nn.Module, transposed: bool) -> bool:
     """Whether `module` computes x W^T + b, or x W + b if `transposed`, with its `weight` and `bias`."""
     if not takes_one_input(module):
         return False
-    return bool(first_found(module, lambda where: _is_product(module, transposed, where)))
+    return bool(first_found(module, lambda where: _is_linear(module, transposed, where)))
 
 
-def _is_product(module: nn.Module, transposed: bool, where: ProbeDevice) -> bool:
+def _is_linear(module: nn.Module, transposed: bool, where: ProbeDevice) -> bool:
     bias, inputs, outputs = module._parameters.get("bias"), 16, 24
     w = where.numbers(*((inputs, outputs) if transposed else (outputs, inputs)), seed=1)
     b = where.numbers(outputs, seed=2)

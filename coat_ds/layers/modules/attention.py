@@ -24,7 +24,7 @@ from coat_ds.layers.modules.converted_forward import DTYPES, autocast_dtype, is_
 from coat_ds.layers.modules.packed import coat_mask, documents_of, packed_mask, traced_mask
 from coat_ds.log import log_once
 from coat_kernels.attention import (
-    Packed,
+    Documents,
     additive_mask,
     causal_attention,
     custom_attention,
@@ -39,9 +39,9 @@ NAME = "coat"
 STOCK = "sdpa"
 # parts of the names of FlashAttention, of its package or from the Hub
 _FLASH = re.compile("flash_attention|flash-attn")
-STATE = "coat_attention"
+SAVING = "coat_attention"
 # marks attention modules of a converted model that are not converted
-LEFT = "coat_left_attention"
+NOT_CONVERTED = "coat_left_attention"
 WITHOUT_CUDNN = (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
 # arguments that change what transformers' function computes, or that it refuses
 _CHANGING = ("position_bias", "softcap", "cache")
@@ -168,7 +168,7 @@ def coat_attention(
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    saving, registered = module.__dict__.get(STATE), ALL_ATTENTION_FUNCTIONS[STOCK]
+    saving, registered = module.__dict__.get(SAVING), ALL_ATTENTION_FUNCTIONS[STOCK]
     arguments = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **rest}
     if registered is not sdpa_attention_forward:
         return registered(module, query, key, value, attention_mask, **arguments)
@@ -193,7 +193,7 @@ def coat_attention(
     takes = takes and causal and not dropout
     packed, mask = documents_of(mask, readable=takes)
     if packed is None and mask is None and takes and sinks is not None:
-        packed = Packed.whole(b, s, query.device)
+        packed = Documents.whole(b, s, query.device)
     if packed is None and (stock or sinks is not None):
         return attend(module, query, key, value, mask, **arguments)
     saved_format = None if stock else saving.saved_format
@@ -220,7 +220,7 @@ def _warn(module: torch.nn.Module, saving: AttentionSaving | None, compiling: bo
             "coat.activations.attention_format: of no effect under torch.compile: attention saves what it "
             "saved before it was converted. Write 'bf16'."
         )
-    if saving is None and not compiling and LEFT not in module.__dict__:
+    if saving is None and not compiling and NOT_CONVERTED not in module.__dict__:
         log_once(
             "a model that was not converted has the config of one that was, as the reference model that TRL "
             "loads for DPO. It runs in BF16, and its log-probabilities are not those of FP8 layers with the "

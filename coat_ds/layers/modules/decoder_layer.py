@@ -6,7 +6,7 @@ adapter or replaced forward would be skipped; otherwise the layer's own forward 
 A forward, from top to bottom:
 
     Fp8DecoderLayer.compute      calls `why_not_fused`, finds packed documents, opens a checkpoint
-    Fp8DecoderLayer.by_blocks    gathers parameters, options and the mask, and chooses CUDA graphs or not
+    Fp8DecoderLayer.run_fused    gathers parameters, options and the mask, and chooses CUDA graphs or not
     LayerCall                    joins the parameters of each GEMM; a CUDA graph records or replays this call
     fused_layer.fused_layer      norm, qkv and rotation; attention; projection, norm and feed-forward
     LayerCall.attend             attention, between two blocks
@@ -26,7 +26,7 @@ from coat_ds.config import ActivationsConfig
 from coat_ds.layers import fused_layer
 from coat_ds.layers.detection.excluded import is_dispatched
 from coat_ds.layers.fused_layer import LayerOptions, LayerWeights
-from coat_ds.layers.modules.attention import STATE, any_attention, is_flash, is_transformers_own
+from coat_ds.layers.modules.attention import SAVING, any_attention, is_flash, is_transformers_own
 from coat_ds.layers.modules.converted_forward import (
     ConvertedForward,
     autocast_dtype,
@@ -39,10 +39,10 @@ from coat_ds.layers.modules.feed_forward import Fp8GatedFeedForward
 from coat_ds.layers.modules.hooks import is_hooked
 from coat_ds.layers.modules.linear import Gemm, can_fuse, joined, parameters_of
 from coat_ds.layers.modules.norm import Fp8Norm
-from coat_ds.layers.modules.packed import PackedMask, Slots, documents_of, packed_mask
+from coat_ds.layers.modules.packed import GraphPadding, PackedMask, documents_of, packed_mask
 from coat_ds.log import log_once
 from coat_kernels.attention import (
-    Packed,
+    Documents,
     additive_mask,
     causal_attention,
     packed_attention,
@@ -90,23 +90,23 @@ class Fp8DecoderLayer(ConvertedForward):
         self.parts, self.recomputes = parts, activations.attention_format == "recompute"
         # dropout rates may be set later, and each class has its own names for them
         self.rates = [(m, n) for m in (module, parts.attention, parts.mlp) for n in dropout_names(m)]
-        self.qkv = Gemm(activations, cancels=True)
+        self.qkv = Gemm(activations, precise_wgrad=True)
         self.cuda_graphs = activations.cuda_graphs
         # batches may change their shape at any time: hold graphs of one shape at a time
-        self.graphs, self.slots = Graphs(one_shape=True), Slots()
+        self.graphs, self.padding = Graphs(one_shape=True), GraphPadding()
 
     def compute(self, hidden_states: torch.Tensor, *args, **kwargs):
         if (why := why_not_fused(self, hidden_states, args, kwargs)) is not None:
             if can_be_read(hidden_states):
                 self._log(why, hidden_states, kwargs)
             return self.stock(hidden_states, *args, **kwargs)
-        flash = is_flash(self.parts.attention.__dict__[STATE].loaded)
+        flash = is_flash(self.parts.attention.__dict__[SAVING].loaded)
         mask = packed_mask(kwargs.get("attention_mask"), kwargs, *hidden_states.shape[:2], flash)
         cos, sin = kwargs["position_embeddings"]
 
         # reentrant checkpoints copy tensor arguments, without notes: only x is one
         def run(x: torch.Tensor) -> torch.Tensor:
-            return self.by_blocks(x, cos, sin, mask)
+            return self.run_fused(x, cos, sin, mask)
 
         if checkpoints_in_forward(self.module):
             return getattr(self.module, CHECKPOINT)(run, hidden_states)
@@ -128,40 +128,36 @@ class Fp8DecoderLayer(ConvertedForward):
         return "coat=fused blocks"
 
     @property
-    def projections(self) -> list[nn.Module]:
-        return [self.parts.attention._modules[name] for name in PROJECTIONS]
-
-    @property
     def head_norms(self) -> list[nn.Module]:
         return head_norms_of(self.parts.attention)
 
     @property
-    def products(self) -> tuple[tuple[nn.Module, ...], ...]:
+    def gemms(self) -> tuple[tuple[nn.Module, ...], ...]:
         """The linear layers, grouped by GEMM: qkv, o, gate and up, down."""
-        *qkv, o = self.projections
+        *qkv, o = [self.parts.attention._modules[name] for name in PROJECTIONS]
         feed_forward = converted_forward(self.parts.mlp)
-        return tuple(qkv), (o,), feed_forward.first, (feed_forward.down,)
+        return tuple(qkv), (o,), feed_forward.gate_up, (feed_forward.down,)
 
-    def by_blocks(
+    def run_fused(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
         """x [b, s, h], cos and sin [1 or b, s, d], a mask, `PackedMask` or None -> [b, s, h]."""
-        attention, products = self.parts.attention, self.products
-        weights, options = self.weights(*products), self.options(*products)
+        attention, gemms = self.parts.attention, self.gemms
+        weights, options = self.weights(*gemms), self.options(*gemms)
         parameters = [p for parts in weights if parts is not None for p in parts]
         # the blocks take [tokens, 1, h], so that each token needs its own row of angles
         constants, packed = [_by_token(cos, len(x)), _by_token(sin, len(x))], None
         reads_borders = takes_packed(x.dtype, x.device, attention.head_dim, attention.head_dim)
         documents, mask = documents_of(mask, reads_borders)
         own_weights = [*weights.qkv, *weights.proj, *weights.fc1, *weights.fc2]
-        why_not = None if documents is None else self.slots.why_not(documents, len(x))
+        why_not = None if documents is None else self.padding.why_not(documents, len(x))
         graphed = fused_layer.uses_graphs(self.cuda_graphs, x, own_weights, why_not=why_not)
         if documents is not None:
-            starts, *packed = self.slots.fit(documents, *x.shape[:2]) if graphed else documents
-            constants.append(starts)
+            cu_seqlens, *packed = self.padding.pad(documents, *x.shape[:2]) if graphed else documents
+            constants.append(cu_seqlens)
         elif mask is not None:
             constants.append(additive_mask(mask, x.dtype))
-        saving = attention.__dict__[STATE]
+        saving = attention.__dict__[SAVING]
         call = LayerCall(
             options,
             attention,
@@ -172,44 +168,44 @@ class Fp8DecoderLayer(ConvertedForward):
         if not graphed:
             return call(x, *constants, *parameters)
         gemms = tuple(weights.qkv), tuple(weights.proj), tuple(weights.fc1), tuple(weights.fc2)
-        uses = partial(options.graph_key, gemms, saving, attention.scaling, call.packed)
+        dependencies = partial(options.graph_key, gemms, saving, attention.scaling, call.packed)
         evaluates = not self.module.training
-        return self.graphs.call(call, x, parameters, uses, constants=constants, evaluates=evaluates)
+        return self.graphs.call(call, x, parameters, dependencies, constants=constants, evaluates=evaluates)
 
-    def weights(self, qkv, o, first, down) -> LayerWeights:
-        """The parameters of the layer with these `products`. Each field is a list of parts, which the layer
+    def weights(self, qkv, o, gate_up, down) -> LayerWeights:
+        """The parameters of the layer with these `gemms`. Each field is a list of parts, which the layer
         joins."""
         return LayerWeights(
             *_of_norm(self.parts.input_norm),
             *parameters_of(qkv),
             *parameters_of(o),
             *_of_norm(self.parts.mlp_norm),
-            *parameters_of(first),
+            *parameters_of(gate_up),
             *parameters_of(down),
             *([norm.weight] for norm in self.head_norms),
         )
 
     def options(self, qkv, o, _, down) -> LayerOptions:
-        """The options of the layer with these `products`."""
+        """The options of the layer with these `gemms`."""
         input_norm, attention, mlp_norm, mlp = self.parts
-        saving, feed_forward, d = attention.__dict__[STATE], converted_forward(mlp), attention.head_dim
+        saving, feed_forward, d = attention.__dict__[SAVING], converted_forward(mlp), attention.head_dim
         return LayerOptions(
             QkvOptions(
                 converted_forward(input_norm).options,
                 self.qkv.options(tuple([linear.weight for linear in qkv])),
                 kv_groups=qkv[1].weight.shape[0] // d,
                 d=d,
-                apart=True,
+                stacked=True,
             ),
             MlpOptions(
                 converted_forward(o[0]).options(o[0].weight),
                 converted_forward(mlp_norm).options,
-                feed_forward.first_options(),
+                feed_forward.gate_up_options(),
                 feed_forward.options,
                 converted_forward(down[0]).options(down[0].weight),
             ),
             head_norms=tuple([converted_forward(norm).options for norm in self.head_norms]),
-            recomputed=saving.saved_format if self.recomputes else None,
+            recompute_format=saving.saved_format if self.recomputes else None,
             batch_first=True,
         )
 
@@ -219,7 +215,7 @@ class LayerCall:
     """One forward of a fused layer, without its tensors, which are arguments: a CUDA graph can record it.
 
     saved_format: how attention saves its tensors; None if it saves them unchanged or is recomputed. packed:
-    the fields of `Packed` after the first one; None for attention without documents. parts: for each weight,
+    the fields of `Documents` after cu_seqlens; None for attention without documents. parts: for each weight,
     the number of parameters that are joined to it.
     """
 
@@ -232,7 +228,7 @@ class LayerCall:
     def __call__(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *tensors: torch.Tensor | None
     ) -> torch.Tensor:
-        """The layer's output. `tensors`: the mask, or the starts of documents, if there is one of them; then
+        """The layer's output. `tensors`: the mask, or cu_seqlens, if there is one of them; then
         the parameters in the order of `LayerWeights`."""
         given, masks = iter(tensors), len(tensors) - sum(self.parts)
         mask = tuple(itertools.islice(given, masks))
@@ -240,10 +236,10 @@ class LayerCall:
         return fused_layer.fused_layer(self.options, self.attend, mask, x, cos, sin, *weights)
 
     def attend(self, q, k, v, *mask: torch.Tensor) -> torch.Tensor:
-        """Attention of heads [b, s, n, d]: [b, s, n * d]. mask: the mask, or the starts of documents."""
+        """Attention of heads [b, s, n, d]: [b, s, n * d]. mask: the mask, or cu_seqlens."""
         how = {"scale": self.attention.scaling, "saved_format": self.saved_format, "batch_first": True}
         if self.packed is not None:
-            return packed_attention(q, k, v, Packed(*mask, *self.packed), **how)
+            return packed_attention(q, k, v, Documents(*mask, *self.packed), **how)
         if not mask:
             return causal_attention(q, k, v, **how)
         heads = [t.transpose(1, 2) for t in (q, k, v)]
@@ -321,15 +317,15 @@ def why_not_fused(layer: Fp8DecoderLayer, x: torch.Tensor, args: tuple, kwargs: 
     angles = kwargs.get("position_embeddings")
     if args or not isinstance(angles, tuple) or angles[0].shape[-1] != attention.head_dim:
         return "they were called without position_embeddings of whole heads, by name"
-    own = STATE in attention.__dict__ and "forward" not in attention.__dict__ and is_transformers_own()
+    own = SAVING in attention.__dict__ and "forward" not in attention.__dict__ and is_transformers_own()
     if not own or not getattr(attention, "is_causal", True):
         return "their attention is not the one that was converted"
     if layer.module.training and any(getattr(m, name, 0) for m, name in layer.rates):
         return "they have dropout"
     if _has_any_global_hook() or feed_forward.calls_between():
         return "they have hooks, or dropout in the feed-forward"
-    qkv, (o,), first, (down,) = layer.products
-    linears = (*qkv, o, *first, down)
+    qkv, (o,), gate_up, (down,) = layer.gemms
+    linears = (*qkv, o, *gate_up, down)
     children = layer.module._modules.values()
     # plain loops, which take less time than generators
     for part in parts:
@@ -342,7 +338,7 @@ def why_not_fused(layer: Fp8DecoderLayer, x: torch.Tensor, args: tuple, kwargs: 
     for module in (*parts, *head_norms, *linears):
         if (why := _why_foreign(module, x.dtype, evaluated)) is not None:
             return why
-    for merged in (qkv, first):
+    for merged in (qkv, gate_up):
         if len({linear._parameters["bias"] is None for linear in merged}) == 2:
             return "some of the linear layers that are multiplied together have biases"
     return None

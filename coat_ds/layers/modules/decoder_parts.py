@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from coat_ds.layers.detection.probe import ProbeDevice, close, first_found, linear_of, run, shadow
-from coat_ds.layers.modules.attention import STATE
+from coat_ds.layers.modules.attention import SAVING
 from coat_ds.layers.modules.converted_forward import converted_forward
 from coat_ds.layers.modules.feed_forward import Fp8GatedFeedForward
 from coat_ds.layers.modules.linear import can_fuse
@@ -64,7 +64,7 @@ def parts_of(layer: nn.Module) -> DecoderParts | None:
     children = {name: child for name, child in layer._modules.items() if child is not None}
     norms = [child for child in children.values() if type(converted_forward(child)) is Fp8Norm]
     mlps = [child for child in children.values() if type(converted_forward(child)) is Fp8GatedFeedForward]
-    attentions = [child for child in children.values() if STATE in child.__dict__]
+    attentions = [child for child in children.values() if SAVING in child.__dict__]
     if layer._parameters or [len(children), len(norms), len(mlps), len(attentions)] != [4, 2, 1, 1]:
         return None
     # the blocks have no sinks

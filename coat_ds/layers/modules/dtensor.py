@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from coat_ds.layers.modules.converted_forward import DTYPES
-from coat_ds.layers.modules.hooks import after_pre_hooks
+from coat_ds.layers.modules.hooks import forget_if_pre_hooked
 from coat_ds.optim.shards import is_distributed
 from coat_kernels.autograd.origin import Origin, origin_of, whole_of
 from coat_kernels.fp8 import ALIGNMENT
@@ -19,10 +19,10 @@ from coat_kernels.fp8 import ALIGNMENT
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, Origin | None], torch.Tensor]
+Multiply = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, Origin | None], torch.Tensor]
 
 
-def no_product(x: torch.Tensor, weight: "DTensor") -> str | None:
+def why_not(x: torch.Tensor, weight: "DTensor") -> str | None:
     """Why ranks cannot multiply their parts of `x` [..., K] and `weight` [N, K] in FP8; None if they can."""
     from torch.distributed.tensor import Replicate, Shard
 
@@ -44,10 +44,10 @@ def unaligned(weight: "DTensor") -> str | None:
     return None
 
 
-def multiplied(module: torch.nn.Module, x: "DTensor", product: Product) -> "DTensor":
-    """The output of a linear layer for which `no_product` returns None.
+def linear(module: torch.nn.Module, x: "DTensor", multiply: Multiply) -> "DTensor":
+    """The output of a linear layer for which `why_not` returns None.
 
-    product(x, weight, bias, origin): the GEMM of this rank's parts; `origin` is how to recompute its x.
+    multiply(x, weight, bias, origin): the GEMM of this rank's parts; `origin` is how to recompute its x.
     """
     from torch.distributed.tensor import DTensor, Partial, Shard
 
@@ -59,19 +59,19 @@ def multiplied(module: torch.nn.Module, x: "DTensor", product: Product) -> "DTen
     # DTensors do not carry notes
     origin = None
     if (whole := whole_of(held)) is not None:
-        after_pre_hooks(module, whole)
+        forget_if_pre_hooked(module, whole)
         origin = origin_of(whole)
     if not by_rows:
-        y = product(held, weight.to_local(), None, origin)
+        y = multiply(held, weight.to_local(), None, origin)
         y = DTensor.from_local(y, x.device_mesh, [Partial()], run_check=False)
         # the bias is added once, to the sum, in the dtype of the GEMM's output, which autocast may set
         return y if bias is None else y + bias.to(y.dtype)
-    y = product(held, weight.to_local(), None if bias is None else bias.to_local(), origin)
+    y = multiply(held, weight.to_local(), None if bias is None else bias.to_local(), origin)
     shape = torch.Size((*x.shape[:-1], weight.shape[0]))
     return _whole(y, x, (Shard(x.ndim - 1),), shape)
 
 
-def normed(x: "DTensor", *weights: "DTensor | None", norm: Callable[..., torch.Tensor]) -> "DTensor | None":
+def norm(x: "DTensor", *weights: "DTensor | None", norm: Callable[..., torch.Tensor]) -> "DTensor | None":
     """norm(x, *weights) of this rank's tokens; None if `x` or the weights have another layout."""
     from torch.distributed.tensor import Partial, Replicate, Shard
 

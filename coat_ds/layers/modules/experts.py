@@ -9,7 +9,7 @@ from coat_ds.layers.detection.probe import activation_kind, close, run
 from coat_ds.layers.modules.converted_forward import ConvertedForward, is_plain
 from coat_ds.layers.modules.hooks import has_user_hooks
 from coat_ds.optim.shards import shape_of
-from coat_kernels.experts import ExpertsState, KernelGate, OwnGate, grouped_experts
+from coat_kernels.experts import ExpertsState, KernelGate, TorchGate, grouped_experts
 from coat_kernels.experts.reference import gate_reference
 from coat_kernels.fp8 import ALIGNMENT
 
@@ -139,7 +139,7 @@ class Fp8Experts(ConvertedForward):
             top_k_weights,
             module.gate_up_proj,
             module.down_proj,
-            self.gate or OwnGate(module._apply_gate, saved_format=self.saved_format),
+            self.gate or TorchGate(module._apply_gate, saved_format=self.saved_format),
             transposed=_is(module, "is_transposed"),
             state=self.state,
             **biases,

@@ -7,7 +7,7 @@ import torch
 from coat_ds.config import ActivationsConfig
 from coat_ds.layers.detection.probe import GatedForm
 from coat_ds.layers.modules.converted_forward import ConvertedForward, converted_forward
-from coat_ds.layers.modules.hooks import after_pre_hooks, before_hooks, has_user_hooks
+from coat_ds.layers.modules.hooks import forget_if_hooked, forget_if_pre_hooked, has_user_hooks
 from coat_ds.layers.modules.linear import Gemm, joined, may_merge, parameters_of
 from coat_kernels.activation import ActivationOptions, activation
 from coat_kernels.autograd.origin import origin_of
@@ -26,7 +26,7 @@ class Fp8Activation(ConvertedForward):
             return self.stock(input)
         dtype = self.dtype_of_output(input)
         y = activation(input.to(dtype), self.options)
-        before_hooks(self.module, y)
+        forget_if_hooked(self.module, y)
         return y
 
 
@@ -37,14 +37,14 @@ class Fp8GatedFeedForward(ConvertedForward):
     def __init__(self, module: torch.nn.Module, activations: ActivationsConfig, form: GatedForm):
         super().__init__(module, activations)
         self.form, self.options = form, ActivationOptions(form.kind, True, self.saved_format)
-        products = form.gate, form.up, form.down
+        linears = form.gate, form.up, form.down
         # the activation, if it is a module, and dropout modules with rate 0
-        self.between = {name: child for name, child in module._modules.items() if name not in products}
+        self.between = {name: child for name, child in module._modules.items() if name not in linears}
         self.within = [m for child in self.between.values() if child is not None for m in child.modules()]
         self.both = None if form.up is None else Gemm(activations)
 
     @property
-    def first(self) -> tuple[torch.nn.Module, ...]:
+    def gate_up(self) -> tuple[torch.nn.Module, ...]:
         """The linear layers that read the input."""
         form, modules = self.form, self.module._modules
         return tuple(modules[name] for name in (form.gate, form.up) if name is not None)
@@ -65,19 +65,19 @@ class Fp8GatedFeedForward(ConvertedForward):
     def compute(self, x: torch.Tensor) -> torch.Tensor:
         if not self.check_tensor(x) or self.calls_between():
             return self.stock(x)
-        after_pre_hooks(self.module, x)
+        forget_if_pre_hooked(self.module, x)
         return self.down(activation(self._both(x), self.options))
 
-    def first_options(self) -> LinearOptions:
+    def gate_up_options(self) -> LinearOptions:
         """The options of the GEMM that reads the input, for a fused block."""
-        weights, _ = parameters_of(self.first)
-        return (self.both or converted_forward(self.first[0])).options(joined(weights))
+        weights, _ = parameters_of(self.gate_up)
+        return (self.both or converted_forward(self.gate_up[0])).options(joined(weights))
 
     def _both(self, x: torch.Tensor) -> torch.Tensor:
         """gate(x) | up(x)."""
-        first = self.first
+        linears = self.gate_up
         if self.both is None:
-            return first[0](x)
-        if not may_merge(first):
-            return torch.cat([linear(x) for linear in first], -1)
-        return self.both.product(x, *map(joined, parameters_of(first)), origin_of(x))
+            return linears[0](x)
+        if not may_merge(linears):
+            return torch.cat([linear(x) for linear in linears], -1)
+        return self.both.multiply(x, *map(joined, parameters_of(linears)), origin_of(x))

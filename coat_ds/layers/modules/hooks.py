@@ -36,13 +36,13 @@ _OF_ALL_MODULES = (
 )
 
 
-def after_pre_hooks(module: torch.nn.Module, x: torch.Tensor) -> None:
+def forget_if_pre_hooked(module: torch.nn.Module, x: torch.Tensor) -> None:
     """Drops the notes on `x`, an input of `module`, if a user's forward pre-hook may have changed it."""
     if module._forward_pre_hooks or _global_forward_pre_hooks:
         _forget(x, module._forward_pre_hooks, _global_forward_pre_hooks)
 
 
-def before_hooks(module: torch.nn.Module, y: torch.Tensor) -> None:
+def forget_if_hooked(module: torch.nn.Module, y: torch.Tensor) -> None:
     """Drops the notes on `y`, the output of `module`, if a user's forward hook may change it."""
     if module._forward_hooks or _global_forward_hooks:
         _forget(y, module._forward_hooks, _global_forward_hooks)

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from coat_ds.config import ActivationsConfig
-from coat_ds.layers.modules import dtensor as tensor_parallel
+from coat_ds.layers.modules import dtensor
 from coat_ds.layers.modules.attention import attended_origin
 from coat_ds.layers.modules.converted_forward import (
     ConvertedForward,
@@ -16,8 +16,8 @@ from coat_ds.layers.modules.converted_forward import (
     converted_forward,
     is_plain,
 )
-from coat_ds.layers.modules.formats import formats
-from coat_ds.layers.modules.hooks import after_pre_hooks, is_hooked
+from coat_ds.layers.modules.formats import linear_formats
+from coat_ds.layers.modules.hooks import forget_if_pre_hooked, is_hooked
 from coat_ds.log import log_once
 from coat_ds.optim.shards import is_distributed
 from coat_kernels.autograd.origin import Origin, origin_of
@@ -28,13 +28,13 @@ from coat_kernels.weights import Weights
 class Gemm(LinearState):
     """What a GEMM keeps between steps, by the block's settings.
 
-    cancels: large terms cancel in the weight's gradient, as in attention's projections.
+    precise_wgrad: large terms cancel in the weight's gradient, as in attention's projections.
     """
 
-    def __init__(self, activations: ActivationsConfig, cancels: bool = False):
-        super().__init__(formats(activations, cancels), activations.weight_cache)
+    def __init__(self, activations: ActivationsConfig, precise_wgrad: bool = False):
+        super().__init__(linear_formats(activations, precise_wgrad), activations.weight_cache)
 
-    def product(
+    def multiply(
         self,
         x: torch.Tensor,
         weight: torch.Tensor | Weights,
@@ -53,10 +53,10 @@ class Fp8Linear(ConvertedForward, Gemm):
         module: nn.Module,
         activations: ActivationsConfig,
         transposed: bool = False,
-        cancels: bool = False,
+        precise_wgrad: bool = False,
     ):
         super().__init__(module, activations)
-        Gemm.__init__(self, activations, cancels)
+        Gemm.__init__(self, activations, precise_wgrad)
         self.transposed = transposed
 
     def shown(self) -> str:
@@ -75,8 +75,8 @@ class Fp8Linear(ConvertedForward, Gemm):
                 return self._of_parts(input)
             self.check_tensor(weight)
             return self.stock(input)
-        after_pre_hooks(module, input)
-        return self.product(input, weight.t() if self.transposed else weight, module.bias, origin_of(input))
+        forget_if_pre_hooked(module, input)
+        return self.multiply(input, weight.t() if self.transposed else weight, module.bias, origin_of(input))
 
     def _of_parts(self, input: torch.Tensor) -> torch.Tensor:
         """`compute` under torch's tensor parallelism, where the weights are DTensors."""
@@ -85,7 +85,7 @@ class Fp8Linear(ConvertedForward, Gemm):
         elif self.transposed:
             reason = "transformers' Conv1D is not split"
         else:
-            reason = tensor_parallel.no_product(input, self.module.weight)
+            reason = dtensor.why_not(input, self.module.weight)
         if reason is not None:
             log_once(
                 f"weights of linear layers are DTensors, as under torch's tensor parallelism, but {reason}. "
@@ -93,7 +93,7 @@ class Fp8Linear(ConvertedForward, Gemm):
             )
             return self.stock(input)
         self.log_that_parts_are_not_cached()
-        return tensor_parallel.multiplied(self.module, input, self.product)
+        return dtensor.linear(self.module, input, self.multiply)
 
     def log_that_parts_are_not_cached(self) -> None:
         """Warns if a cache is set: each forward takes a new local tensor from the DTensor."""

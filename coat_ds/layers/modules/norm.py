@@ -1,15 +1,14 @@
 """The forward of a converted norm: RMSNorm and LayerNorm that save their input in 8 bits."""
 
-import functools
 import sys
 
 import torch
 
 from coat_ds.config import ActivationsConfig
 from coat_ds.layers.detection.probe import NormForm
-from coat_ds.layers.modules import dtensor as tensor_parallel
+from coat_ds.layers.modules import dtensor
 from coat_ds.layers.modules.converted_forward import DTYPES, ConvertedForward, is_plain
-from coat_ds.layers.modules.hooks import before_hooks
+from coat_ds.layers.modules.hooks import forget_if_hooked
 from coat_ds.optim.shards import is_distributed
 from coat_kernels.norm import NormOptions, normalize
 
@@ -35,20 +34,14 @@ class Fp8Norm(ConvertedForward):
             if is_distributed(hidden_states) and hidden_states.dtype in DTYPES:
                 # the output's dtype is that of the following all-gather
                 dtype = self.dtype_of_output(hidden_states)
-                norm = functools.partial(self._normed, dtype=dtype)
-                y = tensor_parallel.normed(hidden_states, weight, bias, norm=norm)
+                y = dtensor.norm(hidden_states, weight, bias, norm=lambda *ts: self._norm(*ts, dtype))
             return self.stock(hidden_states) if y is None else y
-        y = self._normed(hidden_states, weight, bias, dtype=self.dtype_of_output(hidden_states))
-        before_hooks(module, y)
+        y = self._norm(hidden_states, weight, bias, self.dtype_of_output(hidden_states))
+        forget_if_hooked(module, y)
         return y
 
-    def _normed(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        *,
-        dtype: torch.dtype,
+    def _norm(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
     ) -> torch.Tensor:
         """x [..., n] -> [..., n] in `dtype`."""
         if dtype != x.dtype:

@@ -12,22 +12,22 @@ import torch.nn.functional as F
 from torch.utils._pytree import tree_map_only
 
 from coat_ds.log import log_once
-from coat_kernels.attention import Packed
+from coat_kernels.attention import Documents
 from coat_kernels.autograd.origin import BORDERS, note, noted
 
 # numbers of documents that a CUDA graph has room for, and parts of the batch that a document may have
-SLOTS = (64, 256)
+DOCUMENTS = (64, 256)
 _PARTS = (4, 1)
 
 
 class PackedMask(torch.Tensor):
     """A boolean mask [b, 1, s, s] without memory. Every operation of torch on it reads `whole()`."""
 
-    packed: Packed
+    packed: Documents
 
     @staticmethod
-    def __new__(cls, packed: Packed, b: int, s: int):
-        shape, device = (b, 1, s, s), packed.starts.device
+    def __new__(cls, packed: Documents, b: int, s: int):
+        shape, device = (b, 1, s, s), packed.cu_seqlens.device
         mask = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
         mask.packed, mask.computed = packed, None
         return mask
@@ -83,7 +83,7 @@ def coat_mask(
     if plain and square and not skipped and not torch.compiler.is_compiling():
         packed = _read(mask_function, batch_size, q_length, device)
         if packed is not None:
-            window = None if local_size is None or packed.longest <= local_size else local_size - 1
+            window = None if local_size is None or packed.max_seqlen <= local_size else local_size - 1
             return PackedMask(packed._replace(window=window), batch_size, q_length)
     return sdpa_mask(
         batch_size,
@@ -99,7 +99,7 @@ def coat_mask(
     )
 
 
-def _read(mask_function, b: int, s: int, device: torch.device) -> Packed | None:
+def _read(mask_function, b: int, s: int, device: torch.device) -> Documents | None:
     """The documents of `mask_function`; None if a token attends to its successor."""
     rows, later = torch.arange(b, device=device)[:, None], torch.arange(1, s, device=device)[None]
     head = torch.zeros_like(rows)
@@ -109,10 +109,10 @@ def _read(mask_function, b: int, s: int, device: torch.device) -> Packed | None:
     joined, ahead = torch.stack([joined, ahead]).cpu()
     if ahead.any():
         return None
-    return Packed.of(torch.cat([torch.ones_like(joined[:, :1]), ~joined], 1), device)
+    return Documents.of(torch.cat([torch.ones_like(joined[:, :1]), ~joined], 1), device)
 
 
-def documents_of(mask: torch.Tensor | None, readable: bool) -> tuple[Packed | None, torch.Tensor | None]:
+def documents_of(mask: torch.Tensor | None, readable: bool) -> tuple[Documents | None, torch.Tensor | None]:
     """The documents of a `PackedMask` and no mask if they are `readable`: attention takes borders. Otherwise
     no documents and the mask as a plain tensor, if there is one."""
     if type(mask) is not PackedMask:
@@ -139,7 +139,7 @@ def packed_mask(
     known, found = noted(holder, BORDERS) or (None, None)
     if known == given.data_ptr():
         return found
-    own = given[:0] if mask is None else mask.packed.starts
+    own = given[:0] if mask is None else mask.packed.cu_seqlens
     # one copy, for which the CPU waits
     borders = torch.cat([given, own]).tolist()
     if (last := borders[len(given) - 1]) != b * s:
@@ -147,7 +147,7 @@ def packed_mask(
             f"cu_seq_lens_q: expected documents of all {b * s} tokens of the batch, found documents of "
             f"{last}. Give the padding at the end a document of its own."
         )
-    packed = Packed.between(sorted({*borders}), given.device)
+    packed = Documents.between(sorted({*borders}), given.device)
     found = PackedMask(packed._replace(window=None if mask is None else mask.packed.window), b, s)
     note(holder, BORDERS, (given.data_ptr(), found))
     return found
@@ -161,13 +161,13 @@ def _borders(positions: torch.Tensor | None, s: int) -> torch.Tensor | None:
     name = BORDERS, s
     found = noted(positions, name)
     if found is None:
-        starts = Packed.of(positions.diff(prepend=positions[:, :1]) != 1, positions.device).starts
-        found = (starts if len(starts) > 2 else None,)
+        cu_seqlens = Documents.of(positions.diff(prepend=positions[:, :1]) != 1, positions.device).cu_seqlens
+        found = (cu_seqlens if len(cu_seqlens) > 2 else None,)
         note(positions, name, found)
     return found[0]
 
 
-def borders_of_numbers(model: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+def cu_seqlens_of_numbers(model: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
     """A forward pre-hook of text models that were loaded with FlashAttention. If `attention_mask` [b, s]
     numbers the documents of each row from 1, the layers get the borders of these documents instead. Packed
     batches of LLaMA-Factory and Axolotl have such masks; transformers only reads which numbers are 0. Padding
@@ -182,51 +182,51 @@ def borders_of_numbers(model: torch.nn.Module, args: tuple, kwargs: dict) -> tup
     if numbers.max() <= 1:
         return None
     before = numbers.new_full((len(numbers), 1), -1)
-    packed = Packed.of(numbers.diff(prepend=before) != 0, mask.device)
-    borders = {"cu_seq_lens_q": packed.starts, "cu_seq_lens_k": packed.starts}
-    borders |= {"max_length_q": packed.longest, "max_length_k": packed.longest}
+    packed = Documents.of(numbers.diff(prepend=before) != 0, mask.device)
+    borders = {"cu_seq_lens_q": packed.cu_seqlens, "cu_seq_lens_k": packed.cu_seqlens}
+    borders |= {"max_length_q": packed.max_seqlen, "max_length_k": packed.max_seqlen}
     return args, {**kwargs, "attention_mask": None, **borders}
 
 
-class Slots:
+class GraphPadding:
     """Makes packed batches of one number of tokens alike, so that one CUDA graph serves them: borders for a
     fixed number of documents, and a bound of their length. Unused documents have no tokens. A batch that
-    does not fit takes the next of `SLOTS` or `_PARTS`, and so do later ones: graphs are recorded again at
+    does not fit takes the next of `DOCUMENTS` or `_PARTS`, and so do later ones: graphs are recorded again at
     most twice."""
 
     def __init__(self):
-        self.tokens = self.slots = self.longest = 0
+        self.tokens = self.documents = self.max_seqlen = 0
 
-    def why_not(self, packed: Packed, rows: int) -> str | None:
+    def why_not(self, packed: Documents, rows: int) -> str | None:
         """Why no graph serves these documents in `rows` rows; None if one does."""
-        documents = len(packed.starts) - 1
-        too_many = documents > max(rows, SLOTS[-1])
-        return f"for packed batches of more than {SLOTS[-1]} documents" if too_many else None
+        documents = len(packed.cu_seqlens) - 1
+        too_many = documents > max(rows, DOCUMENTS[-1])
+        return f"for packed batches of more than {DOCUMENTS[-1]} documents" if too_many else None
 
-    def fit(self, packed: Packed, rows: int, s: int) -> Packed:
+    def pad(self, packed: Documents, rows: int, s: int) -> Documents:
         """The documents `packed` of a batch [rows, s], for which `why_not` is None. All layers get the same
         borders."""
-        documents, tokens = len(packed.starts) - 1, rows * s
+        documents, tokens = len(packed.cu_seqlens) - 1, rows * s
         if documents <= rows:
             # each row is one document, in every batch
             return packed
         if self.tokens != tokens:
-            self.tokens, self.slots, self.longest = tokens, 0, 0
-        if documents > self.slots or packed.longest > self.longest:
-            self.slots = next(n for n in SLOTS if n >= max(documents, self.slots))
+            self.tokens, self.documents, self.max_seqlen = tokens, 0, 0
+        if documents > self.documents or packed.max_seqlen > self.max_seqlen:
+            self.documents = next(n for n in DOCUMENTS if n >= max(documents, self.documents))
             parts = (-(-tokens // part) for part in _PARTS)
-            self.longest = next(n for n in parts if n >= max(packed.longest, self.longest))
+            self.max_seqlen = next(n for n in parts if n >= max(packed.max_seqlen, self.max_seqlen))
             log_once(
-                f"packed batches of {tokens} tokens run as CUDA graphs, which have room for {self.slots} "
-                f"documents of up to {self.longest} tokens.",
+                f"packed batches of {tokens} tokens run as CUDA graphs, which have room for {self.documents} "
+                f"documents of up to {self.max_seqlen} tokens.",
                 logging.INFO,
             )
-        name = BORDERS, self.slots
-        starts = noted(packed.starts, name)
-        if starts is None:
-            starts = F.pad(packed.starts, (0, self.slots - documents), value=tokens)
-            note(packed.starts, name, starts)
-        return packed._replace(starts=starts, longest=self.longest, borders=None)
+        name = BORDERS, self.documents
+        cu_seqlens = noted(packed.cu_seqlens, name)
+        if cu_seqlens is None:
+            cu_seqlens = F.pad(packed.cu_seqlens, (0, self.documents - documents), value=tokens)
+            note(packed.cu_seqlens, name, cu_seqlens)
+        return packed._replace(cu_seqlens=cu_seqlens, max_seqlen=self.max_seqlen, cu_seqlens_cpu=None)
 
 
 def traced_mask(mask: torch.Tensor | None, arguments: dict, b: int, s: int) -> torch.Tensor | None:
@@ -235,5 +235,5 @@ def traced_mask(mask: torch.Tensor | None, arguments: dict, b: int, s: int) -> t
     given = arguments.get("cu_seq_lens_q")
     if given is None or (mask is not None and mask.dtype != torch.bool):
         return mask
-    documents = Packed(given.to(torch.int32), s).mask(b, s)
+    documents = Documents(given.to(torch.int32), s).mask(b, s)
     return documents if mask is None else mask & documents

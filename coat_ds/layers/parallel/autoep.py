@@ -14,7 +14,7 @@ from coat_ds.layers.modules.converted_forward import ConvertedForward, can_be_re
 from coat_ds.log import log_once
 from coat_ds.optim.shards import shape_of
 from coat_kernels.autograd.derivatives import once_differentiable
-from coat_kernels.experts import ExpertsState, KernelGate, OwnGate, permuted_experts
+from coat_kernels.experts import ExpertsState, KernelGate, TorchGate, permuted_experts
 from coat_kernels.fp8 import ALIGNMENT
 from coat_kernels.weights import WeightCache
 
@@ -105,7 +105,7 @@ class AutoEPExperts(ConvertedForward):
         module = self.module
         if not (x.numel() and self.check_tensor(x) and can_be_read(module.w1)):
             return self.stock(x, num_tokens_per_expert)
-        gate = OwnGate(self._gate, saved_format=self.saved_format)
+        gate = TorchGate(self._gate, saved_format=self.saved_format)
         if module.activation in _KINDS:
             gate = KernelGate(_KINDS[module.activation], saved_format=self.saved_format)
         # the last expert computes them, too

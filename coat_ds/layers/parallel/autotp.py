@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from coat_ds.layers.modules.converted_forward import can_be_read
-from coat_ds.layers.modules.hooks import after_pre_hooks
+from coat_ds.layers.modules.hooks import forget_if_pre_hooked
 from coat_ds.layers.modules.linear import Fp8Linear
 from coat_kernels.autograd.origin import origin_of
 
@@ -47,12 +47,12 @@ class AutoTPLinear(Fp8Linear):
             or not (self.check_tensor(input) and can_be_read(module.weight))
         ):
             return self.stock(input)
-        after_pre_hooks(module, input)
+        forget_if_pre_hooked(module, input)
         origin, group = origin_of(input), module.mp_group
         if isinstance(module, layers.LinearLayer):
             # the gradient of the input is summed over ranks
             x = input if group is None else layers.ColumnParallel.apply(group, input)
-            return self.product(x, module.weight, module.bias, origin)
-        y = self.product(input, module.weight, None, origin)
+            return self.multiply(x, module.weight, module.bias, origin)
+        y = self.multiply(input, module.weight, None, origin)
         y = layers.RowParallel.apply(group, y, not module.is_training_mode())
         return y if module.bias is None else y + module.bias

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from coat_ds.config import ActivationsConfig
-from coat_ds.layers.modules import dtensor as tensor_parallel
+from coat_ds.layers.modules import dtensor
 from coat_ds.layers.modules.converted_forward import DTYPES
 from coat_ds.layers.modules.linear import Fp8Linear
 from coat_ds.optim.shards import is_distributed
@@ -43,16 +43,16 @@ def why_not(module: torch.nn.Module, split: Split) -> str | None:
         return f"transformers' {type(split.style).__name__} keeps its forward"
     if not is_distributed(module.weight):
         return "its weight is no DTensor, though transformers has split it"
-    return tensor_parallel.unaligned(module.weight)
+    return dtensor.unaligned(module.weight)
 
 
 class TransformersTPLinear(Fp8Linear):
     """The forward of a linear layer that transformers has split by rows or columns."""
 
     def __init__(
-        self, module: torch.nn.Module, activations: ActivationsConfig, split: Split, cancels: bool = False
+        self, module: torch.nn.Module, activations: ActivationsConfig, split: Split, precise_wgrad: bool
     ):
-        super().__init__(module, activations, cancels=cancels)
+        super().__init__(module, activations, precise_wgrad=precise_wgrad)
         self.split = split
 
     def compute(self, input: torch.Tensor) -> torch.Tensor:
@@ -66,7 +66,7 @@ class TransformersTPLinear(Fp8Linear):
         with style.context_around_forward(module, mesh):
             if is_distributed(x):
                 self.log_that_parts_are_not_cached()
-                y = tensor_parallel.multiplied(module, x, self.product)
+                y = dtensor.linear(module, x, self.multiply)
             else:
-                y = self.product(x, module.weight, module.bias, origin_of(x))
+                y = self.multiply(x, module.weight, module.bias, origin_of(x))
         return style.transform_output_post_forward(module, y, mesh)

@@ -4,7 +4,7 @@ import torch
 
 import coat_ds
 from coat_ds.layers.modules.converted_forward import converted_forward
-from coat_kernels.graphs.patience import WARM_UP
+from coat_kernels.graphs.warm_up import WARM_UP
 from tests.families import FAMILIES, LAYERS
 
 ROWS, TOKENS, STEPS = 2, 64, 14

@@ -50,8 +50,8 @@ def saved_bytes(model, batch) -> int:
 
 def fused_calls(monkeypatch) -> list:
     """Grows by one with each layer that runs as fused blocks."""
-    taken, by_blocks = [], Fp8DecoderLayer.by_blocks
-    monkeypatch.setattr(Fp8DecoderLayer, "by_blocks", lambda *a: taken.append(1) or by_blocks(*a))
+    taken, run_fused = [], Fp8DecoderLayer.run_fused
+    monkeypatch.setattr(Fp8DecoderLayer, "run_fused", lambda *a: taken.append(1) or run_fused(*a))
     return taken
 
 

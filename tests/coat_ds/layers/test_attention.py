@@ -127,7 +127,7 @@ def test_unconvert_leaves_nothing_in_the_modules():
     model = FAMILIES["llama"].build()
     own = {name: set(vars(module)) for name, module in model.named_modules()}
     coat_ds.convert(model, filter=lambda name, module: name != "model.layers.0.self_attn")
-    assert attention.LEFT in vars(model.model.layers[0].self_attn)
+    assert attention.NOT_CONVERTED in vars(model.model.layers[0].self_attn)
     coat_ds.unconvert(model)
     assert {name: set(vars(module)) for name, module in model.named_modules()} == own
     assert model.config._attn_implementation == "sdpa"

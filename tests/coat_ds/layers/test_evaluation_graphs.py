@@ -7,7 +7,7 @@ import torch
 
 from coat_ds.layers.modules.converted_forward import converted_forward
 from coat_kernels.graphs import Graphs, end_graphs
-from coat_kernels.graphs.patience import WARM_UP
+from coat_kernels.graphs.warm_up import WARM_UP
 from tests.coat_ds.layers.graphed import (
     STEPS,
     VARIANTS,

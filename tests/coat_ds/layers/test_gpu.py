@@ -5,7 +5,7 @@ import torch
 
 import coat_ds
 from coat_ds.layers.modules import decoder_layer
-from coat_kernels.graphs.patience import WARM_UP
+from coat_kernels.graphs.warm_up import WARM_UP
 from tests.coat_ds.layers.graphed import converted, trained_alike
 from tests.coat_ds.layers.measures import fp8_bound, fused_calls, padded, placed, relative, run, saved_bytes
 from tests.families import FAMILIES, LAYERS

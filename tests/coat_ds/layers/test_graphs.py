@@ -12,10 +12,10 @@ from coat_ds.layers.fused_layer import uses_graphs
 from coat_ds.layers.modules.converted_forward import converted_forward
 from coat_ds.watch import codes
 from coat_ds.watch.watch import Watch
-from coat_kernels.graphs import MOVES_IN_BACKWARD, graphed_work
+from coat_kernels.graphs import MOVES_IN_BACKWARD, max_graphed_work
 from coat_kernels.graphs.memory import Constant
-from coat_kernels.graphs.patience import PAID_OFF, WARM_UP
 from coat_kernels.graphs.recording import Recording
+from coat_kernels.graphs.warm_up import PAID_OFF, WARM_UP
 from tests.coat_ds.layers.graphed import (
     ROWS,
     STEPS,
@@ -307,7 +307,7 @@ def test_layer_graphs_take_turns_in_being_watched(monkeypatch):
 def test_layer_graphs_are_taken_by_themselves():
     for wanted in (None, True, False):
         layer = converted_forward(converted(wanted).model.layers[0])
-        weights = [linear.weight for linears in layer.products for linear in linears]
+        weights = [linear.weight for linears in layer.gemms for linear in linears]
         numel, x = sum(w.numel() for w in weights), torch.empty(1, 1, 1, device="cuda")
 
         def taken(x, wanted=layer.cuda_graphs, weights=weights):
@@ -316,7 +316,7 @@ def test_layer_graphs_are_taken_by_themselves():
         for leave in (False, True):
             for p in layer.module.parameters():
                 setattr(p, MOVES_IN_BACKWARD, leave)
-            small = int(graphed_work(gradients_move=leave)) // numel
+            small = int(max_graphed_work(gradients_move=leave)) // numel
             found = [taken(x.expand(1, tokens, 1)) for tokens in (small, small + 1)]
             assert found == [wanted is not False, wanted is True]
         assert not taken(torch.empty(1, 1, 1))
@@ -326,16 +326,16 @@ def test_layer_graphs_keep_a_constant_while_it_is_to_be_read():
     mask = torch.randn(1, 1, 5, 8)[..., :5]
     constant = Constant(mask)
     assert constant.buffer.stride() == mask.stride()
-    assert constant.take(mask) and constant.buffer.equal(mask)
+    assert constant.update(mask) and constant.buffer.equal(mask)
     constant.readers += 1
-    assert constant.take(mask)
+    assert constant.update(mask)
     # another one, or the same with other values
     other = mask + 1
-    assert not constant.take(other)
+    assert not constant.update(other)
     mask.add_(1)
-    assert not constant.take(mask) and not constant.buffer.equal(mask)
+    assert not constant.update(mask) and not constant.buffer.equal(mask)
     constant.readers -= 1
-    assert constant.take(other) and constant.buffer.equal(other)
+    assert constant.update(other) and constant.buffer.equal(other)
 
 
 def test_cuda_graphs_key_warns_where_it_has_no_effect(caplog):

@@ -17,10 +17,10 @@ import coat_ds
 from coat_ds.layers import fused_layer
 from coat_ds.layers.modules import attention
 from coat_ds.layers.modules.converted_forward import converted_forward
-from coat_ds.layers.modules.packed import SLOTS, PackedMask, Slots, coat_mask
-from coat_kernels.attention import Packed
+from coat_ds.layers.modules.packed import DOCUMENTS, GraphPadding, PackedMask, coat_mask
+from coat_kernels.attention import Documents
 from coat_kernels.graphs import Graphs
-from coat_kernels.graphs.patience import WARM_UP
+from coat_kernels.graphs.warm_up import WARM_UP
 from tests.coat_ds.layers.measures import (
     fp8_bound,
     fp8_forward_bound,
@@ -312,8 +312,8 @@ def test_packed_rows_of_one_size_are_alike_to_a_graph(attention_format, monkeypa
     """They call the same function with constants of the same shapes, and get the results of eager calls."""
     lengths, calls = [5, 13, 2, 17, 27], []
 
-    def call(graphs, function, x, tensors, uses=tuple, constants=(), **_):
-        calls.append((x.shape, uses(), [(t.shape, t.dtype) for t in constants], constants[-1]))
+    def call(graphs, function, x, tensors, dependencies=tuple, constants=(), **_):
+        calls.append((x.shape, dependencies(), [(t.shape, t.dtype) for t in constants], constants[-1]))
         return function(x, *constants, *tensors)
 
     model = coat_ds.convert(FAMILIES["llama"].build(), {"attention_format": attention_format})
@@ -333,16 +333,19 @@ def test_packed_rows_of_one_size_are_alike_to_a_graph(attention_format, monkeypa
 def test_packed_rows_grow_slots_twice_at_most():
     def fitted(*lengths):
         starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
-        found = slots.fit(Packed(starts, max(lengths), 7), 1, sum(lengths))
-        assert found.starts[: len(starts)].equal(starts) and (found.starts[len(starts) :] == starts[-1]).all()
+        found = slots.pad(Documents(starts, max(lengths), 7), 1, sum(lengths))
+        assert (
+            found.cu_seqlens[: len(starts)].equal(starts)
+            and (found.cu_seqlens[len(starts) :] == starts[-1]).all()
+        )
         assert found.window == 7
-        return len(found.starts) - 1, found.longest
+        return len(found.cu_seqlens) - 1, found.max_seqlen
 
-    slots = Slots()
+    slots = GraphPadding()
     assert fitted(100, 50, *[10] * 25) == (64, 100)
     assert fitted(*[50] * 8) == (64, 100)
-    assert fitted(101, *[2] * 149, 1) == (SLOTS[-1], 400)
-    assert fitted(*[50] * 8) == (SLOTS[-1], 400)
+    assert fitted(101, *[2] * 149, 1) == (DOCUMENTS[-1], 400)
+    assert fitted(*[50] * 8) == (DOCUMENTS[-1], 400)
     # another number of tokens begins again
     assert fitted(*[50] * 16) == (64, 200)
 

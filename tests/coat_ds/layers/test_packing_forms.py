@@ -11,7 +11,7 @@ from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
 import coat_ds
 from coat_ds.layers.modules import decoder_layer
-from coat_kernels.attention import Packed
+from coat_kernels.attention import Documents
 from tests.coat_ds.layers.measures import fused_calls
 from tests.coat_ds.layers.packed import documents, flat, loaded_with_flash, only_attention
 from tests.coat_ds.ways import llama, tokenizer
@@ -37,17 +37,17 @@ def test_packing_table_is_in_the_docs():
 def batch(form: str) -> dict:
     """Documents of `LENGTHS` in this form, without labels."""
     ids, lengths = flat(LENGTHS)["input_ids"], torch.tensor(LENGTHS)
-    packed = Packed.between([0, *lengths.cumsum(0).tolist()], torch.device("cpu"))
+    packed = Documents.between([0, *lengths.cumsum(0).tolist()], torch.device("cpu"))
     if form == "padded":
-        longest = max(LENGTHS)
+        max_seqlen = max(LENGTHS)
         rows = [torch.tensor(document["input_ids"]) for document in documents(LENGTHS)]
-        padded = torch.stack([torch.nn.functional.pad(row, (longest - len(row), 0)) for row in rows])
-        real = torch.stack([torch.arange(longest) >= longest - n for n in LENGTHS]).long()
+        padded = torch.stack([torch.nn.functional.pad(row, (max_seqlen - len(row), 0)) for row in rows])
+        real = torch.stack([torch.arange(max_seqlen) >= max_seqlen - n for n in LENGTHS]).long()
         return {"input_ids": padded, "attention_mask": real}
     given = {
         "positions": {"position_ids": packed.positions(len(ids[0]))[None]},
-        "borders": {"cu_seq_lens_q": packed.starts, "cu_seq_lens_k": packed.starts}
-        | {"max_length_q": packed.longest, "max_length_k": packed.longest}
+        "borders": {"cu_seq_lens_q": packed.cu_seqlens, "cu_seq_lens_k": packed.cu_seqlens}
+        | {"max_length_q": packed.max_seqlen, "max_length_k": packed.max_seqlen}
         | {"position_ids": packed.positions(len(ids[0]))[None]},
         "numbers": {"attention_mask": torch.arange(1, 5).repeat_interleave(lengths)[None]},
         "mask": {"attention_mask": packed.mask(1, len(ids[0]))},

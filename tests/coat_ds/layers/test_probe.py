@@ -222,11 +222,11 @@ def test_probe_recognizes_linear_layers():
             return super().forward(x) * scale
 
     conv = transformers.pytorch_utils.Conv1D(48, 32)
-    assert probe.is_product(conv, transposed=True) and not probe.is_product(conv, transposed=False)
+    assert probe.is_linear(conv, transposed=True) and not probe.is_linear(conv, transposed=False)
     for bias in (True, False):
-        assert probe.is_product(nn.Linear(32, 48, bias=bias), transposed=False)
+        assert probe.is_linear(nn.Linear(32, 48, bias=bias), transposed=False)
         for other in (Scaled, WithScale):
-            assert not probe.is_product(other(32, 48, bias=bias), transposed=False)
+            assert not probe.is_linear(other(32, 48, bias=bias), transposed=False)
 
 
 def test_probe_recognizes_gate_and_up_in_one():
@@ -240,7 +240,7 @@ def test_probe_leaves_random_generators_alone():
     gated = Gated(32, 48, lambda m, x: m.w2(m.act(m.w1(x)) * m.w3(x)), nn.SiLU())
     linear = nn.Linear(32, 48)
     state = torch.get_rng_state()
-    assert probe.gated_form(gated) and probe.norm_form(nn.LayerNorm(32)) and probe.is_product(linear, False)
+    assert probe.gated_form(gated) and probe.norm_form(nn.LayerNorm(32)) and probe.is_linear(linear, False)
     assert torch.get_rng_state().equal(state)
 
 

@@ -88,11 +88,11 @@ def test_gradient_checkpointing_compressed_keeps_the_input_of_each_layer_in_fp8(
     model, batch = FAMILIES[name].build(), FAMILIES[name].batch()
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     coat_ds.convert(model.train())
-    inputs, before = [], set(saved.alive_packed())
+    inputs, before = [], set(saved.alive_compressed())
     for layer in model.model.layers:
         layer.register_forward_pre_hook(lambda _, args: inputs.append(args[0].numel()))
     with compressed_checkpoints():
         loss = model(**batch).loss
-    found = sorted(p.shape.numel() for p in set(saved.alive_packed()) - before)
+    found = sorted(p.shape.numel() for p in set(saved.alive_compressed()) - before)
     assert found == sorted(inputs) and len(found) > 1
     loss.backward()

@@ -4,7 +4,7 @@ import torch
 
 import coat_ds
 from coat_kernels.graphs import Graphs
-from coat_kernels.graphs.calls import Place
+from coat_kernels.graphs.calls import ShapeGraphs
 
 VOCABULARY = 64
 
@@ -32,5 +32,5 @@ def with_graphs(layers):
     """Has layers seem to be recorded. On a CPU they run in Python all the same."""
     for layer in layers:
         layer.graphs = Graphs()
-        layer.graphs._places["a shape"] = Place("addresses")
-        layer.graphs._places["a shape"].recordings.append("a recording")
+        layer.graphs._by_shape["a shape"] = ShapeGraphs("addresses")
+        layer.graphs._by_shape["a shape"].recordings.append("a recording")

@@ -3,12 +3,12 @@
 # number of earlier calls: they, and their backwards, compile kernels and find scales
 WARM_UP = 2
 # upper limit of the number, for functions whose graphs are dropped often
-MOST_WARM_UP = 64
+MAX_WARM_UP = 64
 # number of replayed forwards after which recording has paid off
 PAID_OFF = 16
 
 
-class Patience:
+class WarmUp:
     """The state of one function. If its graphs were dropped before they paid off, the number of eager calls
     before recording doubles."""
 
@@ -20,5 +20,5 @@ class Patience:
 
     def dropped(self) -> None:
         """Call it when the function's graphs are dropped for calls of another kind."""
-        self.calls = WARM_UP if self.replays >= PAID_OFF else min(2 * self.calls, MOST_WARM_UP)
+        self.calls = WARM_UP if self.replays >= PAID_OFF else min(2 * self.calls, MAX_WARM_UP)
         self.replays = 0
