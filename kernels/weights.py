@@ -101,7 +101,7 @@ class WeightCache:
         self._predicted: PredictedScale | None = None
         self._key, self._amax, self._codes = None, None, None
         # whether copies are written in place, because a CUDA graph contains their addresses
-        self._stays = False
+        self._in_place = False
         # strong references: torch refuses to swap the contents of a parameter that has weak references
         self._owners: tuple[torch.nn.Parameter, ...] = ()
 
@@ -134,8 +134,8 @@ class WeightCache:
         if key == self._key:
             return self._codes, self._amax
         self._key = None
-        if self._stays and self._codes is not None:
-            self._attempt(weights, into=(self._codes, self._amax))
+        if self._in_place and self._codes is not None:
+            self._quantize_predicted(weights, into=(self._codes, self._amax))
         else:
             # frees the old copy before the new one is allocated
             self._amax, self._codes = None, None
@@ -148,19 +148,19 @@ class WeightCache:
         of a CUDA graph's key: the cache, and with gradients the addresses of the copies."""
         if self.keep == "none" or not torch.is_grad_enabled():
             return (self,)
-        self._stays = True
+        self._in_place = True
         self.forward(weights)
         return self, *(t.data_ptr() for t in (self._amax, *self._codes[:3]))
 
     def columns(self, weights: Weights, amax: torch.Tensor) -> Quantized:
         """`weights` column-major, as in the forward that found `amax`."""
-        return self._again(weights, amax, rows=False)
+        return self._requantize(weights, amax, rows=False)
 
     def rows(self, weights: Weights, amax: torch.Tensor) -> Quantized:
         """`weights` row-major, as in the forward that found `amax`."""
-        return self._again(weights, amax, rows=True)
+        return self._requantize(weights, amax, rows=True)
 
-    def _again(self, weights: Weights, amax: torch.Tensor, rows: bool) -> Quantized:
+    def _requantize(self, weights: Weights, amax: torch.Tensor, rows: bool) -> Quantized:
         if self._codes is not None and self._key == self._key_of(weights):
             return self._codes
         first, *others = weights
@@ -186,11 +186,11 @@ class WeightCache:
     def _quantize(self, weights: Weights, columns: bool = False) -> tuple[Quantized, torch.Tensor]:
         x, *others = weights
         if others and uses_kernels(x):
-            return self._attempt(weights, columns)
+            return self._quantize_predicted(weights, columns)
         x = rows_of(*weights) if others else x
         return fp8_operands(x, E4M3, columns=columns, predicted=self.prediction())
 
-    def _attempt(
+    def _quantize_predicted(
         self, weights: Weights, columns: bool = False, into: tuple[Quantized, torch.Tensor] | None = None
     ) -> tuple[Quantized, torch.Tensor]:
         """The weights row-major, first quantized by kernels with the predicted scale; in new memory, or in

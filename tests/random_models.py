@@ -24,7 +24,7 @@ import torch
 import coat_ds
 from coat_ds.layers.modules import decoder_layer
 from coat_ds.layers.modules.converted_forward import converted_forward
-from coat_kernels.graphs import memory, proof
+from coat_kernels.graphs import memory, verify
 from coat_kernels.graphs.warm_up import WARM_UP
 from tests.coat_ds.layers.measures import fp8_bound, fp8_forward_bound, placed, relative, run
 from tests.families import FAMILIES
@@ -214,12 +214,12 @@ def results_of(model, batch: dict) -> list[torch.Tensor]:
 
 
 def replay(case: Case, eager, fused: bool) -> None:
-    """Steps of a model with CUDA graphs, against the eager passes of `eager`, compared as in proof.py."""
+    """Steps of a model with CUDA graphs, against the eager passes of `eager`, compared as in verify.py."""
     graphed = case.build(activations={"cuda_graphs": True})
     for number in range(WARM_UP + 3):
         batch = case.batch(10 + number)
         replayed = results_of(graphed, batch)
-        distance, _ = proof.compare(replayed, functools.partial(results_of, eager, batch), bool)
+        distance, _ = verify.compare(replayed, functools.partial(results_of, eager, batch), bool)
         assert distance is None, f"step {number}: replays are {distance:.3g} off"
         with torch.no_grad():
             for p, other in zip(graphed.parameters(), eager.parameters(), strict=True):

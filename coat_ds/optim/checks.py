@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from coat_ds.optim.moment import Moment
 from coat_ds.optim.options import (
+    COAT_KEYS,
     FORMATS,
-    LAYOUT,
     MOMENTS,
     STOCK_SWITCHES,
     check_names,
@@ -146,7 +146,7 @@ def check_changes(optimizer) -> None:
     the constructor would refuse, or if existing states are stored otherwise."""
     groups = optimizer.param_groups
     # options that every step reads, such as lr, and notes of the caller may change
-    fixed = {*LAYOUT, *STOCK_SWITCHES, *optimizer.common_options()}
+    fixed = {*COAT_KEYS, *STOCK_SWITCHES, *optimizer.common_options()}
     options = [{k: v if k in fixed else None for k, v in group.items()} for group in groups]
     if options == optimizer.checked_options:
         return
@@ -162,9 +162,9 @@ def _check_layout(optimizer, index: int, p: torch.Tensor, name: str) -> None:
     """Raises ValueError if the moment `name` of `p` exists in another layout than group `index` asks for."""
     group, moment = optimizer.param_groups[index], local(optimizer.state.get(p, {}).get(name))
     layout = optimizer.layouts.layout_of(p, group, name)
-    if not isinstance(moment, Moment) or moment.arrangement == layout:
+    if not isinstance(moment, Moment) or moment.piece_layout == layout:
         return
-    held, wanted = (" and ".join({codec.name: 0 for _, codec in x}) for x in (moment.arrangement, layout))
+    held, wanted = (" and ".join({codec.name: 0 for _, codec in x}) for x in (moment.piece_layout, layout))
     options = ", ".join(f"{option} {group[option]!r}" for option in (*FORMATS, "min_numel"))
     raise ValueError(
         f"CoatAdamW: {name} of a tensor of parameter group {index} is stored as {held}, and the options of "
@@ -178,7 +178,7 @@ def check_supported(optimizer) -> None:
     that every step reads, and TypeError for options that the parameters do not support."""
     for group in optimizer.param_groups:
         check_names(group, optimizer.defaults, optimizer.common_options())
-        check_options(optimizer.defaults | {k: group[k] for k in (*LAYOUT, *STOCK_SWITCHES) if k in group})
+        check_options(optimizer.defaults | {k: group[k] for k in (*COAT_KEYS, *STOCK_SWITCHES) if k in group})
         for p in group["params"]:
             if has_remainder(p, group):
                 check_can_keep_remainder(p)

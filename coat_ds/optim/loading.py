@@ -13,8 +13,8 @@ import torch
 from coat_ds.optim.checks import check_changes, check_supported
 from coat_ds.optim.moment import pair_up
 from coat_ds.optim.options import (
+    COAT_KEYS,
     FORMATS,
-    LAYOUT,
     MOMENTS,
     SECOND_FIRST,
     STOCK_SWITCHES,
@@ -106,7 +106,7 @@ def restore_options(optimizer, options: list[dict[str, Any]]) -> None:
     """
     check_groups(optimizer.param_groups)
     for group, own in zip(optimizer.param_groups, options, strict=True):
-        group |= {k: v for k, v in own.items() if k in LAYOUT or k in STOCK_SWITCHES or k not in group}
+        group |= {k: v for k, v in own.items() if k in COAT_KEYS or k in STOCK_SWITCHES or k not in group}
         group |= {k: v for k, v in optimizer.common_options().items() if k in group}
         # FusedAdam's count for the group; here every state has its own `step`
         group.pop("step", None)
@@ -117,7 +117,7 @@ def check_loaded(state_dict: dict[str, Any], groups: list[dict[str, Any]], defau
     _check_layout(state_dict)
     saved = state_dict["param_groups"]
     for i, group in enumerate(saved):
-        kept = {k: v for k, v in group.items() if k not in LAYOUT and k not in STOCK_SWITCHES}
+        kept = {k: v for k, v in group.items() if k not in COAT_KEYS and k not in STOCK_SWITCHES}
         try:
             check_names(group, defaults, {})
             # schedulers may set a rate below 0, which steps accept: such a run must be able to resume

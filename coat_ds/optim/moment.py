@@ -24,7 +24,7 @@ from typing import Any, Self
 import torch
 
 from coat_ds.optim.options import MOMENTS
-from coat_ds.optim.pieces import Arrangement, Pair, Piece, Pieces, made_of, only_groups, overwrite, write
+from coat_ds.optim.pieces import MomentLayout, Pair, Piece, Pieces, made_of, only_groups, overwrite, write
 from coat_ds.optim.recover import recover_
 from coat_ds.optim.shards import laid_out_like, local
 from coat_ds.optim.streaming import DecodedStorage, is_streaming
@@ -60,15 +60,15 @@ class Moment(StoredTensor):
         self.pieces, self.start, self.pair = pieces, start, pair
 
     @classmethod
-    def zeros(cls, shape, arrangement: Arrangement, device: torch.device | str) -> Self:
+    def zeros(cls, shape, piece_layout: MomentLayout, device: torch.device | str) -> Self:
         """A moment of zeros."""
         shape = torch.Size(shape)
-        if isinstance(arrangement, Codec):
-            arrangement = ((0, arrangement),)
-        ends = (*(begin for begin, _ in arrangement[1:]), shape.numel())
+        if isinstance(piece_layout, Codec):
+            piece_layout = ((0, piece_layout),)
+        ends = (*(begin for begin, _ in piece_layout[1:]), shape.numel())
         pieces = tuple(
             Piece(begin, end, codec, codec.zeros(end - begin, device=device))
-            for (begin, codec), end in zip(arrangement, ends, strict=True)
+            for (begin, codec), end in zip(piece_layout, ends, strict=True)
         )
         return cls(pieces, shape)
 
@@ -114,7 +114,7 @@ class Moment(StoredTensor):
             yield piece, None if other is None else Encoded(other[i].codec, other[i].storage)
 
     @property
-    def arrangement(self) -> tuple[tuple[int, Codec], ...]:
+    def piece_layout(self) -> tuple[tuple[int, Codec], ...]:
         """First element and codec of each piece."""
         return tuple((piece.begin, piece.codec) for piece in self.pieces)
 
@@ -154,12 +154,12 @@ class Moment(StoredTensor):
             overwrite(Encoded(codec, part), made, other)
         return self
 
-    def rearranged(self, arrangement: Arrangement, second: "Moment | None" = None) -> Self:
+    def with_layout(self, piece_layout: MomentLayout, second: "Moment | None" = None) -> Self:
         """The same values, except for rounding, in other pieces; pieces are converted one by one.
 
         second: the second moment, if this is a first moment that may be relative to it.
         """
-        return type(self).zeros(self.shape, arrangement, self.device).relative_to(second).encode_(self)
+        return type(self).zeros(self.shape, piece_layout, self.device).relative_to(second).encode_(self)
 
     def _parts(self) -> Iterator[tuple[Codec, Storage, Encoded | None, slice, slice]]:
         """The window in parts of a few million elements: in FP32 the whole may not fit into free memory.
@@ -301,7 +301,7 @@ def _empty_like(x, device=None, pin_memory=False, **rest):
 def _zeros_like(x, device=None, pin_memory=False, **rest):
     if pin_memory:
         return NotImplemented
-    made = Moment.zeros(x.shape, x.arrangement, device or x.device)
+    made = Moment.zeros(x.shape, x.piece_layout, device or x.device)
     if x.has_relative_codes and x.pair is not None:
         second = tuple(
             piece._replace(storage=piece.codec.zeros(piece.end - piece.begin, device=made.device))
@@ -312,7 +312,7 @@ def _zeros_like(x, device=None, pin_memory=False, **rest):
 
 
 def _copy_(x, source, non_blocking=False):
-    same = isinstance(source, Moment) and source.arrangement == x.arrangement
+    same = isinstance(source, Moment) and source.piece_layout == x.piece_layout
     if same and x.is_whole and source.is_whole and source.shape == x.shape and _may_take_codes(x, source):
         if x.has_relative_codes and x.pair is not None:
             for old, new in zip(x.pair.second, source.pair.second, strict=True):

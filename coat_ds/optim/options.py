@@ -29,8 +29,8 @@ STOCK_SWITCHES: dict[str, Any] = {
     "decoupled_weight_decay": True,
     "bias_correction": True,
 }
-# options of the optimizer and not of a checkpoint: loading a state dict does not change them
-LAYOUT = (
+# options that torch.optim.AdamW does not have; loading a state dict does not change them
+COAT_KEYS = (
     "exp_avg_format",
     "exp_avg_sq_format",
     "min_numel",
@@ -165,7 +165,7 @@ def check_options(options: dict[str, Any]) -> None:
         if not options[name] >= 0:
             raise ValueError(f"CoatAdamW: {name} must be 0 or more, found {options[name]!r}.")
     for f in fields(OptimizerConfig):
-        if f.name in LAYOUT:
+        if f.name in COAT_KEYS:
             checked(f, f"CoatAdamW: {f.name}", options[f.name])
     check_pair("CoatAdamW: ", options["exp_avg_format"], options["exp_avg_sq_format"])
     if options.get("group_size", GROUP_SIZE) != GROUP_SIZE:

@@ -30,7 +30,7 @@ class Piece(NamedTuple):
 
 Pieces = tuple[Piece, ...]
 # one codec for all elements, or the first element and the codec of each piece, ascending from 0
-Arrangement = Codec | Sequence[tuple[int, Codec]]
+MomentLayout = Codec | Sequence[tuple[int, Codec]]
 
 
 @dataclasses.dataclass(slots=True, eq=False)

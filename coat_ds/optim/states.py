@@ -80,7 +80,7 @@ def set_moment(optimizer, p: torch.Tensor, group: dict[str, Any], name: str, val
         # a plain Moment, because `StoredMoment.to` returns a decoded tensor
         given: Any = Moment(value.pieces, value.shape, pair=value.pair)
         moment = given.to(state_device(optimizer, p, group), copy=True)
-        exact = moment.arrangement == optimizer.layouts.layout_of(p, group, name)
+        exact = moment.piece_layout == optimizer.layouts.layout_of(p, group, name)
         moment = moment if exact else _zeros(optimizer, p, group, name).encode_(moment)
     else:
         moment = _zeros(optimizer, p, group, name)
@@ -100,8 +100,8 @@ def convert_layout(optimizer, p: torch.Tensor, group: dict[str, Any]) -> None:
     state, second = optimizer.state[p], None
     for name in SECOND_FIRST:
         layout, held = optimizer.layouts.layout_of(p, group, name), local(state[name])
-        if held.arrangement != layout:
-            held = held.rearranged(layout, second=second)
+        if held.piece_layout != layout:
+            held = held.with_layout(layout, second=second)
             state[name] = laid_out_like(p, held)
         second = held
     prepare_state(optimizer, p, group)

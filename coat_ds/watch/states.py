@@ -131,7 +131,7 @@ class StateSampler:
 
     def _choose(self, p: torch.Tensor, i: int, m: Moment) -> list[_Groups]:
         """Groups of a piece, evenly spread over each parameter in it."""
-        key = p, i, m.arrangement
+        key = p, i, m.piece_layout
         if key not in self._chosen:
             piece, size = m.pieces[i], GROUP_SIZE
             chosen = []

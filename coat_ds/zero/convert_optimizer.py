@@ -10,7 +10,7 @@ import torch
 
 from coat_ds.config import CoatConfigError, OptimizerConfig
 from coat_ds.optim.optimizer import CoatAdamW
-from coat_ds.optim.options import LAYOUT, STOCK_SWITCHES
+from coat_ds.optim.options import COAT_KEYS, STOCK_SWITCHES
 
 WAY_OUT = (
     'Drop the argument and use the "optimizer" section, pass a coat_ds.CoatAdamW, set "optim" of Hugging '
@@ -89,7 +89,7 @@ def convert_(
 
 def _group(group: dict[str, Any], config: OptimizerConfig) -> dict[str, Any]:
     """An Adam's parameter group as a CoatAdamW's, without frozen parameters, which ZeRO ignores."""
-    options = {name: getattr(config, name) for name in LAYOUT}
+    options = {name: getattr(config, name) for name in COAT_KEYS}
     options |= {name: value for name, value in group.items() if name not in STOCK_SWITCHES}
     trained = [p.requires_grad for p in group["params"]]
     per_parameter = [name for name in ("params", "param_names") if name in group]

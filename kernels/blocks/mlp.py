@@ -37,7 +37,7 @@ def _summed(z: torch.Tensor, linear: LinearOptions) -> torch.Tensor:
     return all_reduce(z, parallel.group)() if parallel and not parallel.sequence else z
 
 
-def _go_together(weights: tuple[Weights, ...], linears: tuple[LinearOptions, ...]) -> bool:
+def _share_launch(weights: tuple[Weights, ...], linears: tuple[LinearOptions, ...]) -> bool:
     """Whether one launch quantizes the weights of all these GEMMs: on a GPU, if each has a single weight
     without a cached copy, and all have one dtype."""
     if not uses_kernels(weights[0][0]):
@@ -53,7 +53,7 @@ def _go_together(weights: tuple[Weights, ...], linears: tuple[LinearOptions, ...
     return True
 
 
-def _by_rows(
+def _fp8_rows(
     o: torch.Tensor,
     columns: bool,
     weights: tuple[Weights, ...],
@@ -62,27 +62,27 @@ def _by_rows(
 ) -> list[tuple[Quantized, torch.Tensor]]:
     """The row-major weights of the GEMMs, and `o`, the input of the first GEMM, row-major and, if `columns`,
     also column-major; each with its amax. They share one launch if possible."""
-    scale, together = linears[0].x_scale, _go_together(weights, linears)
-    joins = together and not columns and type(o) is torch.Tensor and o.dtype == weights[0][0].dtype
+    scale, together = linears[0].x_scale, _share_launch(weights, linears)
+    o_joins = together and not columns and type(o) is torch.Tensor and o.dtype == weights[0][0].dtype
     if together:
         xs = [w.contiguous() for (w,) in weights]
         predictions = [linear.cache.prediction() for linear in linears]
-        if joins:
+        if o_joins:
             xs, predictions = [*xs, o.reshape(-1, o.shape[-1]).contiguous()], [*predictions, scale]
         found = rows_together(xs, predictions, E4M3)
     else:
         pairs = zip(weights, linears, strict=True)
         found = [linear.cache.forward(w, trains) for w, linear in pairs]
-    if not joins:
+    if not o_joins:
         found.append(fp8_operands(o, E4M3, columns=columns, predicted=scale))
     return found
 
 
-def _by_columns(
+def _fp8_columns(
     weights: tuple[Weights, ...], amaxes: tuple[torch.Tensor, ...], linears: tuple[LinearOptions, ...]
 ) -> list[Quantized]:
-    """The column-major weights of the GEMMs, with the amaxes found by `_by_rows`."""
-    if _go_together(weights, linears):
+    """The column-major weights of the GEMMs, with the amaxes found by `_fp8_rows`."""
+    if _share_launch(weights, linears):
         xs = [w.contiguous() for (w,) in weights]
         return columns_together(xs, amaxes, E4M3)
     return [linear.cache.columns(w, amax) for w, amax, linear in zip(weights, amaxes, linears, strict=True)]
@@ -109,7 +109,7 @@ class _MlpBlock(torch.autograd.Function):
         h, dtype = residual.shape[-1], residual.dtype
         by_rows = residual.reshape(-1, h).contiguous()
 
-        (rows_proj, amax_proj), (rows_fc1, amax_fc1), (rows_fc2, amax_fc2), (operands, amax_o) = _by_rows(
+        (rows_proj, amax_proj), (rows_fc1, amax_fc1), (rows_fc2, amax_fc2), (operands, amax_o) = _fp8_rows(
             o, origin is None, ((w_proj,), w_fc1, (w_fc2,)), (proj, fc1, fc2), trains
         )
         # the GEMM adds the bias, unless the outputs of several ranks must be summed first
@@ -179,7 +179,7 @@ class _MlpBlock(torch.autograd.Function):
         operands = [activation_backward_operands(grad_p(), saved_u, activation, fc1.grad_scale, sums)]
         del grad_p
         # not quantized with fc2's weight: memory peaks before this line
-        weights = _by_columns(((w_proj,), w_fc1), (amax_proj, amax_fc1), (proj, fc1))
+        weights = _fp8_columns(((w_proj,), w_fc1), (amax_proj, amax_fc1), (proj, fc1))
         grad_b_fc1 = None if b_fc1 is None else operands[0].sums.to(b_fc1.dtype)
         columns = norm_columns(saved_x, norm_weight, norm_bias, amax_y, norm, E4M3)
         columns = gathered_columns(columns, tokens, fc1)

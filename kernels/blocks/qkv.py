@@ -53,14 +53,13 @@ class _Saved(NamedTuple):
 
 
 # number of saved tensors before the weights
-_BEFORE = len(_Saved._fields) - 1
+_FIXED = len(_Saved._fields) - 1
 
 
 def _qkv_forward(
     x, norm_weight, norm_bias, bias, cos, sin, weights: Weights, options: QkvOptions, trains: bool
 ):
-    """(q, k, v), and the tensors of `_Saved`. trains: a backward may follow, so a
-    cached copy of the weights may be used."""
+    """(q, k, v), and the tensors of `_Saved`. trains: as in `WeightCache.forward`."""
     linear, rows = options.linear, x.reshape(-1, x.shape[-1]).contiguous()
     y, amax_y, saved, rstd = norm_operands(
         rows, norm_weight, norm_bias, options.norm, linear.x_scale, linear.input_group
@@ -80,8 +79,7 @@ def _recompute_qkv(y: Quantized, saved: _Saved, batch: int, dtype, options: QkvO
     w = linear.cache.rows(saved.weights, saved.amax_w)
     mixed = multiply(rows, y.scale, w, saved.bias, dtype, linear)
     mixed = mixed.view(-1, batch, mixed.shape[1])
-    how = options.kv_groups, options.d, options.stacked
-    return rotate_qkv_forward(mixed, saved.cos, saved.sin, *how)
+    return rotate_qkv_forward(mixed, saved.cos, saved.sin, options.kv_groups, options.d, options.stacked)
 
 
 def _attention_backward(
@@ -127,7 +125,7 @@ class _QkvBlock(torch.autograd.Function):
         options, trains, attend, count = call
         weights, extra = tensors[:count], tensors[count:]
         qkv, saved = _qkv_forward(x, norm_weight, norm_bias, bias, cos, sin, weights, options, trains)
-        ctx.options, ctx.attend, ctx.batch, ctx.end = options, attend, x.shape[1], _BEFORE + count
+        ctx.options, ctx.attend, ctx.batch, ctx.end = options, attend, x.shape[1], _FIXED + count
         ctx.save_for_backward(*saved, *extra)
         # detach(): autograd forbids in-place additions to a view that a function returns
         return *(qkv if attend is None else (attend(*qkv, *extra),)), x.detach()
@@ -137,7 +135,7 @@ class _QkvBlock(torch.autograd.Function):
     def backward(ctx, *grads):
         *grads, grad_residual = grads
         tensors, options, of_extra = ctx.saved_tensors, ctx.options, ()
-        saved, extra = _Saved(*tensors[:_BEFORE], tensors[_BEFORE : ctx.end]), tensors[ctx.end :]
+        saved, extra = _Saved(*tensors[:_FIXED], tensors[_FIXED : ctx.end]), tensors[ctx.end :]
         y = saved.normed(options)
         if ctx.attend is not None:
             recomputed = _recompute_qkv(y, saved, ctx.batch, grads[0].dtype, options)

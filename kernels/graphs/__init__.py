@@ -17,7 +17,7 @@ A graph may contain collectives. It must end before their process group ends; ca
     recording.py   both graphs of a function, and the autograd node that replays them
     warm_up.py     number of eager calls before graphs are recorded
     evaluation.py  forwards without a backward
-    proof.py       the check of a first replay against the eager gradients
+    verify.py      the check of a first replay against the eager gradients
     calls.py       calls of a function: eager, recorded or replayed
 """
 

@@ -119,7 +119,7 @@ class Graphs:
     ) -> torch.Tensor:
         """function(x, *constants, *tensors), by a graph if possible.
 
-        A graph is used only if its first replay reproduces the results of the eager pass (`proof.py`).
+        A graph is used only if its first replay reproduces the results of the eager pass (`verify.py`).
 
         Args:
             function: launches the same kernels for the same sizes, whatever the values, draws no random
@@ -174,7 +174,7 @@ class Graphs:
             recording = memory.record(
                 lambda: Recording(memory, pool, function, x, tensors, copies, grad_buffers, agree)
             )
-            if not all_record(agree, recording is not None) or not recording.proves_forward(x):
+            if not all_record(agree, recording is not None) or not recording.verify_forward(x):
                 return run_eagerly()
             shape_graphs.recordings.append(recording)
         self._warm_up.replays += 1

@@ -6,8 +6,8 @@ from collections.abc import Callable, Hashable, Sequence
 import torch
 
 from coat_kernels.graphs.memory import Memory, all_record, distrust_replay, memory_of
-from coat_kernels.graphs.proof import compare
 from coat_kernels.graphs.recording import Graph, addresses, copied
+from coat_kernels.graphs.verify import compare
 from coat_kernels.graphs.warm_up import WarmUp
 
 

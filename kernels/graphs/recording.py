@@ -9,7 +9,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from coat_kernels.autograd.derivatives import once_differentiable
 from coat_kernels.graphs.memory import Constant, Memory, Pool, all_record, captured, distrust_replay
-from coat_kernels.graphs.proof import compare, saved_for_backward
+from coat_kernels.graphs.verify import compare, saved_for_backward
 
 
 def addresses(tensors: Sequence[torch.Tensor | None]) -> tuple:
@@ -140,7 +140,7 @@ class Recording:
         finally:
             set_versions(self._read, now)
 
-    def proves_forward(self, x: torch.Tensor) -> bool:
+    def verify_forward(self, x: torch.Tensor) -> bool:
         """Whether a replay for `x` reproduces the output, and the tensors saved for backward, of the eager
         pass."""
         self._x.copy_(x.detach())
@@ -159,7 +159,7 @@ class Recording:
             distrust_replay("forward", distance)
         return distance is None
 
-    def _prove_backward(self) -> list[torch.Tensor | None]:
+    def _verify_backward(self) -> list[torch.Tensor | None]:
         """The gradients of an eager backward, with which the first replay is compared. Both add to the
         tensors of `grad_buffers`, such as Megatron's main_grad; the sum is restored, so only one addition
         remains."""
@@ -210,7 +210,7 @@ class Recording:
                 if not all_record(self._agree, self._backward is not None):
                     self._backward = None
                 else:
-                    grads = self._prove_backward()
+                    grads = self._verify_backward()
                     self._memory.announce(grad.shape)
                     return grads
         replays = self._backward is not None and self._memory.refusal is None

@@ -176,7 +176,7 @@ class _Fp8Linear(torch.autograd.Function):
         *_, needs_weight = ctx.needs_input_grad
         trains_weight = trains and needs_weight
         saves_x = trains_weight and origin is None
-        whole = _shared(x) if saves_x and options.parallel is None else None
+        whole = _shared_input(x) if saves_x and options.parallel is None else None
         saved = () if whole is None else _noted_codes(whole)
         (rows, columns, scale, _), amax_x = fp8_operands(
             x, E4M3, columns=saves_x and not saved, group=options.input_group, predicted=options.x_scale
@@ -228,7 +228,7 @@ class _Fp8Linear(torch.autograd.Function):
         )
 
 
-def _shared(x: torch.Tensor) -> torch.Tensor | None:
+def _shared_input(x: torch.Tensor) -> torch.Tensor | None:
     """A tensor on which layers with the same input `x` share notes, for example the projections of attention
     without a norm before them; None if there is none.
 

@@ -94,11 +94,11 @@ class CoatMLP(Configurable, MLP):
         forget_if_pre_hooked(self, hidden_states)
         intermediate, _ = self.linear_fc1(hidden_states)
         if intermediate.numel():
-            product = activation(intermediate, self.options)
+            activated = activation(intermediate, self.options)
         else:
             # an expert without tokens: its weights still get gradients, of zeros
-            product = intermediate[..., : self.linear_fc2.weight.shape[1]]
-        output, bias = self.linear_fc2(product)
+            activated = intermediate[..., : self.linear_fc2.weight.shape[1]]
+        output, bias = self.linear_fc2(activated)
         if per_token_scale is None:
             return output, bias
         # Scaling fc2's output by the router weight equals scaling its input (fc2 is linear) and keeps that

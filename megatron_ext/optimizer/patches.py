@@ -30,7 +30,7 @@ from coat_ds.log import log_rank_0
 from coat_ds.optim.accounting import states_line
 from coat_ds.optim.layouts import Fragment
 from coat_ds.optim.options import (
-    LAYOUT,
+    COAT_KEYS,
     idle_patterns,
     keeps_fp32,
     log_idle_bf16_params,
@@ -164,7 +164,7 @@ def install(coat: CoatConfig | None = None) -> None:
         patch.check()
     require(f"{_DISTRIBUTED}._get_model_param_range_map", ("param",), OPTIMIZER_OFF)
     # `link` sets which tensors keep FP32 moments: Megatron passes no names
-    options = {name: getattr(coat.optimizer, name) for name in (*LAYOUT, "offload")}
+    options = {name: getattr(coat.optimizer, name) for name in (*COAT_KEYS, "offload")}
     options |= {"keep_fp32": (), "in_framework": True}
     adam = functools.partial(MegatronAdamW, counts_in_groups=not IS_TORCH.original(), **options)
 

@@ -19,9 +19,9 @@ def parameters(dtype=torch.float32, device="cpu"):
     return [torch.nn.Parameter(p) for p in made]
 
 
-def encoded(x, arrangement):
+def encoded(x, piece_layout):
     """`x` as a moment."""
-    return Moment.zeros(x.shape, arrangement, x.device).encode_(x)
+    return Moment.zeros(x.shape, piece_layout, x.device).encode_(x)
 
 
 def set_grads(params, seed, scale=1.0):

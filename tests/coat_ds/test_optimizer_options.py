@@ -137,7 +137,7 @@ def test_group_options_of_states_may_not_change(name, value):
     optimizer.step()
     moments = [optimizer.state[p][f"exp_avg{sq}"] for p in params for sq in ("", "_sq")]
     made = [optimizer.layouts.layout_of(p, group, f"exp_avg{sq}") for p in params for sq in ("", "_sq")]
-    assert [moment.arrangement for moment in moments] == made
+    assert [moment.piece_layout for moment in moments] == made
 
 
 def step_all(optimizer):

@@ -179,9 +179,9 @@ def test_pair_of_several_formats():
     second[250:1500] *= 9
     torch.testing.assert_close(first.decode(), before, rtol=0.02, atol=0.02 * v.max().sqrt().item())
     assert torch.equal(first.decode()[300:400], before[300:400])
-    assert torch.equal(second.rearranged(RATIO_TO := ((0, LOG),)).decode().isnan(), torch.zeros(numel) > 0)
-    other = second.rearranged(RATIO_TO)
-    moved = first.rearranged(((0, RATIO),), second=other)
+    assert torch.equal(second.with_layout(RATIO_TO := ((0, LOG),)).decode().isnan(), torch.zeros(numel) > 0)
+    other = second.with_layout(RATIO_TO)
+    moved = first.with_layout(((0, RATIO),), second=other)
     torch.testing.assert_close(moved.decode(), first.decode(), rtol=0.02, atol=0.02 * v.max().sqrt().item())
 
 

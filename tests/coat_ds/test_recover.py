@@ -109,7 +109,7 @@ def test_recover_is_exact_if_all_pieces_are():
     layout = ((0, CODECS["fp8_expanded"]), (1000, CODECS["fp32"]), (1100, CODECS["log8"]))
     values = encoded(torch.rand(2000), layout).decode()
     moment, exact = recovered_moment(values.view(4, 500), layout)
-    assert exact and moment.arrangement == layout and torch.equal(moment.decode(), values.view(4, 500))
+    assert exact and moment.piece_layout == layout and torch.equal(moment.decode(), values.view(4, 500))
     values[100] = 0.123
     moment, exact = recovered_moment(values, layout)
     assert not exact and torch.equal(moment.decode()[128:], values[128:])

@@ -10,7 +10,7 @@ import torch
 
 from coat_kernels.graphs import Graphs, memory
 from coat_kernels.graphs.memory import Memory, uncollected
-from coat_kernels.graphs.proof import compare, saved_for_backward
+from coat_kernels.graphs.verify import compare, saved_for_backward
 from coat_kernels.graphs.warm_up import WARM_UP
 
 

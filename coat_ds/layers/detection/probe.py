@@ -60,7 +60,7 @@ def probe_devices(module: nn.Module) -> list[ProbeDevice]:
 
 def first_found(module: nn.Module, find: Callable[[ProbeDevice], T | None]) -> T | None:
     """The first result of find(device), over `probe_devices`, that is true; else None."""
-    return next((found for where in probe_devices(module) if (found := find(where))), None)
+    return next((found for probe in probe_devices(module) if (found := find(probe))), None)
 
 
 def shadow(module: nn.Module, parameters: dict | None = None, children: dict | None = None) -> nn.Module:
@@ -159,20 +159,20 @@ def norm_form(module: nn.Module) -> NormForm | None:
         return None
     if not takes_one_input(module):
         return None
-    return first_found(module, lambda where: _norm_form(module, eps, where))
+    return first_found(module, lambda probe: _norm_form(module, eps, probe))
 
 
-def _norm_form(module: nn.Module, eps: float, where: ProbeDevice) -> NormForm | None:
+def _norm_form(module: nn.Module, eps: float, probe: ProbeDevice) -> NormForm | None:
     weight, bias = module._parameters["weight"], module._parameters.get("bias")
     h = shape_of(weight)[0]
     # norms compute in FP32 or FP64
-    where = ProbeDevice(where.device, torch.float32)
-    w, b = 1 + where.numbers(h, seed=1) / 4, where.numbers(h, seed=2)
+    probe = ProbeDevice(probe.device, torch.float32)
+    w, b = 1 + probe.numbers(h, seed=1) / 4, probe.numbers(h, seed=2)
     parameters = {"weight": nn.Parameter(w), "bias": None if bias is None else nn.Parameter(b)}
     like = shadow(module, {name: parameters[name] for name in module._parameters})
     # In the second row, eps is half of the sum under the root. Of three dimensions the last one is not that
     # of channels, over which GroupNorm with one group norms
-    x = where.numbers(1, 2, h, seed=3)
+    x = probe.numbers(1, 2, h, seed=3)
     x[:, 1] *= eps**0.5
     y = run(like, x)
     x, w, b = x.double(), w.double(), 0 if bias is None else b.double()
@@ -213,18 +213,18 @@ def is_linear(module: nn.Module, transposed: bool) -> bool:
     """Whether `module` computes x W^T + b, or x W + b if `transposed`, with its `weight` and `bias`."""
     if not takes_one_input(module):
         return False
-    return bool(first_found(module, lambda where: _is_linear(module, transposed, where)))
+    return bool(first_found(module, lambda probe: _is_linear(module, transposed, probe)))
 
 
-def _is_linear(module: nn.Module, transposed: bool, where: ProbeDevice) -> bool:
+def _is_linear(module: nn.Module, transposed: bool, probe: ProbeDevice) -> bool:
     bias, inputs, outputs = module._parameters.get("bias"), 16, 24
-    w = where.numbers(*((inputs, outputs) if transposed else (outputs, inputs)), seed=1)
-    b = where.numbers(outputs, seed=2)
+    w = probe.numbers(*((inputs, outputs) if transposed else (outputs, inputs)), seed=1)
+    b = probe.numbers(outputs, seed=2)
     parameters = {"weight": nn.Parameter(w), "bias": None if bias is None else nn.Parameter(b)}
     like = shadow(module, {name: parameters[name] for name in module._parameters})
     # the attributes of Conv1D with its sizes; its forward reads nf
     like.__dict__.update(nx=inputs, nf=outputs)
-    x = where.numbers(3, inputs, seed=3)
+    x = probe.numbers(3, inputs, seed=3)
     expected = x @ (w if transposed else w.t()) + (0 if bias is None else b)
     return close(run(like, x), expected)
 
@@ -266,15 +266,15 @@ def gated_form(module: nn.Module) -> GatedForm | None:
     return None
 
 
-def _gated(module: nn.Module, gate: str, up: str | None, down: str, where: ProbeDevice) -> GatedForm | None:
+def _gated(module: nn.Module, gate: str, up: str | None, down: str, probe: ProbeDevice) -> GatedForm | None:
     """The form of `module` if its children have these roles."""
     h, f = 16, 24
-    x = where.numbers(3, h, seed=9)
-    weights = {down: where.numbers(h, f, seed=1) / f**0.5}
-    weights[gate] = where.numbers(f if up else 2 * f, h, seed=2) / h**0.5
+    x = probe.numbers(3, h, seed=9)
+    weights = {down: probe.numbers(h, f, seed=1) / f**0.5}
+    weights[gate] = probe.numbers(f if up else 2 * f, h, seed=2) / h**0.5
     g, u = x @ weights[gate].t(), None
     if up:
-        weights[up] = where.numbers(f, h, seed=3) / h**0.5
+        weights[up] = probe.numbers(f, h, seed=3) / h**0.5
         u = x @ weights[up].t()
     else:
         g, u = g.chunk(2, -1)

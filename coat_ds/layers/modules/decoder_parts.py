@@ -129,17 +129,17 @@ def why_never_fused(parts: DecoderParts) -> str | None:
     return None
 
 
-def _is_rotary(attention: nn.Module, where: ProbeDevice) -> bool:
+def _is_rotary(attention: nn.Module, probe: ProbeDevice) -> bool:
     """Whether `attention` is causal attention with rotary positions as in `coat_kernels.rope`, applied after
     the head norms if there are any."""
     d, groups, m, h, s = 8, 2, 2, 16, 5
     small, sizes = {}, dict(zip(PROJECTIONS, (groups * m * d, groups * d, groups * d, h), strict=True))
     for i, (name, n) in enumerate(sizes.items()):
         k = groups * m * d if name == "o_proj" else h
-        small[name] = linear_of(where.numbers(n, k, seed=i) / k**0.5)
+        small[name] = linear_of(probe.numbers(n, k, seed=i) / k**0.5)
     norms = {name: nn.RMSNorm(d, eps=1e-3) for name in HEAD_NORMS if name in attention._modules}
     for i, norm in enumerate(norms.values()):
-        norm.weight = nn.Parameter(1 + where.numbers(d, seed=20 + i) / 4)
+        norm.weight = nn.Parameter(1 + probe.numbers(d, seed=20 + i) / 4)
     like = shadow(attention, {}, small | norms)
     # attention reads its dropout rate in each forward
     like.__dict__.update(dict.fromkeys(dropout_names(attention), 0.0))
@@ -149,11 +149,11 @@ def _is_rotary(attention: nn.Module, where: ProbeDevice) -> bool:
             like.__dict__[name] = groups * m
     if "num_key_value_heads" in like.__dict__:
         like.__dict__["num_key_value_heads"] = groups
-    angles = where.numbers(1, s, d // 2, seed=7)
+    angles = probe.numbers(1, s, d // 2, seed=7)
     cos, sin = (torch.cat((t, t), -1) for t in (angles.cos(), angles.sin()))
-    x = where.numbers(1, s, h, seed=8)
+    x = probe.numbers(1, s, h, seed=8)
     # two cases: causal without a mask, and a mask that is only added to the scores
-    mask = where.numbers(1, 1, s, s, seed=9)
+    mask = probe.numbers(1, 1, s, s, seed=9)
     with torch.no_grad():
         q, k, v = (small[name](x).view(1, s, -1, d) for name in PROJECTIONS[:3])
         q, k = (norm(t) for norm, t in zip(norms.values(), (q, k), strict=True)) if norms else (q, k)
