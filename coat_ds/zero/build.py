@@ -37,10 +37,6 @@ def optimizer_for_engine(coat: CoatConfig, config: Mapping[str, Any], optimizer:
         "in_framework": True,
     }
 
-    def reported(built: CoatAdamW) -> CoatAdamW:
-        log_rank_0(f"AdamW states of the whole model\n{built.layout(names)}")
-        return built
-
     def converted(given: torch.optim.Optimizer) -> CoatAdamW:
         take_names()
         if isinstance(given, CoatAdamW):
@@ -55,7 +51,9 @@ def optimizer_for_engine(coat: CoatConfig, config: Mapping[str, Any], optimizer:
                     "coat.optimizer: its keys are of no effect: the script's own CoatAdamW is used as it is. "
                     "Give it these options, and drop the keys."
                 )
-        return reported(convert_optimizer.convert_(given, coat.optimizer, cls, **own))
+        built = convert_optimizer.convert_(given, coat.optimizer, cls, **own)
+        log_rank_0(f"AdamW states of the whole model\n{built.layout(names)}")
+        return built
 
     def build(model_parameters):
         if optimizer is not None:

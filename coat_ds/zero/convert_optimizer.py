@@ -12,7 +12,7 @@ from coat_ds.config import CoatConfigError, OptimizerConfig
 from coat_ds.optim.optimizer import CoatAdamW
 from coat_ds.optim.options import COAT_KEYS, STOCK_SWITCHES
 
-WAY_OUT = (
+REMEDY = (
     'Drop the argument and use the "optimizer" section, pass a coat_ds.CoatAdamW, set "optim" of Hugging '
     'Face\'s Trainer to "adamw_torch", or coat.optimizer.enabled to false.'
 )
@@ -22,7 +22,7 @@ def check(optimizer: Any) -> None:
     """Raises CoatConfigError for an optimizer argument whose update CoatAdamW does not compute."""
 
     def refuse(found: str):
-        raise CoatConfigError(f"coat.optimizer.enabled: found {found} as the optimizer argument. {WAY_OUT}")
+        raise CoatConfigError(f"coat.optimizer.enabled: found {found} as the optimizer argument. {REMEDY}")
 
     if isinstance(optimizer, CoatAdamW):
         if optimizer._release is not None:

@@ -37,20 +37,20 @@ def partitions(wrapper, groups: int) -> Iterator[tuple[int, torch.Tensor, Iterat
         indices, place = [wrapper.sub_group_to_group_id[i] for i in range(len(flats))], _in_stage3
     elif hasattr(wrapper, "single_partition_of_fp32_groups"):
         flats, params = wrapper.single_partition_of_fp32_groups, range(groups)
-        indices, place = range(groups), functools.partial(_in_shares, wrapper)
+        indices, place = range(groups), functools.partial(_in_stage1_or_2, wrapper)
     elif hasattr(wrapper, "fp32_groups_flat_partition"):
         flats, params = wrapper.fp32_groups_flat_partition, wrapper.bf16_groups
-        indices, place = range(groups), _in_fragments
+        indices, place = range(groups), _in_bf16_optimizer
     elif hasattr(wrapper, "fp32_groups_flat"):
         flats, params = wrapper.fp32_groups_flat, wrapper.fp16_groups
-        indices, place = range(groups), _in_order
+        indices, place = range(groups), _in_stage0
     else:
         return
     for index, flat, held in zip(indices, flats, params, strict=True):
         yield index, flat, place(held)
 
 
-def _in_shares(wrapper, index: int) -> Iterator[Placed]:
+def _in_stage1_or_2(wrapper, index: int) -> Iterator[Placed]:
     """The places where ZeRO 1 and 2 put gradients. With `round_robin_gradients` the order of parameters
     differs from their group's, and DeepSpeed's notes on them (`_hp_mapping`) are not always right.
     """
@@ -65,7 +65,7 @@ def _in_shares(wrapper, index: int) -> Iterator[Placed]:
         yield p, start, min(p.numel() - offset, size - start), offset
 
 
-def _in_fragments(params: list[torch.Tensor]) -> Iterator[Placed]:
+def _in_bf16_optimizer(params: list[torch.Tensor]) -> Iterator[Placed]:
     """The places that BF16_Optimizer notes on the parameters."""
     for p in params:
         if p._hp_mapping:
@@ -82,7 +82,7 @@ def _in_stage3(params: list[torch.Tensor]) -> Iterator[Placed]:
         start += share
 
 
-def _in_order(params: list[torch.Tensor]) -> Iterator[Placed]:
+def _in_stage0(params: list[torch.Tensor]) -> Iterator[Placed]:
     start = 0
     for p in params:
         yield p, start, p.numel(), 0

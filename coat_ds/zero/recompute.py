@@ -47,14 +47,14 @@ REFUSED = {
     "cpu_checkpointing": "CPU_CHECKPOINT",
     "contiguous_memory_optimization": "CONTIGUOUS_CHECKPOINTING",
 }
-WAY_OUT = "Drop the key, or set coat.fp8_activation_checkpointing to false."
+REMEDY = "Drop the key, or set coat.fp8_activation_checkpointing to false."
 
 
 def _refuse_placed(is_set: Callable[[str], Any]) -> None:
     """Raises CoatConfigError if a key of `REFUSED` is set, by `is_set`."""
     for key in filter(is_set, REFUSED):
         raise CoatConfigError(
-            f"activation_checkpointing.{key}: found True; FP8 inputs are kept whole, on their GPU. {WAY_OUT}"
+            f"activation_checkpointing.{key}: found True; FP8 inputs are kept whole, on their GPU. {REMEDY}"
         )
 
 
@@ -71,7 +71,7 @@ def check_config(config: Mapping[str, Any]) -> None:
         ("compile", "deepcompile", True, "compiled regions keep their inputs as they are"),
     ):
         if section(config, name).get(key) is value:
-            raise CoatConfigError(f"{name}.{key}: found {value}; {why}. {WAY_OUT}")
+            raise CoatConfigError(f"{name}.{key}: found {value}; {why}. {REMEDY}")
 
 
 @contextlib.contextmanager

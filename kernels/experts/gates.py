@@ -106,24 +106,24 @@ class KernelGate(NamedTuple):
     interleaved: bool = False
 
     def forward(
-        self, both: torch.Tensor, weights, bias, rows: Rows, scale: PredictedScale, trained: bool
+        self, both: torch.Tensor, weights, bias, rows: Rows, scale: PredictedScale, trains: bool
     ) -> tuple[Quantized, torch.Tensor, tuple[torch.Tensor, ...]]:
         """both [n, 2 f], the weights [t, k], and the bias [e, 2 f] of both or None -> the codes of the
-        weighted output [n, f], its amax, and the saved codes and exponents, none unless `trained`."""
+        weighted output [n, f], its amax, and the saved codes and exponents, none unless `trains`."""
         n, f = both.shape[0], both.shape[1] // (1 + self.gated)
         if uses_kernels(both):
             saved = None
-            if trained:
+            if trains:
                 parts = 1 + self.gated
                 saved = empty_grouped(n, f, GROUP_SIZE, self.saved_format, both.device, parts)
 
             def write(out, scales):
                 return launch_gate_forward(both, weights, bias, rows, self, saved, out, scales)
         else:
-            a, saved = gate_forward_reference(both, weights, bias, rows, self, trained)
+            a, saved = gate_forward_reference(both, weights, bias, rows, self, trains)
             write = functools.partial(write_reference, a, fmt=scale.fmt)
         found = quantize_predicted(write, scale, (n, f), both.device)
-        return *found, saved.tensors if trained else ()
+        return *found, saved.tensors if trains else ()
 
     def backward(self, given: GateInputs, rows: Rows, padded: PaddedRows, needs: Needs) -> GateGrads:
         """From what `forward` returned. Results that are not needed may be there."""
@@ -152,12 +152,12 @@ class TorchGate(NamedTuple):
     gated: bool = True
 
     def forward(
-        self, both: torch.Tensor, weights, bias, rows: Rows, scale: PredictedScale, trained: bool
+        self, both: torch.Tensor, weights, bias, rows: Rows, scale: PredictedScale, trains: bool
     ) -> tuple[Quantized, torch.Tensor, tuple[torch.Tensor, ...]]:
         if bias is not None:
             both += bias.to(both.dtype)[rows.experts(len(both))]
         a = _times(self.function(both).to(both.dtype), rows.of_rows(weights))
-        saved = quantize_groups(both, GROUP_SIZE, self.saved_format).tensors if trained else ()
+        saved = quantize_groups(both, GROUP_SIZE, self.saved_format).tensors if trains else ()
         return *fp8_operands(a, E4M3, predicted=scale), saved
 
     def backward(self, given: GateInputs, rows: Rows, padded: PaddedRows, needs: Needs) -> GateGrads:

@@ -95,20 +95,20 @@ class _Experts(torch.autograd.Function):
         ctx, x, weights, gate_up, down, gate_up_bias, down_bias, rows, gate, transposed, state, saves
     ):
         """saves: "x" or "codes", the form in which the input is saved for backward; None without backward."""
-        x, weights, trained = x.contiguous(), weights.contiguous(), saves is not None
+        x, weights, trains = x.contiguous(), weights.contiguous(), saves is not None
         first, second = _Weight(state.gate_up, gate_up, transposed), _Weight(state.down, down, transposed)
         (codes, _, scale, _), amax_x = fp8_operands(x, E4M3, predicted=state.x_scale)
         _observe("input", state.x_scale, codes)
-        w_1, amax_1 = first.forward(trained)
+        w_1, amax_1 = first.forward(trains)
         both = grouped_matmul((rows.gather(codes), scale), w_1, rows.offs, state.fast)
         del w_1
-        a, amax_a, saved = gate.forward(both, weights, gate_up_bias, rows, state.a_scale, trained)
+        a, amax_a, saved = gate.forward(both, weights, gate_up_bias, rows, state.a_scale, trains)
         _observe("input", state.a_scale, a.rows)
         del both
-        w_2, amax_2 = second.forward(trained)
+        w_2, amax_2 = second.forward(trains)
         y = grouped_matmul((a.rows, a.scale), w_2, rows.offs, state.fast)
         of_x = ()
-        if trained and ctx.needs_input_grad[2]:
+        if trains and ctx.needs_input_grad[2]:
             of_x = (codes, scale) if saves == "codes" else (x, amax_x)
         ctx.save_for_backward(
             weights, gate_up, down, gate_up_bias, down_bias, *rows,

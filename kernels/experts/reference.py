@@ -136,10 +136,10 @@ def gate_reference(x: torch.Tensor, up: torch.Tensor | None = None, *, gate) -> 
 
 
 def gate_forward_reference(
-    both, weights, bias, rows, gate, trained: bool
+    both, weights, bias, rows, gate, trains: bool
 ) -> tuple[torch.Tensor, Grouped | None]:
     """The input [n, 2 f] of a gate -> its output times the weights [t, k], [n, f], and the saved input, gate
-    before up, if `trained`. bias: [e, 2 f], added to the input, or None."""
+    before up, if `trains`. bias: [e, 2 f], added to the input, or None."""
     both, dtype = both.float(), both.dtype
     if bias is not None:
         both = both + bias.float()[rows.experts(len(both))]
@@ -149,7 +149,7 @@ def gate_forward_reference(
         parts = (both[:, ::2], both[:, 1::2]) if gate.interleaved else both.chunk(2, 1)
     output, _, _ = gate_reference(*parts, gate=gate)
     a = (output * rows.of_rows(weights)[:, None].float()).to(dtype)
-    if not trained:
+    if not trains:
         return a, None
     return a, quantize_parts(parts[: 1 + gate.gated], gate.saved_format)
 

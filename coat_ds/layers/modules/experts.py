@@ -96,7 +96,7 @@ class Fp8Experts(ConvertedForward):
     Supports biases, transposed weights and gates of the model."""
 
     # whether indices name experts of this rank only, also under expert parallelism
-    own_rows = False
+    local_rows = False
 
     def __init__(self, module: torch.nn.Module, activations: ActivationsConfig):
         super().__init__(module, activations)
@@ -117,7 +117,7 @@ class Fp8Experts(ConvertedForward):
             hooked = isinstance(act, torch.nn.Module) and has_user_hooks(act)
             if hooked or getattr(module, "act_fn", None) is not act or "_apply_gate" in module.__dict__:
                 return False
-        whole = self.own_rows or not getattr(module, "_is_expert_parallel", False)
+        whole = self.local_rows or not getattr(module, "_is_expert_parallel", False)
         whole = whole and is_plain(module.gate_up_proj) and is_plain(module.down_proj)
         return whole and x.numel() > 0 and super().check_tensor(x)
 

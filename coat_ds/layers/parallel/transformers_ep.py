@@ -43,7 +43,7 @@ def why_not(dispatch: Any) -> str | None:
 class TransformersEPExperts(Fp8Experts):
     """The forward of an expert layer whose rows come from other ranks."""
 
-    own_rows = True
+    local_rows = True
 
     def __init__(self, module: torch.nn.Module, activations: ActivationsConfig, dispatch: Any):
         super().__init__(module, activations)
