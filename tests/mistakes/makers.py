@@ -116,6 +116,15 @@ def accumulated_while_released(folder: Path) -> None:
         p.sum().backward()
 
 
+def dropped_while_released(folder: Path) -> None:
+    p = torch.nn.Parameter(torch.zeros(3))
+    made = CoatAdamW([p], keep_fp32=())
+    made.release_gradients()
+    p.sum().backward()
+    made.zero_grad()
+    made.step()
+
+
 def converted(*models: torch.nn.Module, **activations) -> Callable[[Path], object]:
     """Each model converted in turn, the last one with options."""
 

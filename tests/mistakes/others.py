@@ -15,6 +15,7 @@ from tests.mistakes.makers import (
     converted,
     differentiable_from_now_on,
     doctor,
+    dropped_while_released,
     engine_on_an_old_gpu,
     in_a_folder,
     layer,
@@ -107,6 +108,11 @@ MISTAKES = {
             "gradient accumulation while backward applies gradients",
             accumulated_while_released,
             ("release_gradients: found a second gradient", "shape (3,)", "Call step() after every backward"),
+        ),
+        Mistake(
+            "gradients that are dropped before the step while backward applies gradients",
+            dropped_while_released,
+            ("release_gradients: found no gradient", "Call zero_grad() after step()"),
         ),
         Mistake(
             "a checkpoint of another model",
