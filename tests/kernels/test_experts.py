@@ -186,7 +186,7 @@ def test_grouped_experts_quantize_cached_weights_once_a_step(device, monkeypatch
         tensors[name] = torch.nn.Parameter(tensors[name].detach())
     grad = torch.randn(T, HIDDEN, device=device).bfloat16()
     state, quantized = ExpertsState("fp8"), []
-    for name in ("_quantize", "_again"):
+    for name in ("_quantize", "_requantize"):
         stock = getattr(WeightCache, name)
         monkeypatch.setattr(
             WeightCache, name, lambda self, *a, stock=stock, **k: quantized.append(1) or stock(self, *a, **k)
