@@ -49,7 +49,7 @@ check test test-all test-gpu test-hostile test-hosts test-megatron: export PYTHO
 check: lint types
 	$(BIN)/python $(PYTEST) $(CHECKED)
 
-# everything that protects: six minutes on two cores are the aim
+# everything that protects: at most six minutes on two idle cores
 test: lint
 	$(BIN)/python $(PYTEST) --durations=30
 

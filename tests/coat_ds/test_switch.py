@@ -182,7 +182,7 @@ out["waiting"].append(waiting())
 coat_ds.install()
 out["heavy"] = [name for name in ("torch", "deepspeed") if name in sys.modules]
 # rooms are attributes, and import DeepSpeed as little
-coat_ds.watch.Watch, coat_ds.plan.rungs()
+coat_ds.watch.Watch, coat_ds.plan.all_systems()
 out["heavy"] += [name for name in ("deepspeed", "megatron") if name in sys.modules]
 import torch
 import deepspeed
