@@ -71,6 +71,8 @@ def run(arguments: argparse.Namespace) -> int:
         best = advice.fastest(model, candidates, gpu, limit, grow=arguments.micro_batch is None)
     if config and asks_for_coat(config):
         systems.append(configured(config, gpu))
+        if why := why_refused(config):
+            refused.append(f"{systems[-1].name}, since {why}")
     choices = {
         choice.system.name: (choice, advice.largest_micro_batch(model, layout, choice.system, limit))
         for choice in advice.compare(model, layout, systems, gpu)

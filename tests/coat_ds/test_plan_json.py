@@ -149,3 +149,6 @@ def test_plan_json_is_never_one_that_coat_refuses(key, tmp_path, capsys):
     assert cli.main([*words, "--deepspeed", str(tmp_path / "ds.json")]) == 0
     out = capsys.readouterr().out
     assert f"not recommended: COAT, since {key}: " in out and out.count("\n> ") == 1
+    (tmp_path / "ds.json").write_text(json.dumps(base | {"coat": {"enabled": True}}))
+    assert cli.main([*words[:-2], "--deepspeed", str(tmp_path / "ds.json")]) == 0
+    assert f"not recommended: as the JSON says, since {key}: " in capsys.readouterr().out
