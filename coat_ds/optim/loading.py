@@ -150,9 +150,9 @@ def _check_layout(state_dict: dict[str, Any]) -> None:
 
 
 def _is_remainder(value: Any) -> bool:
-    """Whether `value` is still a remainder, viewed as FP16: other optimizers cast it to the moments' dtype
-    and ignore it."""
-    return isinstance(value, torch.Tensor) and value.dtype == torch.float16
+    """Whether `value` is still a remainder, of a state dict (viewed as FP16) or of a state: other optimizers
+    cast it to the moments' dtype and ignore it."""
+    return isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.int16)
 
 
 def _shown(value: Any) -> str:
