@@ -18,7 +18,7 @@ def check(config: Mapping, model: torch.nn.Module | None) -> list[Finding]:
     """
     from coat_ds.layers.inventory import layers_of
     from coat_ds.zero.block import asks_for_coat
-    from coat_ds.zero.deepspeed_config import check_completed, why_no_conversion
+    from coat_ds.zero.deepspeed_config import check_completed, fp32_warning, why_no_conversion
     from coat_ds.zero.model_layers import prepare_layers, restore_layers
 
     if not asks_for_coat(config):
@@ -33,8 +33,9 @@ def check(config: Mapping, model: torch.nn.Module | None) -> list[Finding]:
         return [Finding(NAME, PROBLEM, str(error))]
     if not block.enabled:
         return [Finding(NAME, WARNING, "coat.enabled is false: nothing changes. Set it to true")]
+    findings = [Finding(NAME, WARNING, line)] if (line := fp32_warning(config, block)) else []
     if model is None:
-        return []
+        return findings
     # independent of the GPU: another check looks at this machine's
     obstacle = why_no_conversion(config)
     try:
@@ -48,5 +49,5 @@ def check(config: Mapping, model: torch.nn.Module | None) -> list[Finding]:
     restore_layers(model)
     if block.activations.enabled and not made:
         text = f"FP8 saves nothing: none of {linears} linear layers would compute in it. {layers.summary()}"
-        return [Finding("layers", PROBLEM, text, details)]
-    return [Finding("layers", OK, layers.summary(), details)]
+        return [*findings, Finding("layers", PROBLEM, text, details)]
+    return [*findings, Finding("layers", OK, layers.summary(), details)]

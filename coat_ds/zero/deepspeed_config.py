@@ -128,6 +128,16 @@ def is_16_bit(config: Mapping[str, Any]) -> bool:
     return any(enabled(config, key, auto=True) for key in (bf16_key(config), "fp16"))
 
 
+def fp32_warning(config: Mapping[str, Any], coat: CoatConfig) -> str | None:
+    """A warning if layers would be converted in a model of FP32 weights without autocast."""
+    if not coat.activations.enabled or is_16_bit(config) or enabled(config, "torch_autocast"):
+        return None
+    return (
+        "bf16.enabled: found false, or no such key: FP32 weights, their gradients and what no layer saves in "
+        "8 bits stay in FP32. Set it to true, unless the script runs the model under autocast."
+    )
+
+
 def stage_of(config: Mapping[str, Any]) -> int:
     """The stage of ZeRO; `true` in place of the section is DeepSpeed's old spelling of stage 1."""
     if config.get("zero_optimization") is True:

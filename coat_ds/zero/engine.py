@@ -19,8 +19,8 @@ from coat_ds.zero.checkpoints import guard_checkpoints, link_states, refuse_othe
 from coat_ds.zero.deepspeed_config import (
     bf16_key,
     checked_config,
+    fp32_warning,
     has_optimizer,
-    is_16_bit,
     why_no_conversion,
 )
 from coat_ds.zero.grad_norm import batch_gradient_norms
@@ -103,12 +103,8 @@ def _prepare_layers(model: torch.nn.Module, coat: CoatConfig, config: Mapping[st
     if enabled(config, bf16_key(config)) and any(p.dtype == torch.float16 for p in model.parameters()):
         # DeepSpeed does this next; layers in FP16 cannot be converted
         model.bfloat16()
-    in_fp32 = not is_16_bit(config) and any(p.dtype == torch.float32 for p in model.parameters())
-    if in_fp32 and coat.activations.enabled and not enabled(config, "torch_autocast"):
-        warn_rank_0(
-            "bf16.enabled: found false, or no such key: weights, gradients and what no layer saves in 8 bits "
-            "stay in FP32. Set it to true, unless the script runs the model under autocast."
-        )
+    if (line := fp32_warning(config, coat)) and any(p.dtype == torch.float32 for p in model.parameters()):
+        warn_rank_0(line)
     why = prepare_layers(model, coat.activations, "activations" in config.get("coat", {}), obstacle)
     if coat.require:
         # before the engine takes any memory

@@ -133,7 +133,7 @@ def dry(config: dict, **model) -> dict:
 
 
 def config(block: dict | None) -> dict:
-    made = {"zero_optimization": {"stage": 2, "reduce_bucket_size": 10**5}}
+    made = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2, "reduce_bucket_size": 10**5}}
     return made if block is None else made | {"coat": block}
 
 
@@ -210,12 +210,15 @@ def test_dry_run_reads_the_json_as_the_engine_would():
     trainer = {"optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto"}}}
     for right in (config({"enabled": True}), config({"enabled": True}) | trainer):
         assert "dry run" not in dry(right)
+    for precision, state in (({}, WARNING), ({"torch_autocast": {"enabled": True}}, None)):
+        found = dry(config({"enabled": True}) | {"bf16": {"enabled": False}} | precision)
+        assert getattr(found.get("dry run"), "state", None) == state, found
     # the optimizer's name stands for the block
     assert dry(config(None) | {"optimizer": {"type": "CoatAdamW"}}) == dry(config({"enabled": True}))
 
 
 def test_dry_run_with_fp16_leaves_layers_as_they_are():
-    fp16 = {"fp16": {"enabled": True}}
+    fp16 = {"bf16": {"enabled": False}, "fp16": {"enabled": True}}
     found = dry(config({"enabled": True}) | fp16)
     assert found["layers"].state == PROBLEM
     assert "none of 15 linear layers would compute in it" in found["layers"].text
