@@ -209,4 +209,5 @@ def check_seed(seed: Any) -> None:
 
 def _is_number(value: Any) -> bool:
     is_scalar = isinstance(value, torch.Tensor) and value.numel() == 1
-    return is_scalar or (isinstance(value, Real) and not isinstance(value, bool))
+    # NaN is not equal to itself
+    return is_scalar or (isinstance(value, Real) and not isinstance(value, bool) and value == value)

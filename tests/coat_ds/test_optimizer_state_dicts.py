@@ -254,6 +254,7 @@ LOAD_ERRORS = [
     (lambda d: d["param_groups"][0].update(betas=(0.9, 1.5)), "group 0: CoatAdamW: betas: expected two"),
     (lambda d: d["param_groups"][0].update(lr="1e-3"), "group 0: CoatAdamW: lr: expected a number, found"),
     (lambda d: d["param_groups"][0].update(lr=torch.ones(2)), r"lr: expected a number, found tensor"),
+    (of_group(eps=torch.nan), "group 0: CoatAdamW: eps: expected a number, found nan"),
     (lambda d: d["param_groups"][0].update(step=2.5), "step of parameter group 0 is a float: 2.5"),
     (lambda d: d["state"][0].update(remainder=torch.zeros(5).half()), r"remainder of .* 0 is \(5,\)"),
     (
