@@ -127,9 +127,10 @@ class Release:
                 "Train in BF16 without a scaler, clip by clip_by_last_norm, or do not release gradients."
             )
         # parameters without a hook: added or unfrozen since, or their gradients were set by the caller
-        for p in (p for group in optimizer.param_groups for p in group["params"]):
-            if p.grad is not None and p not in self._taken:
-                self._final[p.device].append(p)
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if p.grad is not None and p not in self._taken:
+                    self._final[p.device].append(p)
         for device in list(self._final):
             self._apply(optimizer, device)
         if self._transfers is not None:
