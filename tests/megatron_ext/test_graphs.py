@@ -9,6 +9,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from coat_ds.config import ActivationsConfig
 from coat_ds.layers import fused_layer
 from coat_kernels.graphs import end_graphs, max_graphed_work
+from coat_kernels.graphs.calls import MAX_MOVES
 from coat_kernels.graphs.warm_up import WARM_UP
 from coat_kernels.weights import invalidate_weight_caches
 from megatron_ext.layer_specs import coat_layer_spec
@@ -167,6 +168,31 @@ def recorded(device, **how):
     return layers
 
 
+def test_graphs_of_two_forwards_in_progress(device):
+    """Layers in a row with two forwards in progress, as in a pipeline. Other orders:
+    tests/coat_ds/layers/test_graphs.py."""
+    found = []
+    for graphs in (True, False):
+        layers = [layer for _ in range(2) for layer in build(graphs, layers=2).decoder.layers]
+        for layer in layers:
+            layer.config.pipeline_model_parallel_size = 2
+        results, waiting = [], []
+        for x in inputs(device, 24):
+            y = x.requires_grad_()
+            for layer in layers:
+                y = layer(y, attention_mask=None)[0]
+            waiting.append((x, y))
+            # the backward of the forward before the last one
+            if len(waiting) == 2:
+                x, y = waiting.pop(0)
+                y.backward(torch.ones_like(y))
+                results += [y.detach(), x.grad]
+        found.append(results + [p.grad for layer in layers for p in layer.parameters()])
+        assert all(layer.graphs.count > 0 for layer in layers) == graphs
+    assert all(t.isfinite().all() for t in found[0])
+    assert all(map(torch.equal, *found))
+
+
 def test_graphs_with_a_second_backward(device):
     layer, plain = recorded(device)
     a, b, *_ = inputs(device)
@@ -178,6 +204,27 @@ def test_graphs_with_a_second_backward(device):
     assert all(map(torch.equal, gradients(layer, x, y, b), gradients(plain, *run(plain, a), b)))
     with pytest.raises(RuntimeError, match="retain_graph"):
         y.backward(b)
+
+
+def test_graphs_do_not_overwrite_returned_tensors(device):
+    """The next replay does not overwrite outputs and gradients that the caller keeps."""
+    layer, _ = recorded(device)
+    kept, copies = [], []
+    for x in inputs(device):
+        kept += gradients(layer, *run(layer, x), x)
+        copies += [t.clone() for t in kept[len(copies) :]]
+    assert all(map(torch.equal, kept, copies))
+
+
+def test_graphs_are_recorded_again_if_weights_move(device):
+    layer, plain = recorded(device)
+    for move in range(MAX_MOVES + 1):
+        for p in layer.parameters():
+            p.data = p.data.clone()
+        for x in inputs(device, WARM_UP + 1):
+            found = gradients(layer, *run(layer, x), x)
+            assert all(map(torch.equal, found, gradients(plain, *run(plain, x), x)))
+        assert layer.graphs.count == (move < MAX_MOVES)
 
 
 def test_graphs_are_recorded_again_after_end_graphs(device):
