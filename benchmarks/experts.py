@@ -20,14 +20,14 @@ from megatron_ext.saved_bytes import SavedStorages
 
 
 class Sizes(NamedTuple):
-    """of: the share of a token's experts that this GPU has; biases: GPT-OSS's, with its gate and transposed
-    weights."""
+    """used: of a token. spread: the experts are one GPU's under expert parallelism, and their rows come from
+    all GPUs. biases: GPT-OSS's, with its gate and transposed weights."""
 
     experts: int
     hidden: int
     ffn: int
     used: int
-    of: float = 1.0
+    spread: bool = False
     biases: bool = False
 
 
@@ -35,7 +35,7 @@ MODELS = {
     "mixtral": Sizes(8, 4096, 14336, 2),
     "qwen3_30b": Sizes(128, 2048, 768, 8),
     "olmoe": Sizes(64, 2048, 1024, 8),
-    "deepseek_v3_ep32": Sizes(8, 7168, 2048, 8, of=1 / 32),
+    "deepseek_v3_ep32": Sizes(8, 7168, 2048, 8, spread=True),
     "gpt_oss_20b": Sizes(32, 2880, 2880, 4, biases=True),
 }
 TOKENS, TINY = (8192, 32768), Sizes(5, 64, 48, 2)
@@ -73,8 +73,8 @@ def inputs_of(sizes: Sizes, tokens: int, skewed: bool) -> Inputs:
     generator = torch.Generator(device()).manual_seed(0)
     draw = functools.partial(torch.randn, generator=generator, device=device())
     e, h, f, used = sizes[:4]
-    if sizes.of < 1:
-        tokens, used = round(tokens * used * sizes.of), 1
+    if sizes.spread:
+        tokens, used = tokens * used, 1
     # Gumbel noise: a choice without replacement by these loads
     noise = torch.empty(tokens, e, device=device()).exponential_(generator=generator).log()
     chosen = (SKEW * skewed * draw(e) - noise).topk(used).indices
@@ -313,8 +313,8 @@ def experts(arguments, table: Table) -> None:
     Columns: ms (median, 20th and 80th percentiles); peak_mb, over what is held before a pass; saved_mb, what
     autograd keeps without parameters and input; errors of the output and of each gradient, relative RMS
     against FP32, of a pass of at most 4,096 tokens; the seconds that a row took, with compilation.
-    deepseek_v3_ep32 has the rows that one of 32 GPUs gets. Cached weights are those of the later
-    micro-batches of a step. Skewed: loads are log-normal with sigma 0.8. The peers' rows begin with tokens
+    deepseek_v3_ep32 is one of 32 GPUs, which gets `used` rows for each of its own tokens. Cached weights are
+    those of the later micro-batches of a step. Skewed: loads are log-normal with sigma 0.8. The peers' rows begin with tokens
     whose order is known, and exclude the time to find it. Without a GPU, or with --quick: a tiny layer; on a
     CPU times mean nothing. Whole models: `python -m benchmarks models --shape mixtral --layers 4`.
     """

@@ -165,9 +165,18 @@ _ON_CUDA = {
     "get_device_properties": _answering(_DEVICE),
     "mem_get_info": _answering((_DEVICE.total_memory, _DEVICE.total_memory)),
     "memory_stats": _answering(defaultdict(int)),
-    **dict.fromkeys(("set_device", "set_stream", "empty_cache", "reset_peak_memory_stats"), _answering(None)),
-    **dict.fromkeys(("memory_allocated", "max_memory_allocated"), _answering(0)),
-    **dict.fromkeys(("memory_reserved", "max_memory_reserved", "device_memory_used"), _answering(0)),
+    # a function for each name: torch.compile refuses a function that has two
+    **{
+        name: _answering(None)
+        for name in ("set_device", "set_stream", "empty_cache", "reset_peak_memory_stats")
+    },
+    **{
+        name: _answering(0)
+        for name in (
+            *("memory_allocated", "max_memory_allocated", "device_memory_used"),
+            *("memory_reserved", "max_memory_reserved"),
+        )
+    },
     "stream": _answering(contextlib.nullcontext()),
     "Event": _Nothing,
     "current_stream": _answering(_Nothing()),
