@@ -147,5 +147,5 @@ def expert_parallel(arguments, table: Table) -> None:
     for framework in arguments.frameworks:
         for system in arguments.systems:
             rows, failure = run_ranks(rank, RANKS, framework, system, tokens, quick)
-            head = {"framework": framework, "system": system, "tokens": tokens}
+            head = {"framework": framework, "system": system, "gpus": RANKS, "tokens": tokens}
             table.add(**head, **(rows[0][0] if rows[0] else {"note": failure}))

@@ -135,11 +135,12 @@ SECTIONS: dict[str, list[Row]] = {
         Row("MoE + ZeRO-0, 1, 2, `deepspeed.moe`", cpu=2, condition="with expert parallelism too"),
         Row("MoE of transformers with biases or an own gate (GPT-OSS)", cpu=1, h200=1,
             condition="experts: grouped FP8 GEMMs; GPU: without ZeRO", proof=("models_gpu.csv",)),
-        Row("Expert parallelism of transformers (`ep_size`)", cpu=2,
+        Row("Expert parallelism of transformers (`ep_size`)", cpu=2, h200=2,
+            proof=("expert_parallel_h200.csv",),
             condition="from 5.23 on, `ep_implementation` `auto` and `all_to_all`, with `fsdp_size`; "
                       "rows are sent in BF16, no cached weights. Other versions and ways: experts in BF16"),
         Row("AutoEP (`expert_parallel`), also with ZeRO-3", cpu=2, h200=2,
-            proof=("tests/coat_ds/test_autoep.py",),
+            proof=("expert_parallel_h200.csv",),
             condition="rows are sent in BF16; no cached gate and up; with transformers before 5.23, or "
                       "a repaired DeepSpeed ([why](known_bugs.md#deepspeed))"),
         Row("MoE of Megatron, sequential experts", cpu=2, h200=1,
@@ -148,11 +149,11 @@ SECTIONS: dict[str, list[Row]] = {
         Row("MoE of Megatron, `--moe-grouped-gemm`", cpu=2, h200=1,
             condition="saved in 8 bits, no Transformer Engine; "
                       "`--load-main-params-from-ckpt` does not find the weights",
-            proof=("tests/megatron_ext/test_grouped_experts.py", "megatron_resume.csv")),
-        Row("MoE of Megatron + expert parallelism (`allgather`, `alltoall`)", cpu=2, h200=1,
+            proof=("tests/megatron_ext/test_grouped_experts.py",)),
+        Row("MoE of Megatron + expert parallelism (`allgather`, `alltoall`)", cpu=2, h200=2,
             condition="with tensor parallelism, recompute, capacity factors; with expert tensor parallelism "
-                      "only under `--moe-pad-expert-input-to-capacity`; GPU: two processes on one, over gloo",
-            proof=("tests/megatron_ext/test_moe.py",)),
+                      "only under `--moe-pad-expert-input-to-capacity`",
+            proof=("tests/megatron_ext/test_moe.py", "megatron_resume.csv")),
         Row("MoE of Megatron, `flex` dispatcher", *NOT_RUN,
             condition="refused without DeepEP or HybridEP; `--overlap-moe-expert-parallel-comm`: not run"),
         Row("MoE of Megatron + expert parallelism under DeepSpeed", *REFUSED,

@@ -33,6 +33,19 @@ def gains(results: Results) -> str:
     )
 
 
+@block("models.md", "expert parallelism")
+def expert_parallelism(results: Results) -> str:
+    file, lines = "expert_parallel_h200.csv", []
+    for framework, name in (("transformers", "transformers, `ep_size`"), ("AutoEP", "DeepSpeed's AutoEP")):
+        for tokens in (8192, 32768):
+            where = {"framework": framework, "tokens": tokens}
+            bf16, coat = (results.row(file, **where, system=system) for system in ("BF16", "COAT"))
+            figures = (f"{row[key]:.1f}" for key in ("ms", "peak_gb") for row in (bf16, coat))
+            lines.append([name, f"{tokens:,}", *figures, f"{bf16['ms'] / coat['ms']:.2f}×"])
+    heads = "tokens of a GPU", "BF16, ms", "COAT, ms", "BF16, GB", "COAT, GB", "faster"
+    return table([data(file, "4 layers of Qwen3-30B, 2 × H200"), *heads], *lines)
+
+
 @block("models.md", "evaluation")
 def evaluation(results: Results) -> str:
     lines, titles = [], {"llama3-8b": "Llama-3-8B", "qwen3-0.6b": "Qwen3-0.6B"}

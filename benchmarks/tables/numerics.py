@@ -127,6 +127,12 @@ def fine_tuning(results: Results) -> str:
     )
     rows = results.rows("finetune.csv")
     lines = [_fine_tuned(rows, *line) for line in lines_of]
+    mixture = results.rows("finetune_moe.csv")
+    tokens = f"{mixture[0]['tokens'] / 1e6:.1f}M tokens"
+    lines += [
+        _fine_tuned(mixture, "hf", "bf16", f"BF16, {data('finetune_moe.csv', f'four experts, {tokens}')}"),
+        _fine_tuned(mixture, "hf", "coat", "COAT, four experts"),
+    ]
     title = data("finetune.csv", f"SmolLM2-135M, {rows[0]['tokens'] / 1e6:.0f}M tokens")
     head = title, "seeds", "loss before", "after"
     return table([*head, "above BF16 in COAT's layers", "in stock layers", "last words right"], *lines)
