@@ -6,8 +6,10 @@ is the usual block: every other field takes the default below.
 """
 
 import difflib
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import Field, dataclass, field, fields, is_dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from coat_kernels.codecs import CODECS, GROUP_SIZE, SIGNED_CODECS, first_codec
@@ -34,6 +36,19 @@ AUTO_IS_NULL = 'Write null (None in Python) in place of "auto", or drop the key:
 
 class CoatConfigError(ValueError):
     """An invalid config. The message names the key, the value found and the fix."""
+
+
+def read_object(path: str | Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises CoatConfigError, which names the path, for any other content."""
+    try:
+        value = json.loads(Path(path).read_bytes())
+    # RecursionError: brackets that are nested too deeply
+    except (OSError, ValueError, RecursionError) as error:
+        why = error.strerror if isinstance(error, OSError) else f"not a JSON file ({error})"
+        raise CoatConfigError(f"{path}: {why}. Give a JSON file that can be read.") from None
+    if not isinstance(value, dict):
+        raise CoatConfigError(f"{path}: expected a JSON object, found {type(value).__name__}. Use braces.")
+    return value
 
 
 def check_type(key: str, value: Any, expected: type) -> None:

@@ -2,9 +2,9 @@
 
 import argparse
 
+from coat_ds.config import read_object
 from coat_ds.zero.deepspeed_config import DEFAULT_WEIGHT_DECAY, EXAMPLE, bf16_key, has_optimizer, names_ours
 from coat_launch.errors import LaunchError
-from coat_launch.files import read_object
 
 # values for "auto" in the optimizer's parameters, as in the files in configs/; Trainer fills them in by
 # itself
@@ -14,8 +14,8 @@ AUTO_CLIPPING = 1.0
 
 def read_deepspeed_config(args: argparse.Namespace) -> dict:
     """The DeepSpeed JSON with the changes of `--variant` and `--lr`, and with numbers in place of "auto"."""
+    config = read_object(args.deepspeed_config)
     try:
-        config = read_object(args.deepspeed_config)
         _check(config)
         if names_ours(config):
             # the key may stand without the block, and enables layers too

@@ -1,7 +1,6 @@
-"""The files of an output folder: its lock, JSON, and writes that a crash cannot cut off."""
+"""The files of an output folder: its lock, and writes that a crash cannot cut off."""
 
 import fcntl
-import json
 import os
 import shlex
 import socket
@@ -14,19 +13,6 @@ from typing import IO
 from coat_launch.errors import LaunchError
 
 LOCK = "run.lock"
-
-
-def read_object(path: str | os.PathLike) -> dict:
-    """The object in a JSON file. Raises ValueError, which does not name the path, for any other content."""
-    try:
-        value = json.loads(Path(path).read_bytes())
-    except OSError as error:
-        raise ValueError(f"cannot be read ({error.strerror})") from error
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"not a JSON file ({error})") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"expected a JSON object, found {type(value).__name__}")
-    return value
 
 
 @contextmanager

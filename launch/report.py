@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean
 
+from coat_ds.config import read_object
 from coat_launch.errors import LaunchError
-from coat_launch.files import atomic_write, read_object, writing
+from coat_launch.files import atomic_write, writing
 
 # rows of the comparison: the key in summary.json, the title, its unit and its format
 _ROWS = (
@@ -115,13 +116,13 @@ def write_summary(path: str | os.PathLike, summary: Mapping) -> None:
 
 
 def read_summary(path: str | os.PathLike) -> dict:
-    """What `write_summary` wrote for one run. Raises LaunchError for any other content."""
-    try:
-        found = read_object(path)
-        if missing := [key for key, *_ in _ROWS if key not in found]:
-            raise ValueError(f"expected the key {missing[0]!r}, found none")
-    except ValueError as error:
-        raise LaunchError(f"{path}: {error}. Remove it: the table then leaves out its run") from error
+    """What `write_summary` wrote for one run. Raises LaunchError or CoatConfigError for any other content."""
+    found = read_object(path)
+    if missing := [key for key, *_ in _ROWS if key not in found]:
+        raise LaunchError(
+            f"{path}: expected the key {missing[0]!r}, found none. Remove it: the table then leaves out its "
+            "run"
+        )
     return found
 
 

@@ -5,7 +5,6 @@ labels=...)` is Megatron's: tokens, positions and labels [b, s] int64, mask None
 """
 
 import dataclasses
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer import MLATransformerConfig, ModuleSpec, TransformerConfig
 
-from coat_ds.config import ActivationsConfig
+from coat_ds.config import ActivationsConfig, read_object
 from megatron_ext.layers.settings import set_activations
 
 
@@ -72,12 +71,7 @@ def load_shape(path: str | Path) -> ModelShape:
     Raises ValueError, naming file and key, for a file that cannot be read, an unknown or missing key, and for
     values that `ModelShape` refuses.
     """
-    try:
-        values = json.loads(Path(path).read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: expected a JSON file ({error})") from None
-    if not isinstance(values, dict):
-        raise ValueError(f"{path}: expected a JSON object, found {type(values).__name__}")
+    values = read_object(path)
     try:
         return ModelShape(**values)
     except (TypeError, ValueError) as error:

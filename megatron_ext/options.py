@@ -20,10 +20,9 @@ import operator
 import os
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from coat_ds.config import ActivationsConfig, CoatConfig, CoatConfigError
+from coat_ds.config import ActivationsConfig, CoatConfig, CoatConfigError, read_object
 
 VARIABLE = "COAT_CONFIG"
 _DEFAULTS = CoatConfig(enabled=True)
@@ -58,17 +57,13 @@ def _read(path: str | None) -> CoatConfig:
         return _DEFAULTS
     where = f"{VARIABLE}={path}"
     try:
-        content = json.loads(Path(path).read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
+        content = read_object(path)
+    except CoatConfigError as error:
+        raise CoatConfigError(f"{VARIABLE}={error}") from None
+    if set(content) != {"coat"}:
         raise CoatConfigError(
-            f'{where}: expected a JSON file with a "coat" block ({why}). Correct the path or the file.'
-        ) from None
-    if not isinstance(content, Mapping) or set(content) != {"coat"}:
-        found = ", ".join(map(repr, content)) if isinstance(content, Mapping) else repr(content)
-        raise CoatConfigError(
-            f'{where}: expected an object with the key "coat" alone, found {found or "no key"}. Megatron\'s '
-            "arguments set the rest."
+            f'{where}: expected an object with the key "coat" alone, found '
+            f"{', '.join(map(repr, content)) or 'no key'}. Megatron's arguments set the rest."
         )
     try:
         config = CoatConfig.from_dict(content["coat"])

@@ -4,9 +4,10 @@ import argparse
 import json
 from collections import Counter
 
+from coat_ds.config import read_object
 from coat_ds.doctor import PROBLEM, UNKNOWN, Finding, dry_run, machine, packages, switches
 from coat_ds.plan.errors import PlanError
-from coat_ds.plan.read import meta_model, model_object, read_object
+from coat_ds.plan.read import meta_model, model_object
 
 EPILOG = """exit code: 0 without problems, also if checks were left out; 1 with problems; 2 for wrong options
 example:
@@ -24,7 +25,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the findings; returns 1 if one is a problem. Raises PlanError for files that cannot be read."""
+    """Prints the findings; returns 1 if one is a problem. Raises PlanError and
+    CoatConfigError for files that cannot be read."""
     if bool(arguments.deepspeed) != bool(arguments.model):
         raise PlanError("--deepspeed, --model: one is checked with the other. Give both, a JSON and a model.")
     parts = {"packages": packages.check(), "switch": [switches.check()], "machine": machine.check()}

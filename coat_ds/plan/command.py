@@ -6,13 +6,14 @@ import json
 import re
 from collections.abc import Mapping
 
+from coat_ds.config import read_object
 from coat_ds.plan import advice, report
 from coat_ds.plan.deepspeed_json import OF_DEEPSPEED, OF_TRAINER, deepspeed_json, why_refused
 from coat_ds.plan.deepspeed_layout import from_deepspeed
 from coat_ds.plan.errors import PlanError
 from coat_ds.plan.gpus import GPUS, Gpu, find_gpu
 from coat_ds.plan.layout import Layout
-from coat_ds.plan.read import as_megatrons, from_values, model_object, read_object
+from coat_ds.plan.read import as_megatrons, from_values, model_object
 from coat_ds.plan.sizes import Sizes
 from coat_ds.plan.systems import System, all_systems, without_fp8
 from coat_ds.zero.block import asks_for_coat, section

@@ -1,7 +1,6 @@
 """Models and their sizes, read from a file or from the Hub. Nothing is allocated."""
 
 import dataclasses
-import json
 import textwrap
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,6 +8,7 @@ from pathlib import Path
 import torch
 from torch.utils import _device
 
+from coat_ds.config import read_object
 from coat_ds.plan.errors import PlanError
 from coat_ds.plan.from_transformers import from_module
 from coat_ds.plan.layout import Layout
@@ -87,16 +87,3 @@ def model_object(path: str) -> dict:
         except OSError as error:
             raise PlanError(f"{path}: neither a file nor a model on the Hub ({error}).") from None
     return read_object(path)
-
-
-def read_object(path: str) -> dict:
-    """The JSON object in a file. Raises PlanError for any other content."""
-    try:
-        value = json.loads(Path(path).read_bytes())
-    # RecursionError: brackets that are nested too deeply
-    except (OSError, ValueError, RecursionError) as error:
-        why = error.strerror if isinstance(error, OSError) else f"not a JSON file ({error})"
-        raise PlanError(f"{path}: {why}. Give a JSON file that can be read.") from None
-    if not isinstance(value, dict):
-        raise PlanError(f"{path}: expected a JSON object, found {type(value).__name__}. Use braces.")
-    return value

@@ -61,7 +61,7 @@ def test_damaged_outputs_of_an_earlier_run_are_named(tmp_path, line):
     with pytest.raises(LaunchError, match="metrics.jsonl, line 2: expected"):
         report.MetricsWriter(tmp_path / "metrics.jsonl", "coat")
     (tmp_path / "summary.json").write_text(line)
-    with pytest.raises(LaunchError, match="summary.json: .*Remove it"):
+    with pytest.raises(ValueError, match="summary.json: "):
         report.read_summary(tmp_path / "summary.json")
 
 

@@ -57,7 +57,7 @@ def test_load_shape_of_the_configs():
         ({"layernorm_epsilon": float("nan")}, "layernorm_epsilon: expected a number above 0, found nan"),
         ({"hidden_size": 100}, "hidden_size: 100 does not split into 8 heads .num_attention_heads."),
         ({"num_query_groups": 3}, "num_query_groups: 3 does not divide num_attention_heads .8."),
-        ("{", "expected a JSON file"),
+        ("{", "not a JSON file"),
         ("[1]", "expected a JSON object, found list"),
     ],
     ids=str,

@@ -134,9 +134,9 @@ MISTAKES = {
         Mistake(
             "a file that is not there",
             megatron(None),
-            ("COAT_CONFIG=coat.json: ", "No such file", "Correct the path"),
+            ("COAT_CONFIG=coat.json: ", "No such file", "Give a JSON file"),
         ),
-        Mistake("a file that is no JSON", megatron("{"), ("COAT_CONFIG=", "expected a JSON file")),
+        Mistake("a file that is no JSON", megatron("{"), ("COAT_CONFIG=", "not a JSON file")),
         Mistake(
             "a whole DeepSpeed JSON",
             megatron({"coat": BLOCK, "optimizer": ADAMW}),
