@@ -1,4 +1,4 @@
-"""The command `coat`: plan, doctor, watch, schema, patches, train."""
+"""The command `coat`: plan, doctor, watch, patches, train."""
 
 import argparse
 import importlib
@@ -28,7 +28,6 @@ def parser() -> argparse.ArgumentParser:
     plan = commands.add_parser("plan", help="memory, time and what fits, before anything is allocated")
     doctor = commands.add_parser("doctor", help="whether this machine and these packages are fit for it")
     watch = commands.add_parser("watch", help="readings of a run, as a table and pictures")
-    commands.add_parser("schema", help="print the JSON schema of the coat block")
     commands.add_parser("patches", help="what is patched of the installed frameworks, and why")
     # the training script parses its own options, --help included
     commands.add_parser("train", help="train a GPT: hands its arguments on", add_help=False)
@@ -51,11 +50,6 @@ def main(words: Sequence[str] | None = None) -> int:
     if arguments.command is None:
         parser().print_help(sys.stderr)
         return 2
-    if arguments.command == "schema":
-        from coat_ds.schema import text
-
-        print(text(), end="")
-        return 0
     if arguments.command == "patches":
         from coat_ds import patches
 

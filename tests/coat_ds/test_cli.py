@@ -49,11 +49,10 @@ def plain(capsys, *words: str, code: int = 0) -> dict:
     return json.loads(said(capsys, *words, "--json", code=code))
 
 
-def test_coat_command_prints_version_and_schema(capsys):
+def test_coat_command_prints_its_version(capsys):
     with pytest.raises(SystemExit) as end:
         cli.main(["--version"])
     assert end.value.code == 0 and capsys.readouterr().out.startswith("coat ")
-    assert said(capsys, "schema") == (ROOT / "configs/coat.schema.json").read_text()
 
 
 def test_coat_plan_of_every_system(capsys):
@@ -290,7 +289,6 @@ for name, (missing, words) in cases.items():
 """
 PLAIN = {
     "plan": ["plan", *SHAPE],
-    "schema": ["schema"],
     "patches": ["patches"],
     "doctor": ["doctor"],
     "help": ["train", "--help"],
