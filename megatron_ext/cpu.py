@@ -9,22 +9,12 @@ them, the function that fetches the sizes of messages between experts, and torch
 Megatron's small fused functions takes longer than a CPU run). This covers process groups, building a model,
 forward, backward, the allgather and alltoall dispatchers and Megatron's data parallel wrapper. Megatron's
 schedules and optimizers name `device="cuda"` literally, and context parallelism pins memory: inside
-`no_cuda()` such tensors are ordinary CPU tensors.
-
-Megatron-LM's own scripts refuse to start without a GPU. `python -m megatron_ext.cpu pretrain_gpt.py ...`, or
-`torchrun -m megatron_ext.cpu pretrain_gpt.py ...`, runs a script unchanged, with `--distributed-backend gloo`
-among its arguments. The script then finds an idle GPU of 16 GiB in each process.
+`no_cuda()` such tensors are ordinary CPU tensors. Megatron-LM's own scripts refuse to start without a GPU.
 """
 
 import contextlib
-import functools
 import logging
-import os
-import runpy
-import sys
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from types import SimpleNamespace
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -122,7 +112,7 @@ def enable() -> bool:
 
 def disable() -> None:
     """Undoes `enable()`."""
-    for patch in (*reversed(IN_SCRIPTS), *reversed(ON_CPU)):
+    for patch in reversed(ON_CPU):
         patch.remove()
 
 
@@ -146,80 +136,3 @@ def no_cuda() -> Iterator[None]:
     """Creates CPU tensors where code requests GPU or pinned tensors; use it after `enable()`."""
     with _NoCuda() if enabled() else contextlib.nullcontext():
         yield
-
-
-def _answering(answer: Any) -> Callable:
-    return lambda *args, **kwargs: answer
-
-
-_GIB = 2**30
-_DEVICE = SimpleNamespace(name="CPU", major=9, minor=0, total_memory=16 * _GIB, multi_processor_count=1)
-# the functions of `torch.cuda` that Megatron-LM's scripts call
-_ON_CUDA = {
-    "is_available": _answering(True),
-    "is_initialized": _answering(True),
-    "is_current_stream_capturing": _answering(False),
-    "device_count": lambda: int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
-    "get_device_name": _answering(_DEVICE.name),
-    "get_device_capability": _answering((_DEVICE.major, _DEVICE.minor)),
-    "get_device_properties": _answering(_DEVICE),
-    "mem_get_info": _answering((_DEVICE.total_memory, _DEVICE.total_memory)),
-    "memory_stats": _answering(defaultdict(int)),
-    # a function for each name: torch.compile refuses a function that has two
-    **{
-        name: _answering(None)
-        for name in ("set_device", "set_stream", "empty_cache", "reset_peak_memory_stats")
-    },
-    **{
-        name: _answering(0)
-        for name in (
-            *("memory_allocated", "max_memory_allocated", "device_memory_used"),
-            *("memory_reserved", "max_memory_reserved"),
-        )
-    },
-    "stream": _answering(contextlib.nullcontext()),
-    "Event": _Nothing,
-    "current_stream": _answering(_Nothing()),
-}
-_script = functools.partial(Patch, "Megatron-LM's scripts on a CPU")
-IN_SCRIPTS: dict[Patch, Any] = {
-    **{
-        _script(f"torch.cuda:{name}", "Megatron-LM's scripts refuse to start without a GPU"): function
-        for name, function in _ON_CUDA.items()
-    },
-    _script(
-        "torch.accelerator:is_available", "data loaders would pin memory for it", parameters=()
-    ): lambda: False,
-    _script(
-        "megatron.legacy.fused_kernels:load",
-        "queries the CUDA compiler's version; gone since 0.17",
-        parameters=("args",),
-        optional=True,
-    ): lambda args: None,
-}
-
-
-def _pretend() -> None:
-    """Patches the GPU queries of Megatron-LM's scripts; `disable()` undoes these patches too."""
-    for patch, replacement in IN_SCRIPTS.items():
-        with contextlib.suppress(*((ImportError,) if patch.optional else ())):
-            patch.apply(lambda _, replacement=replacement: replacement)
-
-
-def run_script(path: str, arguments: Sequence[str] = ()) -> None:
-    """Runs the script at `path`, one of Megatron-LM's, as `python path *arguments` does, on the CPU if there
-    is no GPU. Megatron is the checkout that contains the script.
-    """
-    sys.argv = [path, *arguments]
-    sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
-    if enable():
-        _pretend()
-    with no_cuda():
-        runpy.run_path(path, run_name="__main__")
-
-
-if __name__ == "__main__":
-    # the imported module, whose state is shared, and not this copy of it
-    from megatron_ext import cpu
-
-    cpu.run_script(sys.argv[1], sys.argv[2:])

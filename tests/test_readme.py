@@ -148,7 +148,12 @@ SMALL = """
 @pytest.mark.skipif(not MEGATRON, reason="MEGATRON_PATH names no checkout of Megatron-LM")
 def test_megatron_command_trains():
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
-    command += [f"--master-port={free_port()}", "-m", "megatron_ext.cpu", f"{MEGATRON}/pretrain_gpt.py"]
+    command += [
+        f"--master-port={free_port()}",
+        "-m",
+        "tests.megatron_ext.scripted",
+        f"{MEGATRON}/pretrain_gpt.py",
+    ]
     # Megatron compiles with the python3 and python3-config of the path
     path = [str(Path(sys.executable).parent), sysconfig.get_config_var("BINDIR"), os.environ["PATH"]]
     packages = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))

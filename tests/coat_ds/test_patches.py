@@ -55,7 +55,7 @@ def test_patches_fit_the_installed_frameworks():
     assert names >= {"switch", "gradient norm", "16-bit gradients", "checkpoints", "offloading", "stage 0"}
     assert names >= {"ZeRO-3's nodes", "units of ZeRO-3", "recompute", "end of an engine"}
     assert names >= {"Megatron's optimizer", "Megatron's recompute", "Megatron's final norm"}
-    assert names >= {"Megatron on a CPU", "Megatron-LM's scripts on a CPU", "end of process groups"}
+    assert names >= {"Megatron on a CPU", "end of process groups"}
 
 
 @beside_megatron

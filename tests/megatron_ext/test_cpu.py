@@ -97,9 +97,9 @@ assert torch.rand(4).equal(first)
 
 
 def run_as_module(script):
-    """As `python -m megatron_ext.cpu` does, in a process that has imported the frameworks."""
-    sys.argv = ["megatron_ext/cpu.py", script, "--flag", "value"]
-    runpy.run_module("megatron_ext.cpu", run_name="__main__", alter_sys=True)
+    """As `python -m tests.megatron_ext.scripted`, in a process that has imported the frameworks."""
+    sys.argv = ["scripted.py", script, "--flag", "value"]
+    runpy.run_module("tests.megatron_ext.scripted", run_name="__main__", alter_sys=True)
 
 
 @without_gpu
@@ -107,16 +107,3 @@ def test_cpu_runs_scripts_as_if_there_were_a_gpu(tmp_path):
     (tmp_path / "beside.py").write_text("NAME = 'beside'")
     (tmp_path / "script.py").write_text(SCRIPT)
     run_distributed(run_as_module, 1, str(tmp_path / "script.py"))
-
-
-@without_gpu
-def test_cpu_disable_removes_the_patches_for_scripts(disabled, monkeypatch):
-    # two of four processes are on this machine
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    cuda, available = dict(vars(torch.cuda)), torch.accelerator.is_available
-    cpu.enable()
-    cpu._pretend()
-    assert torch.cuda.is_available() and torch.cuda.device_count() == 2
-    cpu.disable()
-    assert dict(vars(torch.cuda)) == cuda and torch.accelerator.is_available is available

@@ -105,7 +105,12 @@ def pretrain(model, processes=1, coat_config=None, check=True, **arguments):
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     }
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}"]
-    command += [f"--master_port={free_port()}", "-m", "megatron_ext.cpu", f"{MEGATRON}/{script}"]
+    command += [
+        f"--master_port={free_port()}",
+        "-m",
+        "tests.megatron_ext.scripted",
+        f"{MEGATRON}/{script}",
+    ]
     command += ["--spec", "megatron_ext.spec", spec]
     for name, value in (ARGUMENTS | shape | {"train_iters": END} | arguments).items():
         command += [f"--{name.replace('_', '-')}", *str(value).split()]
