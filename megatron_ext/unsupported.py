@@ -91,7 +91,12 @@ _LAYERS = (
     Unsupported(
         "--fp8-format", lambda c: c.fp8, "coat_layer_spec has its own FP8, without Transformer Engine"
     ),
-    *_fields("batch_invariant_mode"),
+    Unsupported(
+        "--normalization {c.normalization}",
+        lambda c: c.normalization not in ("RMSNorm", "LayerNorm"),
+        fix="Take RMSNorm or LayerNorm",
+    ),
+    *_fields("batch_invariant_mode", "mla_down_proj_fusion"),
     Unsupported("--fp4-format", lambda c: c.fp4),
     Unsupported("--kitchen-config-file or --kitchen-recipe-number", lambda c: c.use_kitchen),
     *_fields(
@@ -104,7 +109,6 @@ _LAYERS = (
         reason="Transformer Engine's layers have it",
     ),
     *_fields("cache_mla_latents", reason="no cache is read, and decoding is not supported"),
-    *_fields("mla_down_proj_fusion"),
     Unsupported(
         "--qk-layernorm without --q-lora-rank",
         lambda c: NORMS_ALL_QUERIES and c.multi_latent_attention and c.qk_layernorm and c.q_lora_rank is None,
@@ -210,7 +214,7 @@ _COAT = (
         "--expert-tensor-parallel-num-weight-shards above 1",
         lambda c: (c.expert_gtp_weight_remat_size or 1) > 1,
     ),
-    *_fields("defer_embedding_wgrad_compute", "delay_wgrad_compute"),
+    *_fields("defer_embedding_wgrad_compute", "delay_wgrad_compute", "use_te_activation_func"),
     Unsupported(
         "--cuda-graph-impl {c.cuda_graph_impl}",
         # a replay does not mark the gradients that are in main_grad already, which Megatron's data parallel
@@ -218,7 +222,6 @@ _COAT = (
         lambda c: c.cuda_graph_impl not in (None, "none"),
         "COAT layers record CUDA graphs of their own, by coat.activations.cuda_graphs",
     ),
-    *_fields("use_te_activation_func"),
     *_fields("activation_func_fp8_input_store", reason="the activation's input is saved in 8 bits anyway"),
     *_fields("moe_shared_expert_overlap", reason="it runs Megatron's own shared experts, which save BF16"),
     _grouped(
@@ -283,12 +286,6 @@ _OPTIMIZER = (
 OPTIMIZER_OFF = 'or write "optimizer": {"enabled": false} in the file of COAT_CONFIG'
 
 
-def _sources(config) -> tuple[Any, ...]:
-    """`config`, and the arguments of Megatron-LM's script if one runs: some are in no config."""
-    running = options.megatron_lm()
-    return (config,) if running is None else (config, running.get_args())
-
-
 def check_layers(config, fp8: bool, *, whole: bool) -> None:
     """Raises CoatConfigError for an argument that the layers of a spec do not support.
 
@@ -298,7 +295,10 @@ def check_layers(config, fp8: bool, *, whole: bool) -> None:
     rows = (*(_WHOLE_LAYERS if whole else _PARTS_OF_LAYERS), *(_COAT if fp8 else _SDPA), *_LAYERS)
     if config.context_parallel_size == 1:
         rows += _ATTENTION
-    _check("coat_layer_spec" if fp8 else 'sdpa_layer_spec ("activations": false)', rows, *_sources(config))
+    # some arguments of Megatron-LM's script are in no config
+    running = options.megatron_lm()
+    sources = (config,) if running is None else (config, running.get_args())
+    _check("coat_layer_spec" if fp8 else 'sdpa_layer_spec ("activations": false)', rows, *sources)
 
 
 def check_optimizer(config, model_chunks: Iterable[torch.nn.Module]) -> None:

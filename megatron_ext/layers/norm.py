@@ -16,18 +16,10 @@ from megatron_ext.layers.settings import Configurable
 
 class CoatNorm(Configurable, torch.nn.Module):
     """RMSNorm or LayerNorm over `hidden_size`, by `config.normalization`;
-    `config.layernorm_zero_centered_gamma` means a weight of w + 1.
-
-    Raises ValueError at construction for another normalization.
-    """
+    `config.layernorm_zero_centered_gamma` means a weight of w + 1."""
 
     def __init__(self, config, hidden_size: int, eps: float = 1e-5):
         super().__init__()
-        if config.normalization not in ("RMSNorm", "LayerNorm"):
-            raise ValueError(
-                f"CoatNorm: normalization is {config.normalization!r}, expected RMSNorm or LayerNorm. "
-                'Use one of them, or "activations": false for Megatron\'s own layers.'
-            )
         self.eps = eps
         self.zero_centered = config.layernorm_zero_centered_gamma
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()

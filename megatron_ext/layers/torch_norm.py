@@ -20,20 +20,16 @@ from coat_ds.patches import Patch
 class LocalNorm:
     """torch's RMSNorm or LayerNorm, marked for Megatron.
 
-    Raises ValueError for another normalization, and for zero-centered gamma.
+    Raises ValueError for zero-centered gamma.
     """
 
     def __new__(cls, config, hidden_size: int, eps: float = 1e-5) -> torch.nn.Module:
-        kinds = {"RMSNorm": torch.nn.RMSNorm, "LayerNorm": torch.nn.LayerNorm}
-        if config.normalization not in kinds:
-            raise ValueError(
-                f"--normalization: expected RMSNorm or LayerNorm, found {config.normalization!r}"
-            )
         if config.layernorm_zero_centered_gamma:
             raise ValueError(
                 "--apply-layernorm-1p: torch's norms have no zero-centered gamma; remove it or install "
                 "Transformer Engine"
             )
+        kinds = {"RMSNorm": torch.nn.RMSNorm, "LayerNorm": torch.nn.LayerNorm}
         norm = kinds[config.normalization](hidden_size, eps=eps)
         for parameter in norm.parameters():
             parameter.sequence_parallel = config.sequence_parallel

@@ -25,6 +25,7 @@ TE_ALONE = pytest.mark.skipif(HAVE_TE, reason="Transformer Engine's attention su
 # fields of the config, and words of the error
 BOTH = [
     ({"fp4": "e2m1"}, "--fp4-format is not supported"),
+    ({"normalization": "L2Norm"}, "--normalization L2Norm is not supported. Take RMSNorm or LayerNorm"),
     (MLA | {"mla_down_proj_fusion": True}, "--mla-down-proj-fusion is not supported. Remove it"),
     *(
         ({name: 2}, f"--{name.replace('_', '-')} is not supported: Transformer Engine.*Remove it")
