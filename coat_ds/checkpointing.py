@@ -13,13 +13,9 @@ from coat_kernels.autograd.checkpointing import (
     in_region,
 )
 
-
-def generator_name() -> str:
-    """The function that non-reentrant `torch.utils.checkpoint.checkpoint` calls. torch 2.14 renamed it."""
-    name = "_checkpoint_without_reentrant_generator"
-    return f"{name}_impl" if hasattr(torch.utils.checkpoint, f"{name}_impl") else name
-
-
+# the function that non-reentrant `torch.utils.checkpoint.checkpoint` calls; torch 2.14 renamed it
+_NAME = "_checkpoint_without_reentrant_generator"
+_NAME += "_impl" if hasattr(torch.utils.checkpoint, f"{_NAME}_impl") else ""
 GENERATOR, FUNCTION = (
     Patch(
         "compressed checkpoints",
@@ -29,7 +25,7 @@ GENERATOR, FUNCTION = (
         used_by="checkpoint",
         remedy="or drop coat.fp8_activation_checkpointing",
     )
-    for name, expected in ((generator_name(), "a generator"), ("CheckpointFunction", "a class"))
+    for name, expected in ((_NAME, "a generator"), ("CheckpointFunction", "a class"))
 )
 
 

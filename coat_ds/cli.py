@@ -73,13 +73,6 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def _train(words: list[str]) -> int:
     """Runs the training script in this process, as `python -m` does."""
-    if importlib.util.find_spec(TRAINING.partition(".")[0]) is None:
-        print(
-            f"coat train: {TRAINING} is not installed here. Run launch/pretrain_gpt.py of a checkout with "
-            "the same arguments.",
-            file=sys.stderr,
-        )
-        return 2
     # the program name in argparse's messages
     sys.argv[0] = "coat train"
     importlib.import_module(TRAINING).main(words)

@@ -114,15 +114,10 @@ class _Block:
 
     __slots__ = ()
     KEY: ClassVar[str]
-    OR_BOOLEAN: ClassVar[bool] = False
-    """Whether true or false may replace the object; `from_boolean` builds the block from them."""
+    OFF: ClassVar[Mapping[str, Any]] = {}
+    """The keys that false stands for, where true or false may replace the object."""
     REMOVED: ClassVar[Mapping[str, str]] = {}
     """Removed keys, each with what to write instead."""
-
-    @classmethod
-    def from_boolean(cls, value: bool) -> Self:
-        """The block that true or false stands for. Called only where `OR_BOOLEAN` is true."""
-        raise NotImplementedError(f"{cls.KEY} is no boolean")
 
     @classmethod
     def from_dict(cls, block: Mapping[str, Any]) -> Self:
@@ -130,8 +125,8 @@ class _Block:
 
         Raises CoatConfigError for unknown keys, wrong types and impossible values.
         """
-        if isinstance(block, bool) and cls.OR_BOOLEAN:
-            return cls.from_boolean(block)
+        if isinstance(block, bool) and cls.OFF:
+            return cls() if block else cls(**cls.OFF)
         if not isinstance(block, Mapping):
             raise CoatConfigError(
                 f'{cls.KEY}: expected an object such as {{"enabled": true}}, found {block!r}. Use braces.'
@@ -263,7 +258,7 @@ class ActivationsConfig(_Block):
     COAT's layer spec, and to layers that `coat_ds.convert` converts. True or false may replace the object."""
 
     KEY: ClassVar[str] = "coat.activations"
-    OR_BOOLEAN: ClassVar[bool] = True
+    OFF: ClassVar[Mapping[str, Any]] = {"enabled": False}
     REMOVED: ClassVar[Mapping[str, str]] = {
         "fallback": "convert() keeps a layer in BF16 if FP8 GEMMs do not support its sizes. Megatron's "
         "layers then stay Megatron's. Drop the key.",
@@ -314,10 +309,6 @@ class ActivationsConfig(_Block):
     training. "stock": as stock layers, as the saved model computes when it is loaded without COAT. For
     Megatron's layers the key applies only to the GEMMs."""
 
-    @classmethod
-    def from_boolean(cls, value: bool) -> Self:
-        return cls(enabled=value)
-
 
 @dataclass(frozen=True, slots=True)
 class WatchConfig(_Block):
@@ -326,7 +317,7 @@ class WatchConfig(_Block):
     `"every": 0`."""
 
     KEY: ClassVar[str] = "coat.watch"
-    OR_BOOLEAN: ClassVar[bool] = True
+    OFF: ClassVar[Mapping[str, Any]] = {"every": 0}
     REMOVED: ClassVar[Mapping[str, str]] = {
         "readings": "No layer changes its format during a run. Drop the key.",
         "act": "No layer changes its format during a run: `coat watch` names the layers and tensors above a "
@@ -341,10 +332,6 @@ class WatchConfig(_Block):
 
     folder: str = ""
     """The folder of watch.jsonl, which `coat watch` reads. Rank 0 appends each reading. Empty: no file."""
-
-    @classmethod
-    def from_boolean(cls, value: bool) -> Self:
-        return cls() if value else cls(every=0)
 
 
 @dataclass(frozen=True, slots=True)

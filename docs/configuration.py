@@ -63,7 +63,7 @@ def _block(cls: type) -> dict[str, Any]:
 def _property(f: Field) -> dict[str, Any]:
     if is_dataclass(f.type):
         block = _block(f.type)
-        return {"anyOf": [{"type": "boolean"}, block]} if f.type.OR_BOOLEAN else block
+        return {"anyOf": [{"type": "boolean"}, block]} if f.type.OFF else block
     if "check" in f.metadata:
         number = {"type": "number", "minimum": f.metadata["minimum"]}
         return {"anyOf": [{"enum": list(f.metadata["choices"])}, number], "default": f.default}

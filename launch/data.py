@@ -74,9 +74,9 @@ def load_corpus(
     return Corpus(*splits, text_tokenizer.vocab_size)
 
 
-def padded_vocab_size(vocab_size: int, multiple: int = 128) -> int:
-    """The smallest multiple that holds all ids: FP8 GEMMs need round sizes."""
-    return -(-vocab_size // multiple) * multiple
+def padded_vocab_size(vocab_size: int) -> int:
+    """The smallest multiple of 128 that holds all ids: FP8 GEMMs need round sizes."""
+    return -(-vocab_size // 128) * 128
 
 
 @dataclass(frozen=True, slots=True)

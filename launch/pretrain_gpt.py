@@ -105,19 +105,14 @@ def conclude(output: Path) -> None:
         print(f"metrics.jsonl and summary.json are in {output}; for loss.png: pip install {error.name}")
 
 
-def check_packages() -> None:
-    """Raises LaunchError if a package is missing that training needs."""
-    # pip's extras have the names of the packages
-    if missing := [name for name in ("deepspeed", "megatron") if importlib.util.find_spec(name) is None]:
-        way_out = f'pip install "coat-train[{",".join(missing)}]"'
-        raise LaunchError(f"{' and '.join(missing)}: not installed for {sys.executable}. {way_out}")
-
-
 def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     args = parse_args(argv, __doc__)
+    # pip's extras have the names of the packages
+    if missing := [name for name in ("deepspeed", "megatron") if importlib.util.find_spec(name) is None]:
+        way_out = f'pip install "coat-train[{",".join(missing)}]"'
+        sys.exit(f"error: {' and '.join(missing)}: not installed for {sys.executable}. {way_out}")
     try:
-        check_packages()
         check_launcher(os.environ)
     except LaunchError as error:
         sys.exit(f"error: {error}")

@@ -14,7 +14,6 @@ Options of single linear layers are set in the file of Megatron's `--te-precisio
 """
 
 import dataclasses
-import functools
 import json
 import operator
 import os
@@ -30,15 +29,6 @@ _DEFAULTS = CoatConfig(enabled=True)
 LAYER_KEYS = ("enabled", "backward_format", "weight_cache", "fast_accumulation")
 
 
-def coat_config() -> CoatConfig:
-    """The block in the file that `COAT_CONFIG` names; the defaults, enabled, without the variable.
-
-    Raises CoatConfigError, naming the file and the key, for a file that cannot be read and for unsupported
-    values.
-    """
-    return _read(os.environ.get(VARIABLE))
-
-
 def named_file() -> str | None:
     """The file that `COAT_CONFIG` names, as messages call it; None without the variable."""
     path = os.environ.get(VARIABLE)
@@ -51,13 +41,17 @@ def megatron_lm() -> Any:
     return found if found is not None and getattr(found, "_GLOBAL_ARGS", None) is not None else None
 
 
-@functools.cache
-def _read(path: str | None) -> CoatConfig:
-    if path is None:
+def coat_config() -> CoatConfig:
+    """The block in the file that `COAT_CONFIG` names; the defaults, enabled, without the variable.
+
+    Raises CoatConfigError, naming the file and the key, for a file that cannot be read and for unsupported
+    values.
+    """
+    where = named_file()
+    if where is None:
         return _DEFAULTS
-    where = f"{VARIABLE}={path}"
     try:
-        content = read_object(path)
+        content = read_object(os.environ[VARIABLE])
     except CoatConfigError as error:
         raise CoatConfigError(f"{VARIABLE}={error}") from None
     if set(content) != {"coat"}:

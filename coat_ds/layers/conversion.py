@@ -6,9 +6,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from coat_ds.config import ActivationsConfig
-from coat_ds.layers.modules.formats import linear_formats
 from coat_ds.log import by_reason
-from coat_kernels.linear import LinearFormats
 
 # kinds of modules, each with its plural in the report
 PLURALS = {
@@ -108,15 +106,15 @@ def report(made: Mapping[str, Mapping[str, int]], linears: int, left: Mapping[st
 def describe(kind: str, activations: ActivationsConfig) -> str:
     """How converted modules of a kind compute or save, for the report."""
     if kind == "linear":
-        return describe_gemms(linear_formats(activations), activations)
+        return describe_gemms(activations.backward_format, activations)
     if kind == "layer":
         return "run fused"
     return describe_attention(activations) if kind == "attention" else describe_saved(activations)
 
 
-def describe_gemms(linear: LinearFormats, activations: ActivationsConfig) -> str:
+def describe_gemms(backward_format: str, activations: ActivationsConfig) -> str:
     """The formats of GEMMs."""
-    how = f"e4m3, gradients in {linear.backward.name}"
+    how = f"e4m3, gradients in {backward_format}"
     return f"{how}, evaluation as stock layers" if activations.evaluation == "stock" else how
 
 

@@ -132,15 +132,6 @@ def check_grad_scale(scale: Any) -> None:
         )
 
 
-def check_can_keep_remainder(p: torch.Tensor) -> None:
-    """Raises TypeError for a parameter that FSDP1 shards: FSDP1 saves all states in one dtype."""
-    if getattr(p, "_fsdp_flattened", False):
-        raise TypeError(
-            "CoatAdamW: FullyShardedDataParallel cannot save what bf16_params='exact' keeps of BF16 "
-            "parameters. Use fully_shard, FP32 parameters with MixedPrecision, or bf16_params='stochastic'."
-        )
-
-
 def check_changes(optimizer) -> None:
     """Raises ValueError if an option of a parameter group has changed since the last check to a value that
     the constructor would refuse, or if existing states are stored otherwise."""
@@ -180,5 +171,10 @@ def check_supported(optimizer) -> None:
         check_names(group, optimizer.defaults, optimizer.common_options())
         check_options(optimizer.defaults | {k: group[k] for k in (*COAT_KEYS, *STOCK_SWITCHES) if k in group})
         for p in group["params"]:
-            if has_remainder(p, group):
-                check_can_keep_remainder(p)
+            # FSDP1 saves all states in one dtype
+            if has_remainder(p, group) and getattr(p, "_fsdp_flattened", False):
+                raise TypeError(
+                    "CoatAdamW: FullyShardedDataParallel cannot save what bf16_params='exact' keeps of BF16 "
+                    "parameters. Use fully_shard, FP32 parameters with MixedPrecision, or "
+                    "bf16_params='stochastic'."
+                )

@@ -54,15 +54,10 @@ def keeps_fp32(rule: Rule, name: str | None, p: torch.Tensor) -> bool:
         return bool(rule(name, p))
     if name is None:
         return False
-    name = name.lower()
-    own = "" if _is_matrix(p) else ".".join(name.split(".")[-2:])
+    name, sides = name.lower(), shape_of(p)[-2:]
+    is_matrix = len(sides) == 2 and min(sides) >= SMALLEST_MATRIX
+    own = "" if is_matrix else ".".join(name.split(".")[-2:])
     return any(fnmatchcase(own if pattern in KEEP_FP32 else name, pattern.lower()) for pattern in rule)
-
-
-def _is_matrix(p: torch.Tensor) -> bool:
-    """Whether `p` is larger, in its last two dimensions, than any norms of heads or biases of experts."""
-    sides = shape_of(p)[-2:]
-    return len(sides) == 2 and min(sides) >= SMALLEST_MATRIX
 
 
 def idle_patterns(patterns: Iterable[str], names: Iterable[str], key: str = "coat.optimizer.") -> list[str]:

@@ -59,7 +59,10 @@ def update_group(
             codecs = x.exp_avg.codec.name, x.exp_avg_sq.codec.name
             launches[offloaded, id(factor), p.device, p.dtype, grad.dtype, codecs].append(x)
     for (offloaded, of_grads, *_), bucket in launches.items():
-        scaled = scaling._replace(grad_scale=_product(scaling.grad_scale, factors[of_grads]))
+        scale, factor = scaling.grad_scale, factors[of_grads]
+        if scale is not None and factor is not None:
+            factor = scale.to(factor.device) * factor
+        scaled = scaling._replace(grad_scale=scale if factor is None else factor)
         parts: Iterable[list[Operands]] = [bucket]
         if transfers is not None and offloaded:
             parts = transfers[stepping_device(bucket[0].param.device)].chunks(bucket)
@@ -95,7 +98,7 @@ def _launch(
     seed: int,
 ) -> None:
     """Steps pieces on one device that have the same dtypes and codecs."""
-    first = bucket[0]
+    first, steps = bucket[0], [x.step for x in bucket]
     device, second_codec = first.param.device, first.exp_avg_sq.codec
     scale, found_inf = scaling
     adamw_(
@@ -103,7 +106,8 @@ def _launch(
         [x.grad for x in bucket],
         [x.exp_avg.storage for x in bucket],
         [x.exp_avg_sq.storage for x in bucket],
-        _gather([x.step for x in bucket]),
+        # as numbers if they are on the CPU, where reading does not synchronize
+        [int(step) for step in steps] if steps[0].is_cpu else torch.stack(steps),
         AdamWOptions(
             exp_avg_codec=first.exp_avg.codec,
             exp_avg_sq_codec=second_codec,
@@ -151,15 +155,3 @@ def _count(states: list[dict[str, Any]], found_inf: torch.Tensor | None) -> list
         # without alpha torch reads the flag as a number, which synchronizes with the GPU
         torch._foreach_add_([step for step in steps if step.device == device], counted, alpha=1.0)
     return counts
-
-
-def _gather(steps: list[torch.Tensor]) -> list[int] | torch.Tensor:
-    """The steps as numbers if they are on the CPU, where reading does not synchronize, else as a tensor."""
-    return [int(step) for step in steps] if steps[0].is_cpu else torch.stack(steps)
-
-
-def _product(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
-    """Product of two factors; None counts as 1."""
-    if a is None or b is None:
-        return b if a is None else a
-    return a.to(b.device) * b

@@ -62,14 +62,10 @@ class StoredTensor(torch.Tensor):
             result = handler(*args, **kwargs)
             if result is not NotImplemented:
                 return result
-        if _is_view(func):
+        # the result shares the memory of an argument, and nothing is written
+        if any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns):
             return _windows(func, *args, **kwargs)
         return _on_values(func, args, kwargs)
-
-
-def _is_view(func) -> bool:
-    """Whether the result of `func` shares the memory of its argument and `func` does not write to it."""
-    return any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
 
 
 def _windows(func, x: Any, *args, **kwargs):

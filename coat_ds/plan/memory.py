@@ -109,7 +109,12 @@ def _predict(sizes: Sizes, layout: Layout, system: System, first: bool, last: bo
         # gathered hidden states
         held = _sum(held, buffers=layout.tensor * passes.hidden)
     if layout.stage == 3 and layout.data > 1:
-        moments = _passes_of_stage_3(held, states, passes)
+        gathered, head = states.gathered, _head_gradient(states)
+        moments = [
+            _at("loss", held, saved=passes.saved, logits=passes.logits(), gathered=gathered),
+            _at("head", held, saved=passes.saved, gradients=head, temporaries=passes.hidden),
+            _at("layers", held, saved=passes.saved, temporaries=passes.temporaries(), gathered=gathered),
+        ]
     else:
         moments = _passes(held, states, passes, last)
     moments.append(_at("step", held, states.step()))
@@ -132,16 +137,10 @@ def _passes(held: Mapping, states: ModelStates, passes: Passes, has_head: bool) 
         in_layers["gradients"] = head
     moments.append(_at("layers", held, gradients, in_layers))
     if states.in_deepspeed and layout.stage == 1:
-        moments.append(_at("gradients", held, states.gradients_after_backward()))
+        # ZeRO-1 reduces them after backward
+        reduced = states.gradient * states.parameters + states.reduced
+        moments.append(_at("gradients", held, gradients=reduced, buffers=states.buckets()))
     return moments
-
-
-def _passes_of_stage_3(held: Mapping, states: ModelStates, passes: Passes) -> list[Memory]:
-    return [
-        _at("loss", held, saved=passes.saved, logits=passes.logits(), gathered=states.gathered),
-        _at("head", held, saved=passes.saved, gradients=_head_gradient(states), temporaries=passes.hidden),
-        _at("layers", held, saved=passes.saved, temporaries=passes.temporaries(), gathered=states.gathered),
-    ]
 
 
 def _head_gradient(states: ModelStates) -> float:

@@ -129,10 +129,6 @@ class ModelStates:
             return {"gradients": self.reduced, "buffers": self.buckets()}
         return self.earlier_gradients()
 
-    def gradients_after_backward(self) -> dict[str, float]:
-        """Gradients that ZeRO-1 reduces after backward."""
-        return {"gradients": self.gradient * self.parameters + self.reduced, "buffers": self.buckets()}
-
     def step(self) -> dict[str, float]:
         """Gradients and temporary tensors of the optimizer's step."""
         layout, system = self.layout, self.system

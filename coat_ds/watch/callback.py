@@ -36,7 +36,13 @@ class Callback(TrainerCallback):
         self.on_train_end(args, state, control)
         coat = getattr(getattr(self.trainer, "deepspeed", None), "coat", None)
         if coat is None:
-            self._own = self._watch = self._new(model, getattr(optimizer, "optimizer", optimizer))
+            optimizer = getattr(optimizer, "optimizer", optimizer)
+            if not isinstance(optimizer, CoatAdamW):
+                raise ValueError(
+                    f"coat_ds.watch.Callback: expected a CoatAdamW, found {type(optimizer).__name__}. Give "
+                    "one to the Trainer as `optimizers`, or add the coat block to its DeepSpeed config."
+                )
+            self._own = self._watch = Watch(model, optimizer, self.config, [self._log])
             self._own.go_on_from(state.global_step)
             return
         if coat.watch is None:
@@ -51,14 +57,6 @@ class Callback(TrainerCallback):
             )
         self._watch = coat.watch
         self._watch.add(self._log)
-
-    def _new(self, model, optimizer) -> Watch:
-        if not isinstance(optimizer, CoatAdamW):
-            raise ValueError(
-                f"coat_ds.watch.Callback: expected a CoatAdamW, found {type(optimizer).__name__}. Give "
-                "one to the Trainer as `optimizers`, or add the coat block to its DeepSpeed config."
-            )
-        return Watch(model, optimizer, self.config, [self._log])
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
         if self._own is not None:

@@ -213,7 +213,8 @@ def _by_name(names: Sequence[str], sums: torch.Tensor) -> dict[str, list[float]]
 def _to_folder(config: WatchConfig) -> Out:
     """An out to the file of the run, which rank 0 writes."""
     if not is_first_rank():
-        return _nothing
+        # it has the same readings
+        return lambda reading: None
     try:
         Path(config.folder).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=config.folder):
@@ -224,7 +225,3 @@ def _to_folder(config: WatchConfig) -> Out:
             "another folder, or drop the key."
         ) from error
     return partial(append, config.folder)
-
-
-def _nothing(reading: Reading) -> None:
-    """Other ranks have the same readings."""

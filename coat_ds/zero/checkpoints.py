@@ -62,13 +62,6 @@ def link_states(engine) -> None:
         engine.optimizer._lazy_init_hp_params_optimizer_state()
 
 
-def _unlink_states(engine) -> None:
-    """Drops the parameters' views of states, so that a moment is freed before a loaded one replaces it."""
-    for p in engine.module.parameters():
-        if (mapping := getattr(p, "_hp_mapping", None)) is not None and mapping.optim_fragment:
-            mapping.optim_fragment.clear()
-
-
 def guard_checkpoints(engine) -> None:
     """Has `engine` restore the codes of a checkpoint, if it has a CoatAdamW, and write readings and
     states in order, one at a time."""
@@ -84,7 +77,10 @@ def _load(engine, load: Callable, *args, **kwargs) -> Any:
     own = options_of_groups(optimizer)
     universal = engine.load_universal_checkpoint()
     if not universal:
-        _unlink_states(engine)
+        # the parameters' views of states: a moment is freed before a loaded one replaces it
+        for p in engine.module.parameters():
+            if (mapping := getattr(p, "_hp_mapping", None)) is not None and mapping.optim_fragment:
+                mapping.optim_fragment.clear()
     try:
         with moments_wait_on_cpu(optimizer) if universal else contextlib.nullcontext():
             result = load(*args, **kwargs)
@@ -108,15 +104,12 @@ def _load(engine, load: Callable, *args, **kwargs) -> Any:
 def _save(engine, save: Callable, *args, **kwargs) -> Any:
     if engine.coat.watch is not None:
         engine.coat.watch.flush()
-    with streaming() if _saves_by_torch(engine) else contextlib.nullcontext():
-        return save(*args, **kwargs)
-
-
-def _saves_by_torch(engine) -> bool:
     from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
     saver = engine.checkpoint_engine
-    return type(saver) is TorchCheckpointEngine and saver.zipfile_serialization
+    by_torch = type(saver) is TorchCheckpointEngine and saver.zipfile_serialization
+    with streaming() if by_torch else contextlib.nullcontext():
+        return save(*args, **kwargs)
 
 
 class _MomentsOnCpu(dict):

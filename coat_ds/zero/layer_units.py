@@ -75,7 +75,12 @@ class LayerUnits:
         self._zero = zero
         if model is None or zero.stage != 3:
             return
-        users, trained = _users(model), any(p.requires_grad for p in model.parameters())
+        # the modules that own each parameter
+        users: dict[torch.nn.Parameter, list[torch.nn.Module]] = {}
+        for module in model.modules():
+            for p in module.parameters(recurse=False):
+                users.setdefault(p, []).append(module)
+        trained = any(p.requires_grad for p in model.parameters())
         for name, layer in _layers(model, wanted).items():
             off = "coat.zero3_layer_units is false"
             reason = off if wanted is False else _obstacle(layer, users, trained)
@@ -90,16 +95,17 @@ class LayerUnits:
         if not self.chosen:
             yield
             return
-        self._prefetch_whole_units()
-        with _as_leaves(self.chosen.values()), _gradients_one_by_one(self.chosen.values()):
-            yield
-
-    def _prefetch_whole_units(self) -> None:
+        units = self.chosen.values()
         if "prefetch_bucket_size" not in self._zero.model_fields_set:
-            largest = max(
-                sum(shape_of(p).numel() for p in layer.parameters()) for layer in self.chosen.values()
-            )
+            largest = max(sum(shape_of(p).numel() for p in layer.parameters()) for layer in units)
             self._zero.prefetch_bucket_size = max(self._zero.prefetch_bucket_size, largest)
+
+        def create_hooks(create: Callable, wrapper) -> None:
+            _forget_leaves(units)
+            create(wrapper)
+
+        with _as_leaves(units), HOOKS.applied(wrapping(create_hooks)):
+            yield
 
     def complete(self, optimizer) -> None:
         """Makes the chosen layers units, after the engine with this `optimizer` was built."""
@@ -174,15 +180,6 @@ def _is_layer(module: torch.nn.Module, wanted: bool | None) -> bool:
     return wanted is True or any(converted_forward(part) is not None for part in module.modules())
 
 
-def _users(model: torch.nn.Module) -> dict[torch.nn.Parameter, list[torch.nn.Module]]:
-    """The modules that own each parameter."""
-    users: dict[torch.nn.Parameter, list[torch.nn.Module]] = {}
-    for module in model.modules():
-        for p in module.parameters(recurse=False):
-            users.setdefault(p, []).append(module)
-    return users
-
-
 def _obstacle(
     layer: torch.nn.Module, users: dict[torch.nn.Parameter, list[torch.nn.Module]], trained: bool
 ) -> str | None:
@@ -222,15 +219,3 @@ def _forget_leaves(units: Iterable[torch.nn.Module]) -> None:
     for unit in units:
         for p in unit.parameters():
             vars(p).pop("ds_z3_leaf_module", None)
-
-
-@contextlib.contextmanager
-def _gradients_one_by_one(units) -> Iterator[None]:
-    """A context in which a ZeRO-3 optimizer is built; it reduces gradients of `units` one by one."""
-
-    def create_hooks(create: Callable, wrapper) -> None:
-        _forget_leaves(units)
-        create(wrapper)
-
-    with HOOKS.applied(wrapping(create_hooks)):
-        yield

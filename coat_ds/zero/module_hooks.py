@@ -44,18 +44,14 @@ class _Node:
     def apply(self, x: torch.Tensor) -> torch.Tensor:
         if torch.compiler.is_compiling():
             return self.function.apply(x)
-        if self.only_weights and not _has_weights(self.module):
+        own = vars(self.module)
+        # DeepSpeed gathers these, "external" ones that the module uses, and those of all parts of a leaf
+        has_weights = own["_parameters"] or own.get("_external_params") or own.get("_z3_leaf")
+        if self.only_weights and not has_weights:
             return x
         y = self.function.apply(x)
         # autograd does not see all changes of weights, so weights share no notes
         return y if isinstance(x, torch.nn.Parameter) else share_notes(x, y)
-
-
-def _has_weights(module: torch.nn.Module) -> bool:
-    """Whether DeepSpeed gathers weights for this module: its own, "external" ones that it uses, or, for a
-    leaf, those of all its parts."""
-    own = vars(module)
-    return bool(own["_parameters"] or own.get("_external_params") or own.get("_z3_leaf"))
 
 
 def lighten_module_hooks(model: torch.nn.Module) -> None:

@@ -97,7 +97,9 @@ class SDPACoreAttention(torch.nn.Module):
         **_,
     ):
         super().__init__()
-        self.window = _window_of(config, layer_number)
+        # the number of earlier tokens that each token attends to; None for all
+        windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self.window = config.window_size[0] if windowed else None
         self.backends = _BACKENDS[getattr(config, "attention_backend", AttnBackend.auto)]
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         script = options.megatron_lm()
@@ -286,11 +288,3 @@ class NoCrossAttention(IdentityOp):
                 "causal."
             )
         return x
-
-
-def _window_of(config, layer_number: int) -> int | None:
-    """The number of earlier tokens that each token of a layer attends to (`--window-size`,
-    `--window-attn-skip-freq`); None for all."""
-    if not is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
-        return None
-    return config.window_size[0]

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from torch.nn.modules.module import _has_any_global_hook
@@ -211,7 +210,8 @@ def _run_fused(layer: torch.nn.Module, parts: Parts, tables: Tables, arguments: 
         return compute(x, *tensors)
     why_not = _no_graph(parts, arguments["packed_seq_params"] is not None)
     own_weights = [linear.weight for linear in parts.linears]
-    if not fused_layer.uses_graphs(wanted, x, own_weights, *ranks_of(parts), why_not):
+    ranks, token_ranks = ranks_of(parts)
+    if not fused_layer.uses_graphs(wanted, x, own_weights, ranks, token_ranks, why_not):
         return compute(x, *tensors)
     return layer.graphs.call(
         compute,
@@ -221,7 +221,8 @@ def _run_fused(layer: torch.nn.Module, parts: Parts, tables: Tables, arguments: 
         layer.config.pipeline_model_parallel_size,
         evaluates=not layer.training,
         grad_buffers=options.grad_buffers,
-        agree=_agree(parts.qkv.tp_group),
+        # how ranks that share the layer's collectives agree on whether its graphs are used
+        agree=bool if ranks == 1 else functools.partial(agreed, group=parts.qkv.tp_group),
     )
 
 
@@ -270,11 +271,6 @@ def _no_graph(parts: Parts, packed: bool) -> str | None:
     if (core.training and core.dropout) or not _is_stock(core):
         return "with dropout of attention, or hooks on it"
     return None
-
-
-def _agree(group: dist.ProcessGroup) -> Callable[[bool], bool]:
-    """How ranks that share a layer's collectives agree on whether its graphs are used."""
-    return bool if group.size() == 1 else functools.partial(agreed, group=group)
 
 
 def _weights_and_options(parts: Parts) -> tuple[tuple, LayerOptions]:

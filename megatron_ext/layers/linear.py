@@ -163,7 +163,7 @@ class _CoatLinear(Configurable):
 
     def coat_part(self) -> Part:
         if self._in_fp8:
-            return Part("linear", describe_gemms(self._gemm.formats, self.activations))
+            return Part("linear", describe_gemms(self._gemm.formats.backward.name, self.activations))
         why = "--te-precision-config-file" if self._fits else f"sizes that {ALIGNMENT} does not divide"
         return Part("linear", None, why)
 

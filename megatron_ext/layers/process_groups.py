@@ -38,15 +38,9 @@ def end_graphs_first() -> None:
 
 
 def _destroy(destroy: Callable, group: dist.ProcessGroup | None = None) -> None:
-    if _is_of_gpus(group):
+    # torch raises the error of others
+    exists = dist.is_initialized() and group is not dist.GroupMember.NON_GROUP_MEMBER
+    # all groups end if it is None or the group of all ranks
+    if exists and (group in (None, dist.group.WORLD) or dist.get_backend(group) != "gloo"):
         end_graphs()
     destroy(group)
-
-
-def _is_of_gpus(group: dist.ProcessGroup | None) -> bool:
-    """Whether graphs may hold collectives of the groups that end with this one. These are all groups if it is
-    None or the group of all ranks."""
-    if not dist.is_initialized() or group is dist.GroupMember.NON_GROUP_MEMBER:
-        # torch raises the error
-        return False
-    return group in (None, dist.group.WORLD) or dist.get_backend(group) != "gloo"

@@ -51,14 +51,12 @@ class ModelChunks(torch.nn.Module):
 
 def whole_model(chunks: Iterable[torch.nn.Module]) -> ModelChunks:
     """This rank's part of a model, from the chunks that Megatron has wrapped."""
-    return ModelChunks(map(_unwrapped, chunks))
-
-
-def _unwrapped(chunk: torch.nn.Module) -> torch.nn.Module:
-    """A model without the wrappers of Megatron's data parallelism and of BF16."""
-    while hasattr(chunk, "module"):
-        chunk = chunk.module
-    return chunk
+    unwrapped = []
+    for chunk in chunks:
+        while hasattr(chunk, "module"):
+            chunk = chunk.module
+        unwrapped.append(chunk)
+    return ModelChunks(unwrapped)
 
 
 def note_model(

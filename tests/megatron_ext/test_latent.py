@@ -6,7 +6,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 
 from coat_ds.config import ActivationsConfig
-from coat_ds.layers.modules.formats import linear_formats
+from coat_ds.layers.modules.linear import Gemm
 from megatron_ext.hybrid_specs import AttentionLayer
 from megatron_ext.layer_specs import coat_layer_spec, coat_parts, sdpa_layer_spec
 from megatron_ext.layers.latent import CoatDownProjection, CoatMLASelfAttention
@@ -209,7 +209,7 @@ def test_latent_attention_accumulates_what_cancels_exactly():
     attention = (
         build(coat_layer_spec, HEADS, activations=activations, **LATENT).decoder.layers[0].self_attention
     )
-    expected = {cancels: linear_formats(activations, cancels) for cancels in (False, True)}
+    expected = {cancels: Gemm(activations, cancels).formats for cancels in (False, True)}
     assert expected[True] != expected[False]
     linears = {name: m._gemm.formats for name, m in attention.named_children() if isinstance(m, LINEARS)}
     assert linears == {name: expected[name != "linear_proj"] for name in linears}

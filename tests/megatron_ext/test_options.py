@@ -25,12 +25,10 @@ def file(tmp_path, monkeypatch):
         path = tmp_path / "coat.json"
         path.write_text(content if isinstance(content, str) else json.dumps(content))
         monkeypatch.setenv("COAT_CONFIG", str(path))
-        options._read.cache_clear()
         return path
 
     monkeypatch.delenv("COAT_CONFIG", raising=False)
-    yield write
-    options._read.cache_clear()
+    return write
 
 
 def test_coat_config_defaults_without_a_file(file):
@@ -97,7 +95,6 @@ def _import_specs(folder):
         if block is not None:
             path.write_text(json.dumps({"coat": {"enabled": True, **block}}))
             os.environ["COAT_CONFIG"] = str(path)
-        options._read.cache_clear()
         sys.modules.pop("megatron_ext.spec", None)
         if block is not None:
             with pytest.raises(CoatConfigError, match="Take coat_layer_spec from megatron_ext.spec"):

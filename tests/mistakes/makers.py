@@ -184,11 +184,7 @@ def megatron(content: object) -> Callable[[Path], object]:
             path.write_text(content if isinstance(content, str) else json.dumps(content))
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("COAT_CONFIG", str(path))
-            options._read.cache_clear()
-            try:
-                options.coat_config()
-            finally:
-                options._read.cache_clear()
+            options.coat_config()
 
     return run
 

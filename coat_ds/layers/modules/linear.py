@@ -16,12 +16,12 @@ from coat_ds.layers.modules.converted_forward import (
     converted_forward,
     is_plain,
 )
-from coat_ds.layers.modules.formats import linear_formats
 from coat_ds.layers.modules.hooks import forget_if_pre_hooked, is_hooked
 from coat_ds.log import log_once
 from coat_ds.optim.shards import is_distributed
 from coat_kernels.autograd.origin import Origin, origin_of
-from coat_kernels.linear import LinearState, fp8_linear
+from coat_kernels.fp8 import fp8_format
+from coat_kernels.linear import LinearFormats, LinearState, fp8_linear
 from coat_kernels.weights import Weights
 
 
@@ -32,7 +32,14 @@ class Gemm(LinearState):
     """
 
     def __init__(self, activations: ActivationsConfig, precise_wgrad: bool = False):
-        super().__init__(linear_formats(activations, precise_wgrad), activations.weight_cache)
+        fast = activations.fast_accumulation
+        formats = LinearFormats(
+            fp8_format(activations.backward_format),
+            fast_forward=fast != "none",
+            fast_input_grad=fast == "all",
+            fast_weight_grad=fast == "all" and not precise_wgrad,
+        )
+        super().__init__(formats, activations.weight_cache)
 
     def multiply(
         self,
