@@ -72,7 +72,6 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _train(words: list[str]) -> int:
-    """Runs the training script in this process, as `python -m` does."""
     # the program name in argparse's messages
     sys.argv[0] = "coat train"
     importlib.import_module(TRAINING).main(words)

@@ -183,7 +183,6 @@ class Trainer:
         return self._summary(self._validate() if val_loss is None else val_loss, speeds)
 
     def _record_step(self, loss: float, speed: float) -> None:
-        """Raises LaunchError if training has diverged."""
         # None if DeepSpeed is configured not to compute it
         norm = self.engine.get_global_grad_norm()
         if not math.isfinite(loss) or not math.isfinite(norm or 0.0):

@@ -68,7 +68,6 @@ def loading_states(optimizer) -> Iterator[None]:
 
 
 def _load_states(optimizer, loaded: dict[str, Any]) -> None:
-    """Loads the state of every parameter that has one in a state dict."""
     for group, saved in zip(optimizer.param_groups, loaded["param_groups"], strict=True):
         steps = _steps_of(saved, loaded["state"])
         for p, index in zip(group["params"], saved["params"], strict=True):

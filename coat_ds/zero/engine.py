@@ -152,7 +152,6 @@ def finish(engine, prepared: Prepared) -> None:
 
 
 def _connect_optimizer(engine, coat: CoatConfig) -> None:
-    """Connects the CoatAdamW in DeepSpeed's optimizer with ZeRO's partitions, gradients and checkpoints."""
     # names and shapes of parameters in partitions, which states and checkpoints are made of
     link_partitions(engine.optimizer, engine.basic_optimizer)
     keep_gradients_narrow(engine.optimizer)

@@ -107,7 +107,6 @@ def restore_layers(model: nn.Module) -> None:
 
 
 def _set_activations(built: list[tuple[str, nn.Module]], activations: ActivationsConfig, given: bool) -> None:
-    """Configures layers that were built for COAT by the block."""
     if not activations.enabled:
         raise CoatConfigError(
             "coat.activations.enabled: found False, but the model was built of layers that compute in FP8 "

@@ -267,7 +267,6 @@ def gated_form(module: nn.Module) -> GatedForm | None:
 
 
 def _gated(module: nn.Module, gate: str, up: str | None, down: str, probe: ProbeDevice) -> GatedForm | None:
-    """The form of `module` if its children have these roles."""
     h, f = 16, 24
     x = probe.numbers(3, h, seed=9)
     weights = {down: probe.numbers(h, f, seed=1) / f**0.5}
