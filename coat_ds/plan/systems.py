@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from coat_ds.config import CoatConfig, OptimizerConfig
+from coat_ds.config import CoatConfig
 from coat_kernels.codecs import CODECS, GROUP_SIZE, first_codec
 
 # keys of DeepSpeed's section on BF16, which have to be true for masters in BF16
@@ -68,7 +68,10 @@ class System:
     def state_bytes(self) -> float:
         """Bytes of the states of a compressed element; other elements keep FP32 moments."""
         if self.optimizer == "coat":
-            return moment_bytes(self.coat.optimizer)
+            second = CODECS[self.coat.optimizer.exp_avg_sq_format]
+            first = first_codec(self.coat.optimizer.exp_avg_format, second)
+            # with its share of scales
+            return sum(codec.zeros(GROUP_SIZE).nbytes for codec in (first, second)) / GROUP_SIZE
         return _TE_MOMENTS if self.optimizer == "transformer_engine" else FP32_MOMENTS
 
     def block(self) -> dict:
@@ -79,15 +82,6 @@ class System:
         if self.layers == "coat" or self.optimizer == "coat":
             found["coat"] = {"enabled": True, **self.keys}
         return found
-
-
-def moment_bytes(optimizer: OptimizerConfig) -> float:
-    """Bytes of both moments of an element, as the block stores them, with its share of scales."""
-    if not optimizer.enabled:
-        return FP32_MOMENTS
-    second = CODECS[optimizer.exp_avg_sq_format]
-    first = first_codec(optimizer.exp_avg_format, second)
-    return sum(codec.zeros(GROUP_SIZE).nbytes for codec in (first, second)) / GROUP_SIZE
 
 
 def coat(name: str, keys: Mapping = MappingProxyType({}), **fields) -> System:

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,15 +24,6 @@ from coat_ds.watch.readings import Out, Reading, append, grouped
 from coat_ds.watch.states import StateSampler
 from coat_kernels.autograd import observers
 from coat_kernels.graphs import Graphs
-
-
-class _Pending(NamedTuple):
-    """A reading that is on its way from the device."""
-
-    step: int
-    sums: torch.Tensor
-    """The sums of tensors, then the sums of layers, in one vector."""
-    arrived: torch.cuda.Event | None
 
 
 class Watch:
@@ -87,7 +78,9 @@ class Watch:
         # while a reading is taken
         self._counter: CodeCounter | None = None
         self._eager: list[Graphs] = []
-        self._pending: _Pending | None = None
+        # the reading that is on its way from the device: its step; the sums of tensors, then those of layers,
+        # in one vector; and the event of their arrival
+        self._pending: tuple[int, torch.Tensor, torch.cuda.Event | None] | None = None
         # of each layer, sums of the last reading that had any: layers that are replayed take turns
         self._sums: dict[str, list[float]] = {}
         self._begin()
@@ -164,7 +157,7 @@ class Watch:
             arrived = torch.cuda.Event()
             arrived.record()
             both = home
-        self._pending = _Pending(self.steps, both, arrived)
+        self._pending = self.steps, both, arrived
 
     def flush(self) -> None:
         """Passes the pending reading to the outs, if there is one. `end_step` calls this one step after the
@@ -172,18 +165,19 @@ class Watch:
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        if pending.arrived is not None:
-            pending.arrived.synchronize()
+        step, sums, arrived = pending
+        if arrived is not None:
+            arrived.synchronize()
         cut = len(self._names) * states.SUMS
-        by_state = _by_name(self._names, pending.sums[:cut])
-        by_layer = _by_name(self._layers, pending.sums[cut:])
+        by_state = _by_name(self._names, sums[:cut])
+        by_layer = _by_name(self._layers, sums[cut:])
         self._sums |= {name: row for name, row in by_layer.items() if any(row)}
         groups: dict[str, dict[str, float]] = {}
         for rows, figures in ((by_state, states.figures), (self._sums, codes.figures)):
             for group, names in grouped(rows).items():
                 if found := figures([sum(x) for x in zip(*(rows[n] for n in names), strict=True)]):
                     groups[group] = groups.get(group, {}) | found
-        self.last = Reading(pending.step, groups)
+        self.last = Reading(step, groups)
         for out in self.outs:
             self._give(out, self.last)
 

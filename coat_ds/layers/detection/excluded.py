@@ -47,7 +47,8 @@ def is_dispatched(module: nn.Module) -> bool:
 def excluded_modules(model: nn.Module) -> dict[int, str]:
     """The reason why a module is not converted, by the module's id. The first reason found counts."""
     excluded: dict[int, str] = {}
-    for rule in (_dispatched, _adapters, _kept_in_fp32, _codes, _heads, _choices):
+    excluded |= {id(module): DISPATCHED for module in model.modules() if is_dispatched(module)}
+    for rule in (_adapters, _kept_in_fp32, _codes, _heads, _choices):
         for module, reason in rule(model):
             excluded.setdefault(id(module), reason)
     return excluded
@@ -60,10 +61,6 @@ def _whole(module: nn.Module, reason: str) -> Iterator[tuple[nn.Module, str]]:
 def _is_pretrained(module: nn.Module) -> bool:
     """Whether `module` is a model of transformers. transformers need not be installed."""
     return hasattr(module, "base_model_prefix") and hasattr(module, "config")
-
-
-def _dispatched(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    return ((module, DISPATCHED) for module in model.modules() if is_dispatched(module))
 
 
 def _adapters(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
@@ -117,16 +114,13 @@ def _on_top(module: nn.Module) -> Iterator[nn.Module]:
     has_base = module.base_model_prefix in children or "classifier" in children
     joins = sum(map(_is_pretrained, children.values())) > 1
     for name, child in children.items():
-        if name == module.base_model_prefix or _is_body(child):
+        # a model, or with attention
+        is_body = any(_is_pretrained(m) or uses_interface(m) for m in child.modules())
+        if name == module.base_model_prefix or is_body:
             continue
         above = has_base and not (_INPUT_NAME.search(name) and (joins or not _is_linear(child)))
         if above or _HEAD_NAME.search(name):
             yield child
-
-
-def _is_body(module: nn.Module) -> bool:
-    """Whether `module` is or contains a model of transformers, or attention."""
-    return any(_is_pretrained(m) or uses_interface(m) for m in module.modules())
 
 
 def _kept_in_fp32(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
@@ -172,7 +166,8 @@ def _choices(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
             for child in children.values():
                 # the router may be a linear layer, or a module with one linear layer
                 linears = [] if child is experts else [m for m in child.modules() if isinstance(m, nn.Linear)]
-                if len(linears) == 1 and _chooses_among(linears[0], experts):
+                numbers = len(experts._modules), getattr(experts, "num_experts", None)
+                if len(linears) == 1 and linears[0].out_features in numbers:
                     yield linears[0], ROUTER
         if not children or not _chooses(type(module)):
             continue
@@ -216,8 +211,3 @@ def _quietly(get: Callable) -> nn.Module | None:
     # transformers' models without a head have the method too, and raise one of the two
     except (AttributeError, NotImplementedError):
         return None
-
-
-def _chooses_among(linear: nn.Linear, experts: nn.Module) -> bool:
-    """Whether `linear` has one output for each expert."""
-    return linear.out_features in (len(experts._modules), getattr(experts, "num_experts", None))

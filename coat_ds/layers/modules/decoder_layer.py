@@ -306,7 +306,8 @@ def why_not_fused(layer: Fp8DecoderLayer, x: torch.Tensor, args: tuple, kwargs: 
     if autocast_dtype(x) not in (None, x.dtype):
         return f"their input is {x.dtype} under autocast to {autocast_dtype(x)}"
     for name, value in kwargs.items():
-        if _is_foreign(name, value):
+        # an argument that requests something that the blocks do not support
+        if value is not None and name not in ARGUMENTS and not (value is False and name in FLAGS):
             if name in CACHES:
                 return (
                     "the model was called with use_cache=True or a cache while it trains. Drop that argument"
@@ -349,11 +350,6 @@ def _taken_over(module: nn.Module) -> str:
     return (
         f"the forward of {name} was replaced after coat_ds.convert. Convert after Liger's kernels or others"
     )
-
-
-def _is_foreign(name: str, value: object) -> bool:
-    """Whether an argument requests something that the blocks do not support."""
-    return value is not None and name not in ARGUMENTS and not (value is False and name in FLAGS)
 
 
 def _is_mask(mask: object, x: torch.Tensor) -> bool:

@@ -70,8 +70,10 @@ def parts_of(layer: nn.Module) -> DecoderParts | None:
     # the blocks have no sinks
     if attentions[0]._parameters or set(attentions[0]._modules) - set(HEAD_NORMS) != set(PROJECTIONS):
         return None
-    head_norms = head_norms_of(attentions[0])
-    if len(head_norms) not in (0, 2) or not all(map(_is_rms_norm, head_norms)):
+    # some models set their norms to None
+    head_norms = [norm and converted_forward(norm) for norm in head_norms_of(attentions[0])]
+    are_rms = all(type(norm) is Fp8Norm and not norm.options.layer_norm for norm in head_norms)
+    if len(head_norms) not in (0, 2) or not are_rms:
         return None
     names = {id(child): name for name, child in children.items()}
     for first, second in (norms, norms[::-1]):
@@ -101,12 +103,6 @@ def dropout_names(module: nn.Module) -> list[str]:
     """Names of the attributes of a module that are dropout rates."""
     rates = (int, float)
     return [n for n, v in vars(module).items() if "drop" in n and isinstance(v, rates)]
-
-
-def _is_rms_norm(module: nn.Module | None) -> bool:
-    # None: some models set their norms to None
-    norm = None if module is None else converted_forward(module)
-    return type(norm) is Fp8Norm and not norm.options.layer_norm
 
 
 def why_never_fused(parts: DecoderParts) -> str | None:

@@ -1,7 +1,5 @@
 """Expert layers of transformers' models: all experts of a layer in grouped FP8 GEMMs, saved in 8 bits."""
 
-from collections.abc import Callable
-
 import torch
 
 from coat_ds.config import ActivationsConfig
@@ -62,16 +60,13 @@ def _kernel_gate(module: torch.nn.Module, saved_format: str) -> KernelGate | Non
     return gate if same else None
 
 
-def _asks_interface(forward: Callable) -> bool:
-    """Whether `forward` is transformers' wrapper that chooses the implementation of experts."""
-    return getattr(forward, "__globals__", {}).get("__name__") == "transformers.integrations.moe"
-
-
 def why_not(module: torch.nn.Module, dispatched: bool) -> str | None:
     """Why an expert layer is not converted; None if it can be. dispatched: whether its forward on the
     instance is expert parallelism's."""
     cls = type(module)
-    if not hasattr(cls, "_apply_gate") or not _is(module, "has_gate") or not _asks_interface(cls.forward):
+    # transformers' wrapper, which chooses the implementation of experts
+    wrapped = getattr(cls.forward, "__globals__", {}).get("__name__") == "transformers.integrations.moe"
+    if not hasattr(cls, "_apply_gate") or not _is(module, "has_gate") or not wrapped:
         return "experts with a forward of their own"
     patched = [name for name in PATCHED if name in module.__dict__ and not (dispatched and name == "forward")]
     if patched:

@@ -13,12 +13,6 @@ from coat_ds.optim.shards import is_distributed
 from coat_kernels.norm import NormOptions, normalize
 
 
-def is_unit_of_fsdp(module: torch.nn.Module) -> bool:
-    """Whether `module` is an FSDP2 unit of its own. Under FSDP2 its module is already imported."""
-    api = sys.modules.get("torch.distributed.fsdp")
-    return api is not None and isinstance(module, api.FSDPModule)
-
-
 class Fp8Norm(ConvertedForward):
     """The forward of a norm of the given `form`."""
 
@@ -47,7 +41,9 @@ class Fp8Norm(ConvertedForward):
         if dtype != x.dtype:
             # the wider of the two dtypes is at least as precise as the stock module
             x = x.to(torch.promote_types(dtype, x.dtype))
-        if is_unit_of_fsdp(self.module):
+        # imported if there is an FSDP2 unit
+        api = sys.modules.get("torch.distributed.fsdp")
+        if api is not None and isinstance(self.module, api.FSDPModule):
             # FSDP2 frees the weights after this forward, and later readers of y recompute it from them
             weight, bias = weight.clone(), None if bias is None else bias.clone()
         y = normalize(x, weight, bias if self.options.layer_norm else None, self.options)
