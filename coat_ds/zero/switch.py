@@ -41,10 +41,14 @@ def install() -> None:
     If DeepSpeed is not imported yet, this takes effect at its import.
     Raises RuntimeError if the installed DeepSpeed is not supported.
     """
+    _install(checked=True)
+
+
+def _install(checked: bool) -> None:
     if ENGINE_MODULE in sys.modules:
-        ENGINE.apply(wrapping(_init_with_coat_block))
-    else:
-        _wait()
+        ENGINE.apply(wrapping(_init_with_coat_block), checked=checked)
+    elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
 
 
 def uninstall() -> None:
@@ -58,12 +62,8 @@ def uninstall() -> None:
 
 def register() -> None:
     """Called by `coat_autoload` at the end of torch's import."""
-    if os.environ.get(DISABLE) == "1":
-        return
-    if ENGINE_MODULE in sys.modules:
-        ENGINE.apply(wrapping(_init_with_coat_block), checked=False)
-    else:
-        _wait()
+    if os.environ.get(DISABLE) != "1":
+        _install(checked=False)
 
 
 def _init_with_coat_block(original: Callable, self, *args, **kwargs) -> None:
@@ -94,11 +94,6 @@ def _check_version() -> None:
             f"deepspeed: the coat block needs version {DEEPSPEED}, found {found}. pip install "
             f"'deepspeed{DEEPSPEED}', or drop the coat block."
         )
-
-
-def _wait() -> None:
-    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
 
 
 class _Finder:

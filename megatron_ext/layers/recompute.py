@@ -3,10 +3,8 @@ core_attn, mlp, moe and shared_experts of selective recompute.
 
 Megatron's `tensor_parallel.checkpoint` looks up the class that saves the inputs, `CheckpointFunction`, in
 its module. `install()` patches that name with a subclass that compresses activations
-(`coat_kernels.autograd.checkpointing`) while they are saved: half of BF16's bytes. The forward pass does not
-change, nor do the random states, which Megatron saves and replays itself. Backward recomputes from inputs
-rounded to E4M3. With `--distribute-saved-activations` each tensor-parallel rank saves the codes of its
-share.
+(`coat_kernels.autograd.checkpointing`) while they are saved. With `--distribute-saved-activations` each
+tensor-parallel rank saves the codes of its share.
 """
 
 import functools
