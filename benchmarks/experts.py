@@ -314,9 +314,10 @@ def experts(arguments, table: Table) -> None:
     autograd keeps without parameters and input; errors of the output and of each gradient, relative RMS
     against FP32, of a pass of at most 4,096 tokens; the seconds that a row took, with compilation.
     deepseek_v3_ep32 is one of 32 GPUs, which gets `used` rows for each of its own tokens. Cached weights are
-    those of the later micro-batches of a step. Skewed: loads are log-normal with sigma 0.8. The peers' rows begin with tokens
-    whose order is known, and exclude the time to find it. Without a GPU, or with --quick: a tiny layer; on a
-    CPU times mean nothing. Whole models: `python -m benchmarks models --shape mixtral --layers 4`.
+    those of the later micro-batches of a step. Skewed: loads are log-normal with sigma 0.8. The peers' rows
+    begin with tokens whose order is known, and exclude the time to find it. Without a GPU, or with --quick: a
+    tiny layer; on a CPU times mean nothing. Whole models:
+    `python -m benchmarks models --shape mixtral --layers 4`.
     """
     models = {name: MODELS[name] for name in arguments.model}
     tokens = arguments.tokens
