@@ -104,7 +104,9 @@ def gather_columns_reference(
     codes, scale = x, None
     if amax is not None:
         codes, _, scale, _ = quantize_tensor_reference(x, amax, E4M3)
-    padded = torch.cat((codes, codes.new_zeros(1, codes.shape[1])))
+    # not torch.cat, which refuses FP8 under autocast
+    padded = codes.new_zeros(len(codes) + 1, codes.shape[1])
+    padded[:-1] = codes
     return padded[source].t().contiguous(), scale
 
 

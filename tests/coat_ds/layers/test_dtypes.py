@@ -69,3 +69,18 @@ def test_converted_feed_forward_gradients_have_the_type_of_their_part():
         mlp(torch.randn(64, 128).bfloat16()).float().square().sum().backward()
     found = mlp.up_proj.weight.grad
     assert found.dtype == torch.float32 and not found.equal(found.bfloat16().float())
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_converted_models_give_the_same_gradients_for_a_backward_under_autocast(name):
+    model, batch, found = coat_ds.convert(FAMILIES[name].build(torch.float32)), FAMILIES[name].batch(), []
+    for outside in (True, False):
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(**batch).loss
+            if not outside:
+                loss.backward()
+        if outside:
+            loss.backward()
+        found.append([p.grad for p in model.parameters()])
+    assert all(map(torch.equal, *found))
