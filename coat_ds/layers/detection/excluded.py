@@ -155,7 +155,9 @@ def _codes(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
 
 
 def _choices(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """Routers, indexers of sparse attention, and other modules that choose by the output of linear layers."""
+    """Routers, indexers of sparse attention, and other modules that choose by the output of linear layers, in
+    PEFT's wrappers too."""
+    adapters = {id(module) for module, _ in _adapters(model)}
     for name, module in model.named_modules():
         children = {n: m for n, m in module._modules.items() if m is not None}
         named = f"{name.rpartition('.')[2]} {type(module).__name__}"
@@ -164,20 +166,23 @@ def _choices(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
             yield from _whole(module, ROUTER)
         if (experts := children.get("experts")) is not None:
             for child in children.values():
-                # the router may be a linear layer, or a module with one linear layer
-                linears = [] if child is experts else [m for m in child.modules() if isinstance(m, nn.Linear)]
+                # the router may be a linear layer, or a module with nothing but its copies
+                own = (m for m in child.modules() if isinstance(m, nn.Linear) and id(m) not in adapters)
+                linears = [] if child is experts else list(own)
                 numbers = len(experts._modules), getattr(experts, "num_experts", None)
-                if len(linears) == 1 and linears[0].out_features in numbers:
-                    yield linears[0], ROUTER
+                if linears and all(linear.out_features in numbers for linear in linears):
+                    yield from ((linear, ROUTER) for linear in linears)
         if not children or not _chooses(type(module)):
             continue
         if _is_pretrained(module):
-            yield from ((m, CHOOSES) for m in children.values() if _is_linear(m))
+            chosen = [m for m in children.values() if _is_linear(m)]
         elif inner or len(children) > 3:
             # the module also does other work
-            yield from ((m, CHOOSES) for n, m in children.items() if _is_linear(m) and _SCORE_NAME.search(n))
+            chosen = [m for n, m in children.items() if _is_linear(m) and _SCORE_NAME.search(n)]
         else:
-            yield from _whole(module, CHOOSES)
+            chosen = [module]
+        for inside in chosen:
+            yield from _whole(inside, CHOOSES)
 
 
 @cache

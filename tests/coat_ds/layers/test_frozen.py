@@ -134,8 +134,23 @@ def test_lora_trains_converted_layers(before):
     assert coat_ds.conversion_of(model) is None and relative(run(model, batch)[1], stock[1]) == 0
 
 
+class Mixture(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.choice, self.experts = nn.Linear(64, 32), nn.ModuleList(nn.Linear(64, 64) for _ in range(32))
+
+
+class Chooser(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.third, self.gate = (nn.Linear(64, 32) for _ in range(4))
+
+    def forward(self, x):
+        return self.gate(x).topk(2)
+
+
 @pytest.mark.parametrize("kind", ["lora_A", "modules_to_save"])
-def test_convert_leaves_heads_within_pefts_wrappers(kind):
+def test_convert_leaves_heads_and_routers_within_pefts_wrappers(kind):
     peft = pytest.importorskip("peft")
     transformers = pytest.importorskip("transformers")
     causal = LLAMA.build()
@@ -147,6 +162,8 @@ def test_convert_leaves_heads_within_pefts_wrappers(kind):
         (classifier.bfloat16(), "q_proj", "score"),
         # in a module of its own
         (FAMILIES["bert"].build(), "query", "decoder"),
+        (Mixture(), "experts.0", "choice"),
+        (Chooser(), "first", "gate"),
     ):
         options = {"target_modules": [first, head]} if kind == "lora_A" else {"modules_to_save": [head]}
         wrapped = peft.get_peft_model(model, peft.LoraConfig(r=8, **{"target_modules": [first], **options}))
