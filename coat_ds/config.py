@@ -288,8 +288,8 @@ class ActivationsConfig(_Block):
     """Whether FP8 copies of weights are kept over the micro-batches of a step. "none": weights are quantized
     in each micro-batch. "fp8": the copies are kept, two bytes a parameter; copies of frozen weights are kept
     for the whole run. Under ZeRO-3 every GPU then holds the copies of all layers, and "fp8" gained nothing
-    with one micro-batch a step. After writing to `weight.data` between steps, call
-    `coat_kernels.weights.invalidate_weight_caches()`."""
+    with one micro-batch a step. After writing to `weight.data` between steps, as PEFT does when it merges
+    adapters, call `coat_kernels.weights.invalidate_weight_caches()`."""
 
     fast_accumulation: str = _choice("forward", FAST_ACCUMULATION)
     """Which FP8 GEMMs accumulate with fewer bits on Hopper's tensor cores: those of "forward", "all" or
