@@ -278,7 +278,7 @@ SECTIONS: dict[str, list[Row]] = {
         Row("Liger", cpu=1, condition="COAT replaces its norms and feed-forwards, keeps its loss"),
         Row("Mamba, Falcon-Mamba, Jamba, WavLM, MobileBERT", "BF16", cpu=1,
             condition="weights that a model multiplies without calling the layer; `convert` counts such "
-                      "layers as FP8"),
+                      "layers as FP8. Jamba's experts run in FP8"),
         Row("`device_map` over several devices", "BF16",
             condition="convert first, then `accelerate.dispatch_model`"),
         Row("Context parallelism (`cp_size`), continuous batching", *REFUSED,
