@@ -11,9 +11,9 @@ import os
 
 
 def register() -> None:
-    """`coat_ds.zero.switch.register`, or one line on rank 0 that says what is missing; nothing is raised."""
+    """Calls `coat_ds.zero.autoload.register`, or prints one line on rank 0 that says what is missing."""
     try:
-        from coat_ds.zero.switch import register
+        from coat_ds.zero.autoload import register
 
         register()
     # whatever it is, torch's import would fail with it

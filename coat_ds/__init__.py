@@ -7,7 +7,7 @@ Importing this package imports neither DeepSpeed nor torch; its names are import
 import importlib
 from typing import TYPE_CHECKING
 
-from coat_ds.zero.switch import install, uninstall
+from coat_ds.zero.autoload import install, uninstall
 
 if TYPE_CHECKING:
     # the names below, for type checkers

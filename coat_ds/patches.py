@@ -36,7 +36,7 @@ FRAMEWORKS = {
 # as strings: these modules import this file, and Megatron's adapter may not be importable
 DECLARED_IN = (
     "coat_ds.checkpointing",
-    "coat_ds.zero.switch",
+    "coat_ds.zero.autoload",
     "coat_ds.zero.engine",
     "coat_ds.zero.checkpoints",
     "coat_ds.zero.offloading",

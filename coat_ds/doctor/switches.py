@@ -4,7 +4,7 @@ import importlib.metadata
 import os
 
 from coat_ds.doctor import OK, PROBLEM, UNKNOWN, WARNING, Finding
-from coat_ds.zero.switch import DISABLE
+from coat_ds.zero.autoload import DISABLE
 
 GROUP = "torch.backends"
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"

@@ -6,6 +6,6 @@ optimizer.py.
 - a step: step, host_states, host_memory, release, narrow_grad
 - options, and what is refused: options, checks
 - a moment: layouts, states, moment, tensor, pieces, shards
-- checkpoints: stored_moment, streaming, loading, recover
+- checkpoints: stored_moment, saving, loading, recover
 - the log: accounting
 """

@@ -26,8 +26,8 @@ import torch
 from coat_ds.optim.options import MOMENTS
 from coat_ds.optim.pieces import MomentLayout, Pair, Piece, Pieces, made_of, only_groups, overwrite, write
 from coat_ds.optim.recover import recover_
+from coat_ds.optim.saving import DecodedStorage, decodes_on_save
 from coat_ds.optim.shards import laid_out_like, local
-from coat_ds.optim.streaming import DecodedStorage, is_streaming
 from coat_ds.optim.tensor import StoredTensor, differ
 from coat_kernels.codecs import AT_ONCE, GROUP_SIZE, Codec, Encoded, Storage
 
@@ -206,7 +206,7 @@ class Moment(StoredTensor):
         return f"Moment(shape={tuple(self.shape)}, codec={codecs}, device={self.device})"
 
     def __reduce_ex__(self, protocol):
-        if not is_streaming():
+        if not decodes_on_save():
             return self.decode("cpu").__reduce_ex__(protocol)
         storage = torch.storage.TypedStorage(
             wrap_storage=DecodedStorage(self), dtype=self.dtype, _internal=True

@@ -8,8 +8,8 @@ import torch
 
 from coat_ds.optim.moment import Moment
 from coat_ds.optim.pieces import Pair, Piece
+from coat_ds.optim.saving import decodes_on_save
 from coat_ds.optim.shards import is_distributed, laid_out_like, local
-from coat_ds.optim.streaming import is_streaming
 from coat_kernels.codecs import CODECS, GROUP_SIZE, Encoded, Storage
 
 
@@ -84,8 +84,8 @@ def _given(value: torch.Tensor, moment: Moment, layout: str) -> torch.Tensor:
         return laid_out_like(value, moment.decode())
     if layout == "compressed":
         return StoredMoment(moment.pieces, moment.shape, pair=moment.pair)
-    # when streaming, torch.save decodes the moment as it writes it
-    return moment.detach() if is_streaming() else moment.decode("cpu")
+    # torch.save decodes the moment as it writes it
+    return moment.detach() if decodes_on_save() else moment.decode("cpu")
 
 
 def _rebuild(pieces: list[tuple], group_size: int, shape: tuple[int, ...]) -> torch.Tensor:

@@ -66,7 +66,7 @@ class Callback(TrainerCallback):
         if self._own is not None:
             self._own.close()
         elif self._watch is not None:
-            self._watch.outs.remove(self._log)
+            self._watch.callbacks.remove(self._log)
         self._watch = self._own = None
 
     def _log(self, reading: Reading) -> None:

@@ -28,7 +28,7 @@ class Reading(NamedTuple):
         }
 
 
-Out = Callable[[Reading], None]
+Callback = Callable[[Reading], None]
 
 
 def append(folder: str, reading: Reading) -> None:

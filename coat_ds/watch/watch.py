@@ -20,26 +20,27 @@ from coat_ds.log import is_first_rank, log_here
 from coat_ds.optim.optimizer import CoatAdamW
 from coat_ds.watch import codes, states
 from coat_ds.watch.codes import CodeCounter, graphs_of, in_turn, layer_names
-from coat_ds.watch.readings import Out, Reading, append, grouped
+from coat_ds.watch.readings import Callback, Reading, append, grouped
 from coat_ds.watch.states import StateSampler
 from coat_kernels.autograd import observers
 from coat_kernels.graphs import Graphs
 
 
 class Watch:
-    """Takes a reading every `config.every` steps, and passes the `Reading` to `outs` and to the run's folder.
+    """Takes a reading every `config.every` steps, and passes the `Reading` to `callbacks` and to the run's
+    folder.
 
     A reading ends with `end_step`, which the training loop calls after each step.
 
     model: the model with the watched layers; converted, built for COAT, or stock.
     optimizer: the CoatAdamW of the model's parameters; or several; None without one.
     config: the block `coat.watch`, as an object or a mapping.
-    outs: functions that receive readings; the same number on all ranks, and called on each.
+    callbacks: functions that receive readings; the same number on all ranks, and called on each.
     union: returns the names on all ranks, given the names on this one, if ranks hold different parts of a
         model.
 
     Raises TypeError for another optimizer, and CoatConfigError, on rank 0, for a folder that cannot be
-    written. If that happens later, as on a full disk, or one of `outs` raises, a warning is logged and
+    written. If that happens later, as on a full disk, or one of `callbacks` raises, a warning is logged and
     training continues.
     """
 
@@ -48,7 +49,7 @@ class Watch:
         model: torch.nn.Module,
         optimizer: CoatAdamW | Sequence[CoatAdamW] | None,
         config: WatchConfig | Mapping[str, Any] | None = None,
-        outs: Iterable[Out] = (),
+        callbacks: Iterable[Callback] = (),
         *,
         union: Callable[[list[str]], list[str]] = list,
     ):
@@ -63,9 +64,9 @@ class Watch:
                     "`optimizer`), or None, which watches the layers alone."
                 )
         self.model, self.optimizers, self.config = model, optimizers, config
-        self.outs = list(outs)
+        self.callbacks = list(callbacks)
         if config.every and config.folder:
-            self.outs.append(_to_folder(config))
+            self.callbacks.append(_to_folder(config))
         self.last: Reading | None = None
         self.steps = 0
         # frozen ones, too: they may be trained later on
@@ -88,11 +89,11 @@ class Watch:
     @property
     def is_active(self) -> bool:
         """Whether anything is measured: `every` is above 0, and somewhere the readings go."""
-        return self.config.every > 0 and bool(self.outs)
+        return self.config.every > 0 and bool(self.callbacks)
 
-    def add(self, out: Out) -> None:
-        """Passes readings to `out`, too. Call it on every rank."""
-        self.outs.append(out)
+    def add(self, callback: Callback) -> None:
+        """Passes readings to `callback`, too. Call it on every rank."""
+        self.callbacks.append(callback)
         self._begin()
 
     def _begin(self) -> None:
@@ -160,8 +161,8 @@ class Watch:
         self._pending = self.steps, both, arrived
 
     def flush(self) -> None:
-        """Passes the pending reading to the outs, if there is one. `end_step` calls this one step after the
-        reading."""
+        """Passes the pending reading to the callbacks, if there is one. `end_step` calls this one step after
+        the reading."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
@@ -178,15 +179,15 @@ class Watch:
                 if found := figures([sum(x) for x in zip(*(rows[n] for n in names), strict=True)]):
                     groups[group] = groups.get(group, {}) | found
         self.last = Reading(step, groups)
-        for out in self.outs:
-            self._give(out, self.last)
+        for callback in self.callbacks:
+            self._give(callback, self.last)
 
-    def _give(self, out: Out, reading: Reading) -> None:
+    def _give(self, callback: Callback, reading: Reading) -> None:
         try:
-            out(reading)
+            callback(reading)
         # as of a service that cannot be reached; other ranks continue, and would wait for this one
         except Exception as error:
-            name = getattr(out, "__qualname__", out)
+            name = getattr(callback, "__qualname__", callback)
             log_here(
                 f"{self.config.KEY}: {name} raised {error!r}, and has not got the reading of step "
                 f"{reading.step}.",
@@ -204,8 +205,8 @@ def _by_name(names: Sequence[str], sums: torch.Tensor) -> dict[str, list[float]]
     return dict(zip(names, sums.view(len(names), -1).tolist(), strict=True))
 
 
-def _to_folder(config: WatchConfig) -> Out:
-    """An out to the file of the run, which rank 0 writes."""
+def _to_folder(config: WatchConfig) -> Callback:
+    """A callback that appends to the file of the run, which rank 0 writes."""
     if not is_first_rank():
         # it has the same readings
         return lambda reading: None

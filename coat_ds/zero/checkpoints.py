@@ -19,7 +19,7 @@ from coat_ds.log import log_rank_0
 from coat_ds.optim.loading import options_of_groups, restore_options
 from coat_ds.optim.optimizer import CoatAdamW
 from coat_ds.optim.options import MOMENTS
-from coat_ds.optim.streaming import streaming
+from coat_ds.optim.saving import decoding_on_save
 from coat_ds.patches import Patch, wrapping
 
 FLAT_STAGE_0 = "fp32_groups_flat"
@@ -108,7 +108,7 @@ def _save(engine, save: Callable, *args, **kwargs) -> Any:
 
     saver = engine.checkpoint_engine
     by_torch = type(saver) is TorchCheckpointEngine and saver.zipfile_serialization
-    with streaming() if by_torch else contextlib.nullcontext():
+    with decoding_on_save() if by_torch else contextlib.nullcontext():
         return save(*args, **kwargs)
 
 

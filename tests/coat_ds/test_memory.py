@@ -10,7 +10,7 @@ from torch import nn
 from coat_ds import CoatAdamW
 from coat_ds.optim.layouts import Fragment
 from coat_ds.optim.options import MOMENTS
-from coat_ds.optim.streaming import streaming
+from coat_ds.optim.saving import decoding_on_save
 from coat_ds.zero.offloading import _move_states
 from tests.coat_ds.optimizers import assert_equal
 from tests.coat_ds.writes import values
@@ -97,7 +97,7 @@ def test_moment_is_written_part_by_part(way, monkeypatch):
 
 
 def saved_by(optimizer):
-    with streaming():
+    with decoding_on_save():
         file = io.BytesIO()
         torch.save(optimizer.state_dict(), file)
     return file

@@ -11,7 +11,7 @@ from torch import nn
 
 import coat_ds
 from coat_ds.optim.options import MOMENTS
-from coat_ds.optim.streaming import streaming
+from coat_ds.optim.saving import decoding_on_save
 from tests.coat_ds.cells import cell, ds_config
 from tests.util import run_distributed
 
@@ -40,7 +40,7 @@ def in_parts(patch):
 
 
 def saved_by(optimizer):
-    with streaming():
+    with decoding_on_save():
         torch.save(optimizer.state_dict(), io.BytesIO())
 
 

@@ -8,8 +8,8 @@ import torch
 from coat_ds import CoatAdamW
 from coat_ds.optim.moment import Moment
 from coat_ds.optim.options import MOMENTS
+from coat_ds.optim.saving import decoding_on_save
 from coat_ds.optim.stored_moment import StoredMoment, _rebuild
-from coat_ds.optim.streaming import streaming
 from coat_kernels.codecs import get_codec
 from tests.coat_ds.optimizers import encoded
 
@@ -79,7 +79,7 @@ def test_stored_moment_is_written_in_the_layout_asked_for(exp_avg_sq_format):
     )
     compressed.step()
     stock.load_state_dict(compressed.state_dict())
-    with streaming():
+    with decoding_on_save():
         state = read(stock.state_dict())["state"][0]
     assert all(type(state[name]) is torch.Tensor for name in MOMENTS)
 

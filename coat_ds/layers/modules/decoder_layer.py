@@ -136,7 +136,7 @@ class Fp8DecoderLayer(ConvertedForward):
         """The linear layers, grouped by GEMM: qkv, o, gate and up, down."""
         *qkv, o = [self.parts.attention._modules[name] for name in PROJECTIONS]
         feed_forward = converted_forward(self.parts.mlp)
-        return tuple(qkv), (o,), feed_forward.gate_up, (feed_forward.down,)
+        return tuple(qkv), (o,), feed_forward.linears, (feed_forward.down,)
 
     def run_fused(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mask: torch.Tensor | None

@@ -37,14 +37,14 @@ class Fp8GatedFeedForward(ConvertedForward):
     def __init__(self, module: torch.nn.Module, activations: ActivationsConfig, form: GatedForm):
         super().__init__(module, activations)
         self.form, self.options = form, ActivationOptions(form.kind, True, self.saved_format)
-        linears = form.gate, form.up, form.down
+        named = form.gate, form.up, form.down
         # the activation, if it is a module, and dropout modules with rate 0
-        self.between = {name: child for name, child in module._modules.items() if name not in linears}
+        self.between = {name: child for name, child in module._modules.items() if name not in named}
         self.within = [m for child in self.between.values() if child is not None for m in child.modules()]
-        self.both = None if form.up is None else Gemm(activations)
+        self.gate_up = None if form.up is None else Gemm(activations)
 
     @property
-    def gate_up(self) -> tuple[torch.nn.Module, ...]:
+    def linears(self) -> tuple[torch.nn.Module, ...]:
         """The linear layers that read the input."""
         form, modules = self.form, self.module._modules
         return tuple(modules[name] for name in (form.gate, form.up) if name is not None)
@@ -66,18 +66,18 @@ class Fp8GatedFeedForward(ConvertedForward):
         if not self.check_tensor(x) or self.calls_between():
             return self.stock(x)
         forget_if_pre_hooked(self.module, x)
-        return self.down(activation(self._both(x), self.options))
+        return self.down(activation(self._gate_up(x), self.options))
 
     def gate_up_options(self) -> LinearOptions:
         """The options of the GEMM that reads the input, for a fused block."""
-        weights, _ = parameters_of(self.gate_up)
-        return (self.both or converted_forward(self.gate_up[0])).options(joined(weights))
+        weights, _ = parameters_of(self.linears)
+        return (self.gate_up or converted_forward(self.linears[0])).options(joined(weights))
 
-    def _both(self, x: torch.Tensor) -> torch.Tensor:
+    def _gate_up(self, x: torch.Tensor) -> torch.Tensor:
         """gate(x) | up(x)."""
-        linears = self.gate_up
-        if self.both is None:
+        linears = self.linears
+        if self.gate_up is None:
             return linears[0](x)
         if not may_merge(linears):
             return torch.cat([linear(x) for linear in linears], -1)
-        return self.both.multiply(x, *map(joined, parameters_of(linears)), origin_of(x))
+        return self.gate_up.multiply(x, *map(joined, parameters_of(linears)), origin_of(x))

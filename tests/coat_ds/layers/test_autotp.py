@@ -98,7 +98,7 @@ def train(coat, watch=False, model=None, steps=4, **block):
 def of_engines():
     warnings.simplefilter("ignore")
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    # the project may be importable without being installed; what pip's installation adds: test_switch.py
+    # the project may be importable without being installed; what pip's installation adds: test_autoload.py
     coat_ds.install()
     return train(False), train(True), train(True, activations=False, steps=1)
 

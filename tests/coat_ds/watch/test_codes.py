@@ -119,7 +119,7 @@ def test_watch_names_all_products_of_a_llama(observed):
     ids = torch.arange(32).view(1, 32)
     model(ids, labels=ids).loss.backward()
     found = figures_of(counter)
-    parts = ("qkv", "self_attn.o_proj", "mlp.both", "mlp.down_proj")
+    parts = ("qkv", "self_attn.o_proj", "mlp.gate_up", "mlp.down_proj")
     assert found.keys() == {f"model.layers.{i}.{part}" for i in range(2) for part in parts} | {SAVED}
     assert 0 < found.pop(SAVED)["saved_flushed"] < 0.05
     for name, of_layer in found.items():

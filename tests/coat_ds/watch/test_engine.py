@@ -63,9 +63,9 @@ def inject(model):
 def watched_run(stage, folder):
     monitors = {"csv_monitor": {"enabled": True, "output_path": f"{folder}/csv", "job_name": "run"}}
     engine = engine_of(llama(), stage, {"every": 2, "folder": folder}, **monitors)
-    seen, logged, outs = [], [], engine.coat.watch.outs
+    seen, logged, callbacks = [], [], engine.coat.watch.callbacks
     engine.coat.watch.add(seen.append)
-    before = list(outs)
+    before = list(callbacks)
     # Trainer's callback takes the engine's watch, which it neither steps nor ends
     from coat_ds.watch import Callback
     from coat_ds.watch import callback as of_callback
@@ -78,7 +78,7 @@ def watched_run(stage, folder):
         losses += train(engine, 1, first=step)
         callback.on_step_end(None, None, None)
     callback.on_train_end(None, None, None)
-    assert outs == before and [entry["coat/step"] for entry in logged] == [2, 4]
+    assert callbacks == before and [entry["coat/step"] for entry in logged] == [2, 4]
     losses += train(engine, 2, first=5)
     found = {"last": engine.coat.watch.last, "ignored": said.call_args.args[0]}
     engine.destroy()

@@ -15,7 +15,7 @@ import pytest
 
 import coat_ds
 from coat_ds.patches import PatchError
-from coat_ds.zero import switch
+from coat_ds.zero import autoload
 from tests.util import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -111,7 +111,7 @@ def test_switch_in_an_unmodified_script(site):
     assert out["none"] == out["off"] == ["AdamW", False]
     assert out["block"] == out["type"] == out["client"] == ["CoatAdamW", True]
     # `import torch` brings the switch and nothing else; an engine without a block does not either
-    switch = ["coat_ds.zero", "coat_ds.zero.block", "coat_ds.zero.switch"]
+    switch = ["coat_ds.zero", "coat_ds.zero.autoload", "coat_ds.zero.block"]
     assert out["imported"] == ["coat_autoload", "coat_ds", "coat_ds.patches", "coat_ds.versions", *switch]
     assert out["heavy"] == [False, True, True, True, True]
 
@@ -125,7 +125,7 @@ def test_switch_loads_nothing_without_torch(site):
 
 IMPORT = """
 import torch, sys
-print([type(finder).__module__ for finder in sys.meta_path].count("coat_ds.zero.switch"))
+print([type(finder).__module__ for finder in sys.meta_path].count("coat_ds.zero.autoload"))
 """
 
 
@@ -141,7 +141,7 @@ def imports(python, cwd, **env):
 
 def test_switch_lets_torch_import_where_the_package_is_not_whole(site, python, tmp_path):
     shutil.copytree(site, tmp_path / "site")
-    (tmp_path / "site/coat_ds/zero/switch.py").write_text("def register(:")
+    (tmp_path / "site/coat_ds/zero/autoload.py").write_text("def register(:")
     said, waiting = imports(python, tmp_path, PYTHONPATH=str(tmp_path / "site"))
     assert waiting == "0" and said.count("\n") == 1
     assert "COAT is off" in said and "SyntaxError" in said and "(installed from file://" in said
@@ -156,9 +156,9 @@ def engine(model, optimizer=None, config_class=None):
 def test_switch_with_a_deepspeed_of_another_version(monkeypatch, version, fits):
     """It is an error that names both versions where there is a block, and not before."""
     monkeypatch.setattr(deepspeed, "__version__", version)
-    switch._init_with_coat_block(engine, None, None, SimpleNamespace(_param_dict={}))
+    autoload._init_with_coat_block(engine, None, None, SimpleNamespace(_param_dict={}))
     with pytest.raises(Exception) as error:  # noqa: B017
-        switch._init_with_coat_block(
+        autoload._init_with_coat_block(
             engine, None, None, SimpleNamespace(_param_dict={"coat": {"enabled": True}})
         )
     assert isinstance(error.value, PatchError) != fits
@@ -168,10 +168,10 @@ def test_switch_with_a_deepspeed_of_another_version(monkeypatch, version, fits):
 BY_HAND = """
 import json, sys
 import coat_ds
-from coat_ds.zero import switch
+from coat_ds.zero import autoload
 
 def waiting():
-    return sum(isinstance(finder, switch._Finder) for finder in sys.meta_path)
+    return sum(isinstance(finder, autoload._Finder) for finder in sys.meta_path)
 
 out = {}
 coat_ds.install()
@@ -191,10 +191,10 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 out["waiting"].append(waiting())
-out["applied"] = [switch.ENGINE.is_applied(), deepspeed.runtime.engine.__spec__.loader is not None]
+out["applied"] = [autoload.ENGINE.is_applied(), deepspeed.runtime.engine.__spec__.loader is not None]
 coat_ds.uninstall()
 original = vars(DeepSpeedEngine)["__init__"]
-out["applied"].append(switch.ENGINE.is_applied())
+out["applied"].append(autoload.ENGINE.is_applied())
 
 def build(kind="AdamW", **more):
     model = torch.nn.Linear(64, 64)

@@ -7,23 +7,23 @@ from typing import Any
 
 import torch
 
-_streaming: ContextVar[bool] = ContextVar("coat_ds_streaming", default=False)
+_decoding: ContextVar[bool] = ContextVar("coat_ds_decoding_on_save", default=False)
 
 
 @contextmanager
-def streaming() -> Iterator[None]:
+def decoding_on_save() -> Iterator[None]:
     """A context in which `CoatAdamW.state_dict` does not decode moments, and `torch.save` decodes each one
     when it writes it. Only for torch's zip format, and in this thread.
     """
-    token = _streaming.set(True)
+    token = _decoding.set(True)
     try:
         yield
     finally:
-        _streaming.reset(token)
+        _decoding.reset(token)
 
 
-def is_streaming() -> bool:
-    return _streaming.get()
+def decodes_on_save() -> bool:
+    return _decoding.get()
 
 
 class DecodedStorage(torch.UntypedStorage):
