@@ -15,13 +15,9 @@ from megatron_ext.layer_specs import _has_experts, coat_layer_spec, sdpa_layer_s
 from megatron_ext.layers.moe import CoatMoELayer, is_moe_layer
 from tests.megatron_ext.experts import (
     ALL_TO_ALL,
-    DROPPING,
-    EACH_ONE,
     EXPERTS,
-    GPT,
     PADDED,
     RANKS,
-    RECOMPUTED,
     VOCAB,
     B,
     H,
@@ -36,98 +32,22 @@ from tests.util import on_gpus, rel_rms, run_distributed
 ROUTED = "decoder.layers.1.mlp.experts.local_experts"
 
 
-def _measure():
+def _trained():
     join(expert_model_parallel_size=RANKS)
-    generator = torch.Generator().manual_seed(5 + dist.get_rank())
-    text = torch.randint(0, VOCAB, (B, S), generator=generator)
-    # equal tokens go to the same expert, and the experts of one rank have none
-    equal = torch.full((B, S), 7)
-    batches = {
-        "text": (text, {}),
-        "one expert": (equal, EACH_ONE),
-        "biases": (torch.randint(0, VOCAB, (B, S), generator=generator), GPT),
-        "all to all": (text, ALL_TO_ALL),
-        "all to all, one expert": (equal, ALL_TO_ALL | EACH_ONE),
-        "dropping": (text, DROPPING),
-        "padded": (text, PADDED),
-        "recomputed": (text, RECOMPUTED),
-    }
-    result = {}
-    for batch, (tokens, config) in batches.items():
-        for name, spec in (("coat", coat_layer_spec), ("stock", sdpa_layer_spec)):
-            model = build_mixture(spec, expert_model_parallel_size=RANKS, **config)
-            loss = loss_of(model, tokens)
-            loss.backward()
-            grads = {name: p.grad for name, p in model.named_parameters()}
-            result[batch, name] = {"loss": loss.detach(), "grads": grads}
-
-    result["losses"] = {}
+    text, losses = random_tokens(B, S, VOCAB, 5 + dist.get_rank()), {}
     for dispatcher in ({}, ALL_TO_ALL):
         model = build_mixture(coat_layer_spec, expert_model_parallel_size=RANKS, **dispatcher)
-        result["losses"][model.config.moe_token_dispatcher_type] = train(model, text)
-    result["weights"] = {name: p.detach().clone() for name, p in model.named_parameters()}
-    return result
+        losses[model.config.moe_token_dispatcher_type] = train(model, text)
+    return losses, {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    return run_distributed(_measure, RANKS)
-
-
-BATCHES = [
-    "text",
-    "one expert",
-    "biases",
-    "all to all",
-    "all to all, one expert",
-    "dropping",
-    "padded",
-    "recomputed",
-]
-
-
-@pytest.mark.parametrize("batch", BATCHES)
-def test_sequential_experts_are_off_by_what_fp8_explains(ranks, batch):
-    """Without rounding they are Megatron's: test_grouped_experts.py."""
-    e4m3, e5m2 = (rounding_error(t, "cpu") for t in (torch.float8_e4m3fn, torch.float8_e5m2))
-    # no more roundings than in the table of test_layer.py, 21 to E4M3 and 4 to E5M2, and twice that because
-    # the derivative of an activation enlarges them; the loss as in test_model.py
-    bound = 2 * (21 * e4m3**2 + 4 * e5m2**2) ** 0.5
-    loss_bound = 4 * 0.02 * H**0.5 * 14**0.5 * e4m3 / (S * B) ** 0.5
-    for rank in ranks:
-        coat, stock = rank[batch, "coat"], rank[batch, "stock"]
-        assert abs(coat["loss"] - stock["loss"]) < loss_bound
-        assert coat["grads"].keys() == stock["grads"].keys()
-        for name, grad in stock["grads"].items():
-            error = rel_rms(coat["grads"][name], grad)
-            assert error < bound, name
-            # the GEMMs of each expert ran in FP8
-            product = name.endswith(("linear_fc1.weight", "linear_fc2.weight"))
-            assert not product or not grad.any() or error > e4m3 / 2, name
-
-
-def test_sequential_experts_drop_tokens(ranks):
-    for rank in ranks:
-        assert rank["dropping", "coat"]["loss"] != rank["all to all", "coat"]["loss"]
-
-
-@pytest.mark.parametrize("batch", ["one expert", "all to all, one expert"])
-def test_sequential_experts_without_tokens_have_zero_gradients(ranks, batch):
-    name = f"{ROUTED}.0.linear_fc1.weight"
-    busy = [bool(rank[batch, "coat"]["grads"][name].any()) for rank in ranks]
-    assert sorted(busy) == [False, True]
-    idle = ranks[busy.index(False)][batch, "coat"]["grads"]
-    assert {n for n, grad in idle.items() if not grad.any()} == {n for n in idle if n.startswith(ROUTED)}
-
-
-def test_sequential_experts_train_under_megatron_ddp(ranks):
-    first, second = ranks
-    for rank in (first, second):
-        losses = rank["losses"]["alltoall"]
-        assert losses[-1] < losses[0] - 0.1 and losses == rank["losses"]["allgather"]
-    for name, weight in first["weights"].items():
+def test_sequential_experts_train_under_megatron_ddp():
+    (*losses, first), (*others, second) = run_distributed(_trained, RANKS)
+    for found in (*losses, *others):
+        assert found["alltoall"][-1] < found["alltoall"][0] - 0.1 and found["alltoall"] == found["allgather"]
+    for name, weight in first.items():
         # ranks began with the same weights, which diverge with other tokens
-        assert weight.equal(second["weights"][name]) != name.startswith(ROUTED), name
+        assert weight.equal(second[name]) != name.startswith(ROUTED), name
         assert weight.isfinite().all()
 
 
@@ -200,7 +120,8 @@ def _in_fp8():
 
 
 def _check_in_fp8(results) -> None:
-    # as in test_sequential_experts_equal_megatrons
+    # no more roundings than in the table of test_layer.py, 21 to E4M3 and 4 to E5M2, and twice that because
+    # the derivative of an activation enlarges them; the loss as in test_model.py
     e4m3, e5m2 = (rounding_error(t, "cpu") for t in (torch.float8_e4m3fn, torch.float8_e5m2))
     bound = 2 * (21 * e4m3**2 + 4 * e5m2**2) ** 0.5
     loss_bound = 4 * 0.02 * H**0.5 * 14**0.5 * e4m3 / (S * B) ** 0.5
