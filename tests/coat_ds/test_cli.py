@@ -370,12 +370,3 @@ def test_coat_doctor_fails_by_what_is_wrong_and_not_by_what_is_missing(capsys, m
     monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     page = said(capsys, "doctor", code=1)
     assert "PROBLEM" in page and "not healthy" in page.splitlines()[-1]
-
-
-@healthy
-def test_coat_doctor_looks_at_a_model(capsys, tmp_path):
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(CONFIG | {"num_hidden_layers": 1, "vocab_size": 512}))
-    words = ["doctor", "--deepspeed", "configs/ds_zero2_coat.json"]
-    found = plain(capsys, *words, "--model", str(path))
-    assert {finding["check"] for finding in found["model"]} == {"layers"}

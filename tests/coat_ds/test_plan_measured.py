@@ -170,27 +170,6 @@ def test_plan_of_runs_to_convergence_is_within_one_per_cent(file):
     assert looked >= {(row.get("path"), name) for name in ("bf16", "coat")}
 
 
-def test_plan_of_peaks_under_trainer_is_within_one_per_cent():
-    """On one GPU: of several GPUs the first one is measured, and the last one is fuller."""
-    llama = Sizes(
-        layers=8,
-        hidden=4096,
-        ffn=14336,
-        heads=32,
-        groups=8,
-        head_dim=128,
-        vocabulary=128256,
-        maker="transformers",
-    )
-    rows = [row for row in read_rows(RESULTS / "trainer.csv") if row["gpus"] == 1]
-    for row in rows:
-        size = dataclasses.replace(llama, layers=row["layers"])
-        spread = Layout(micro_batch=row["micro_batch"], sequence=row["sequence"], stage=row["stage"])
-        found = plan.predict(size, spread, all_systems()[row["system"]]).peak
-        assert found.total / 1e6 == pytest.approx(row["peak_mb"], rel=0.01), row
-    assert len(rows) >= 3
-
-
 def test_plan_peaks_of_gradients_in_fp32():
     """Peaks of the fullest rank, over the workspaces of GEMMs, which were there before."""
     rows = [row for row in read_rows(RESULTS / "zero_gradients.csv") if "peak_mb" in row]
@@ -217,7 +196,8 @@ def test_plan_of_a_step_in_which_the_allocator_gives_memory_back():
 
 
 def test_plan_of_a_transformers_model_under_trainer():
-    """The first rank, whose part of the gradients is the first layers': not what the head's rank has."""
+    """On one GPU, and on the first of several, whose part of the gradients is the first layers': not what the
+    head's rank has."""
     shape = {
         "hidden_size": 4096,
         "intermediate_size": 14336,
@@ -225,14 +205,18 @@ def test_plan_of_a_transformers_model_under_trainer():
         "num_key_value_heads": 8,
         "vocab_size": 128256,
     }
-    for row in read_rows(RESULTS / "trainer.csv"):
+    rows = read_rows(RESULTS / "trainer.csv")
+    assert len([row for row in rows if row["gpus"] == 1]) >= 3
+    for row in rows:
         model = from_values({"model_type": "llama", "num_hidden_layers": row["layers"], **shape})
         assert model.parameters == row["parameters"]
-        spread = Layout(micro_batch=row["micro_batch"], sequence=row["sequence"], gpus=row["gpus"], stage=2)
+        spread = Layout(
+            micro_batch=row["micro_batch"], sequence=row["sequence"], gpus=row["gpus"], stage=row["stage"]
+        )
         spread = dataclasses.replace(spread, flat_gradients=is_flat(row))
-        moments = plan.predict(model, spread, all_systems()[row["system"]]).moments
-        found = max(m.total for m in moments if m.moment in ("loss", "step")) / 1e6
-        assert found == pytest.approx(row["peak_mb"], rel=BOUND), row["system"]
+        found, alone = plan.predict(model, spread, all_systems()[row["system"]]), row["gpus"] == 1
+        largest = max(m.total for m in found.moments if alone or m.moment in ("loss", "step")) / 1e6
+        assert largest == pytest.approx(row["peak_mb"], rel=0.01 if alone else BOUND), row
 
 
 def test_plan_of_megatrons_own_loop():
