@@ -53,7 +53,6 @@ MISTAKES = [
         host(zero_optimization={"offload_optimizer": {"device": "cpu", "super_offload": True}}),
     ),
     ("optimizer.legacy_fusion", host(optimizer={"type": "AdamW", "legacy_fusion": True})),
-    ("optimizer.type", host(optimizer={"type": "OneBitAdam"})),
     ("coat.enabled", host(optimizer={"type": "CoatAdamW"}, coat={"enabled": False})),
     ("pipeline.use_reentrant", host(coat=COMPRESSES, pipeline={"use_reentrant": False})),
     ("compile.deepcompile", host(coat=COMPRESSES, compile={"deepcompile": True})),

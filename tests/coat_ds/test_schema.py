@@ -57,10 +57,6 @@ def test_schema_file_is_the_generated_one():
     assert found == schema(), "run python docs/configuration.py schema > configs/coat.schema.json"
 
 
-def test_schema_is_valid():
-    jsonschema.Draft202012Validator.check_schema(schema())
-
-
 @pytest.mark.parametrize("block", GOOD, ids=json.dumps)
 def test_schema_accepts(block):
     jsonschema.validate({"coat": block, "train_batch_size": 1}, schema())
@@ -88,7 +84,3 @@ def test_schema_has_defaults_and_descriptions():
                 assert described["description"].endswith(".")
 
     check(schema()["properties"]["coat"], CoatConfig())
-
-
-def test_schema_accepts_the_shipped_config():
-    jsonschema.validate(json.loads((ROOT / "configs/ds_zero1_coat.json").read_text()), schema())
