@@ -166,9 +166,3 @@ def test_engine_beside_layers_that_the_script_converted(two, name):
     for rank in two:
         found = rank["meetings"][name]
         assert all(word in found for word in MEETINGS[name]), found
-
-
-def test_engine_warns_of_no_layer_in_fp8(two):
-    (line,) = two[0]["meetings"]["warned"]
-    assert not two[1]["meetings"]["warned"]
-    assert "0 of 15 linear layers" in line and '"require": true makes it an error' in line

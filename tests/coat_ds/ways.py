@@ -400,9 +400,7 @@ def work(folder):
             if isinstance(out[name], dict):
                 out[name]["lines"] = [line for line in lines if "COAT" in line or "coat." in line]
             fresh()
-        lines.clear()
         out["meetings"] = meetings()
-        out["meetings"]["warned"] = [line for line in lines if "coat.activations" in line]
         out["stages"] = by_stages(lines)
         out["zero.Init"] = partitioned(lines)
         out["cached"] = [
