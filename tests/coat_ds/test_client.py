@@ -13,7 +13,7 @@ from torch.optim import lr_scheduler
 import coat_ds
 from coat_ds import CoatAdamW, CoatConfigError
 from coat_ds.config import OptimizerConfig
-from coat_ds.zero.convert_optimizer import check, convert_
+from coat_ds.zero.convert_optimizer import convert_
 from tests.coat_ds.engines import STATES, engine_of
 from tests.hosts import TorchAdam
 from tests.util import run_distributed
@@ -162,34 +162,28 @@ def replaced(params):
     return optimizer
 
 
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda p: torch.optim.SGD(p), ["SGD"]),
-        (lambda p: Mine(p), ["Mine"]),
-        (lambda p: torch.optim.Adam(p, weight_decay=0.1), ["Adam", "weight_decay 0.1", "not decoupled"]),
-        (lambda p: torch.optim.AdamW(p, amsgrad=True), ["amsgrad"]),
-        (lambda p: torch.optim.AdamW(p, differentiable=True), ["differentiable"]),
-        (stepped, ["has made steps"]),
-        (replaced, ["step() was exchanged"]),
-        (lambda p: 3, ["found 3"]),
-    ],
-    ids=[
-        "sgd",
-        "subclass",
-        "adam-with-decay",
-        "amsgrad",
-        "differentiable",
-        "stepped",
-        "step-replaced",
-        "no-optimizer",
-    ],
-)
-def test_convert_refuses_other_optimizers(make, words):
-    with pytest.raises(CoatConfigError) as error:
-        convert_(make(model().parameters()), OptimizerConfig(), keep_fp32=KEEP)
-    for word in (*words, "coat.optimizer.enabled", "coat_ds.CoatAdamW"):
-        assert word in str(error.value)
+# by a word of the error
+REFUSED = {
+    "SGD": lambda p: torch.optim.SGD(p),
+    "Mine": lambda p: Mine(p),
+    "weight_decay 0.1": lambda p: torch.optim.Adam(p, weight_decay=0.1),
+    "amsgrad": lambda p: torch.optim.AdamW(p, amsgrad=True),
+    "differentiable": lambda p: torch.optim.AdamW(p, differentiable=True),
+    "has made steps": stepped,
+    "was exchanged": replaced,
+    "found 3": lambda p: 3,
+    # of DeepSpeed, with other steps
+    "FusedAdam with weight_decay 0.1": lambda p: FusedAdam(p, adam_w_mode=False, weight_decay=0.1),
+    "FusedAdam without bias_correction": lambda p: FusedAdam(p, bias_correction=False),
+    "CPUAdam with weight_decay 0.1": lambda p: DeepSpeedCPUAdam(p, adamw_mode=False, weight_decay=0.1),
+    "CPUAdam without bias_correction": lambda p: DeepSpeedCPUAdam(p, bias_correction=False),
+}
+
+
+@pytest.mark.parametrize("word", REFUSED)
+def test_convert_refuses_other_optimizers(word, not_compiled):
+    with pytest.raises(CoatConfigError, match=f"{word}.*coat.optimizer.enabled"):
+        convert_(REFUSED[word](model().parameters()), OptimizerConfig(), keep_fp32=KEEP)
 
 
 def test_convert_takes_adam_without_decay():
@@ -212,21 +206,6 @@ def test_convert_takes_deepspeeds_adamw(cls, not_compiled):
     assert type(convert_(optimizer, OptimizerConfig(), keep_fp32=KEEP)) is CoatAdamW
     options = [(g["lr"], g["betas"], g["weight_decay"]) for g in optimizer.param_groups]
     assert options == [(2e-3, (0.8, 0.9), 0.1), (5e-4, (0.8, 0.9), 0.0)]
-
-
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda p: FusedAdam(p, adam_w_mode=False, weight_decay=0.1), "FusedAdam with weight_decay 0.1"),
-        (lambda p: FusedAdam(p, bias_correction=False), "FusedAdam without bias_correction"),
-        (lambda p: DeepSpeedCPUAdam(p, adamw_mode=False, weight_decay=0.1), "CPUAdam with weight_decay 0.1"),
-        (lambda p: DeepSpeedCPUAdam(p, bias_correction=False), "CPUAdam without bias_correction"),
-    ],
-    ids=["fused-with-decay", "fused-uncorrected", "cpu-with-decay", "cpu-uncorrected"],
-)
-def test_convert_refuses_deepspeeds_adam_with_other_steps(make, words, not_compiled):
-    with pytest.raises(CoatConfigError, match=words):
-        check(make(model().parameters()))
 
 
 def engines():

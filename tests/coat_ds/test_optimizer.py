@@ -121,18 +121,6 @@ def test_coat_adamw_keeps_fp32_moments_of_small_tensors():
     assert state_bytes(stock)["bytes_per_parameter"] == pytest.approx(8, rel=1e-3)
 
 
-def test_coat_adamw_deepcopy_steps_alike():
-    params, optimizer = trained()
-    twin = copy.deepcopy(optimizer)
-    assert_equal(codes(twin), codes(optimizer))
-    set_grads(params, 3)
-    set_grads(twin.param_groups[0]["params"], 3)
-    optimizer.step()
-    twin.step()
-    assert_equal(twin.param_groups[0]["params"], params)
-    assert_equal(codes(twin), codes(optimizer))
-
-
 def test_coat_adamw_encodes_a_plain_tensor_put_into_its_state():
     params, optimizer = trained()
     _, expected = trained()

@@ -59,21 +59,8 @@ OWN = {
 # what COAT refuses, with the key that the message names
 REFUSED = {
     "optimizer.type": {"coat": {"enabled": True}, "optimizer": {"type": "FusedAdam", "params": {"lr": 1e-3}}},
-    "optimizer.params.bias_correction": {
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "bias_correction": False}}
-    },
-    "zero_optimization.offload_optimizer.ratio": ADAMW
-    | {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}},
     "zero_optimization.offload_optimizer.device": ADAMW
     | {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}}},
-    "zero_optimization.zenflow": ADAMW
-    | {
-        "zero_optimization": {
-            "stage": 2,
-            "offload_optimizer": {"device": "cpu"},
-            "zenflow": {"topk_ratio": 0.1},
-        }
-    },
 }
 
 

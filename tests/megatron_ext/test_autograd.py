@@ -13,13 +13,11 @@ from megatron_ext.layer_specs import coat_layer_spec
 from megatron_ext.layers.norm import CoatNorm
 from tests.megatron_ext.layers import (
     GPT,
-    LINEARS,
     B,
     H,
     S,
     batch,
     build,
-    cached_bytes,
     config,
     loss_and_grads,
 )
@@ -139,18 +137,6 @@ def test_layers_multiply_values_that_hooks_write_in_place(device, name):
         results.append((y.detach(), layer.get_submodule(reader).weight.grad, evaluated))
     for found, expected in zip(*results, strict=True):
         assert found.equal(expected)
-
-
-def test_weight_cache_with_main_grad(device):
-    """Megatron's parameters are passed to the GEMM as views."""
-    model = build(coat_layer_spec, activations=ActivationsConfig(weight_cache="fp8"))
-    for module in model.modules():
-        if isinstance(module, LINEARS):
-            module.weight.main_grad = torch.zeros_like(module.weight, dtype=torch.float32)
-            module.weight.grad_added_to_main_grad = False
-    loss_and_grads(model, device)
-    weights = [m.weight for m in model.modules() if isinstance(m, LINEARS)]
-    assert cached_bytes(model) == sum(2 * w.numel() + 8 for w in weights)
 
 
 def test_norm_keeps_notes_under_hooks_of_frameworks(device):

@@ -1,8 +1,6 @@
 """Experts of `--moe-grouped-gemm` against Megatron's own in FP32, with the same weights, and their saved
 bytes."""
 
-import copy
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -205,13 +203,6 @@ def test_grouped_experts_have_the_initial_values_of_megatrons(megatron, config):
         if "partition_dim" in marks:
             marks["partition_dim"] += 1
         assert vars(p) == marks, name
-
-
-def test_grouped_experts_need_no_apex_for_gradient_accumulation_fusion(megatron):
-    config = copy.copy(grouped_mixture()[0].config)
-    config.gradient_accumulation_fusion = True
-    layer = coat_layer_spec.module(config, layer_number=2)
-    assert layer.mlp.experts.linear_fc1.weight.shape == (EXPERTS["num_moe_experts"], 2 * FFN, H)
 
 
 def test_grouped_experts_in_the_log(megatron):
