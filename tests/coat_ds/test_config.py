@@ -30,6 +30,7 @@ def test_coat_config_defaults():
             {"enabled": True, "optimizer": {"offload": float("nan")}},
             "offload: expected 'none', 'cpu' or GB .*, 0 or more; found nan",
         ),
+        ({"enabled": True, "zero3_layer_units": 1}, "zero3_layer_units: .*None, True, False; found 1"),
     ],
     ids=str,
 )
