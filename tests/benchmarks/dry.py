@@ -31,5 +31,8 @@ def run_here(*arguments):
     return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
 
 
-def rows_of(path):
+def rows_of(path, name, *arguments):
+    """The rows that a benchmark writes into the file."""
+    result = run(name, *arguments, "--output", str(path))
+    assert result.returncode == 0, result.stderr
     return list(csv.DictReader(path.open()))

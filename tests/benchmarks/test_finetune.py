@@ -2,7 +2,6 @@
 trains both."""
 
 import argparse
-import csv
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from benchmarks.finetune import pretrained
 from benchmarks.finetune.table import parse
 from coat_ds import CoatConfig
 from coat_launch.batches import Batch
-from tests.benchmarks.dry import run, run_here
+from tests.benchmarks.dry import rows_of, run_here
 
 ENDINGS = ("river", "mountain", "village", "garden", "harbour")
 PROSE = "".join(
@@ -85,11 +84,9 @@ def test_an_upcycled_model_computes_what_the_dense_one_does(tiny):
 
 def dry_run(text, folder, names, *options) -> dict[str, dict[str, str]]:
     """Rows by path and system."""
-    output = folder / "finetune.csv"
-    paths = ["--text", str(text), "--work", str(folder / "work"), "--output", str(output)]
-    result = run("finetune", "--quick", *paths, "--gpus", "2", *options, "--runs", *names)
-    assert result.returncode == 0, result.stderr
-    rows = {f"{r['path']}-{r['system']}": r for r in csv.DictReader(output.open())}
+    how = ["--quick", "--text", str(text), "--work", str(folder / "work"), "--gpus", "2", *options]
+    found = rows_of(folder / "finetune.csv", "finetune", *how, "--runs", *names)
+    rows = {f"{r['path']}-{r['system']}": r for r in found}
     assert list(rows) == names
     for row in rows.values():
         assert float(row["val_loss"]) < float(row["val_loss_start"]) - 0.01

@@ -14,7 +14,7 @@ from benchmarks.gradients.variants import VARIANTS, Emulated, rounded
 from benchmarks.tables.blocks import Results
 from benchmarks.tables.gradients import ERRORS, LINEARS, gradients
 from coat_kernels.fp8 import E4M3, E5M2
-from tests.benchmarks.dry import run
+from tests.benchmarks.dry import rows_of
 
 
 @pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
@@ -70,10 +70,7 @@ def test_without_rounding_gradients_are_the_stock_ones(sample):
 
 @pytest.mark.long("a benchmark's dry run")
 def test_the_dry_run_has_each_variant_and_each_gemm(tmp_path):
-    path = tmp_path / "gradients.csv"
-    result = run("gradients", "--quick", "--output", str(path))
-    assert result.returncode == 0, result.stderr
-    rows = list(csv.DictReader(path.open()))
+    rows = rows_of(tmp_path / "gradients.csv", "gradients", "--quick")
     assert {row["variant"] for row in rows if row["what"] == "errors"} == set(VARIANTS)
     assert len([row for row in rows if row["what"] == "time" and float(row["wgrad_ms"]) > 0]) == 16
 

@@ -1,12 +1,11 @@
 """Errors of layers, and which of their differences are larger than chance."""
 
-import csv
 import math
 
 import pytest
 
 from benchmarks.numerics import mean_ratios, root_mean_squares
-from tests.benchmarks.dry import run
+from tests.benchmarks.dry import rows_of
 
 BESIDE = "ours, saved E4M3"
 
@@ -17,9 +16,7 @@ def table(tmp_path_factory):
     path = tmp_path_factory.mktemp("numerics") / "numerics.csv"
     size = "--quick", "--steps", "2", "--models", "1"
     layers = "--layers", "BF16", "ours", BESIDE
-    result = run("numerics", *size, *layers, "--to", BESIDE, "--output", str(path))
-    assert result.returncode == 0, result.stderr
-    rows = list(csv.DictReader(path.open()))
+    rows = rows_of(path, "numerics", *size, *layers, "--to", BESIDE)
     return {(row["data"], row["layer"], row["figure"]): row for row in rows}, path
 
 

@@ -1,7 +1,5 @@
 """Codes over many steps: a quick run, and figures whose exact value is known."""
 
-import csv
-
 import pytest
 import torch
 import triton.language as tl
@@ -9,15 +7,12 @@ import triton.language as tl
 from benchmarks.common.state_codes import cases
 from benchmarks.state_loop.loop import BETA2
 from benchmarks.state_loop.models import MODELS
-from tests.benchmarks.dry import run
+from tests.benchmarks.dry import rows_of
 
 
 @pytest.mark.long("a benchmark's dry run")
 def test_every_code_has_a_row_for_each_model_beta2_and_kind_of_matrix(tmp_path):
-    path = tmp_path / "state_loop.csv"
-    result = run("state_loop", "--quick", "--output", str(path), "--work", str(tmp_path))
-    assert result.returncode == 0, result.stderr
-    rows = list(csv.DictReader(path.open()))
+    rows = rows_of(tmp_path / "state_loop.csv", "state_loop", "--quick", "--work", str(tmp_path))
     kinds = {(row["model"], row["kind"]) for row in rows}
     assert kinds >= {(model, kind) for model in MODELS for kind in ("embedding", "attention", "MLP", "all")}
     # a tied embedding is the head, and all its rows have gradients

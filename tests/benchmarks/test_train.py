@@ -8,7 +8,7 @@ import torch
 from benchmarks.common.harness import read_rows
 from benchmarks.common.whole_models import Job
 from benchmarks.train.search import identity, next_case
-from tests.benchmarks.dry import run
+from tests.benchmarks.dry import rows_of
 
 JOB = Job("llama2-7b", "zero2", "BF16", 32, 4)
 
@@ -46,33 +46,13 @@ def test_the_search_begins_where_the_plan_ends(planned, tried):
     assert ["peak_mb" in row for row in rows] == [size <= 30 for size in tried]
 
 
-@pytest.fixture(scope="module")
-def measured(tmp_path_factory):
-    path = tmp_path_factory.mktemp("train") / "train.csv"
-    arguments = [
-        "--gpus",
-        "1",
-        "--ways",
-        "zero1",
-        "--steps",
-        "2",
-        "--layers",
-        "1",
-        "3",
-        "--output",
-        str(path),
-    ]
-    result = run("train", *arguments, "--systems", "BF16", "COAT", "COAT, fastest", "TE FP8")
-    assert result.returncode == 0, result.stderr
-    return path, arguments, read_rows(path)
-
-
 @pytest.mark.long("a benchmark's dry run")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a dry run, for machines without a GPU")
-def test_a_dry_run_counts_what_is_predicted(measured):
-    path, _, rows = measured
+def test_a_dry_run_counts_what_is_predicted(tmp_path):
+    size, systems = "--gpus 1 --ways zero1 --steps 2 --layers 1 3", ("BF16", "COAT", "COAT, fastest")
+    rows_of(tmp_path / "train.csv", "train", *size.split(), "--systems", *systems, "TE FP8")
+    rows = read_rows(tmp_path / "train.csv")
     found = {(row["system"], row["layers"]): row for row in rows if "note" not in row}
-    systems = ("BF16", "COAT", "COAT, fastest")
     assert found.keys() == {(system, layers) for system in systems for layers in (1, 2, 3)}
     for (_, layers), row in found.items():
         for part in ("weights", "masters", "copies"):

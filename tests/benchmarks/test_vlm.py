@@ -1,8 +1,6 @@
 """Pictures match their labels, the scores can measure a difference, and the dry run names the modules that
 COAT replaced."""
 
-import csv
-
 import numpy as np
 import pytest
 
@@ -10,7 +8,7 @@ from benchmarks.converge.recipe import Run
 from benchmarks.vlm import model as models
 from benchmarks.vlm import pictures
 from benchmarks.vlm.sizes import FULL, QUICK, Stack
-from tests.benchmarks.dry import run
+from tests.benchmarks.dry import rows_of
 
 STACK = Stack(64, 128, 1, 2)
 SIZES = FULL._replace(train=64, held_out=16, tower=STACK, decoder=STACK)
@@ -42,10 +40,7 @@ def test_coat_replaces_the_layers_of_tower_projector_and_decoder(model):
 
 @pytest.mark.long("a benchmark's dry run")
 def test_the_dry_run(tmp_path):
-    paths = ["--work", str(tmp_path / "work"), "--output", str(tmp_path / "vlm.csv")]
-    result = run("vlm", "--quick", *paths)
-    assert result.returncode == 0, result.stderr
-    bf16, coat = csv.DictReader((tmp_path / "vlm.csv").open())
+    bf16, coat = rows_of(tmp_path / "vlm.csv", "vlm", "--quick", "--work", str(tmp_path / "work"))
     assert (bf16["run"], coat["run"]) == ("bf16", "coat") and bf16["pictures"] == coat["pictures"]
     for row in (bf16, coat):
         assert float(row["val_loss_start"]) == pytest.approx(np.log(pictures.VOCABULARY), abs=0.3)

@@ -46,12 +46,6 @@ MISTAKES = [
     ("optimizer.params.adam_w_mode", params(lr=1e-3, adam_w_mode=False)),
     ("coat.optimizer.enabled", host(optimizer={"type": "CoatAdamW"}, coat=OFF)),
     ("bfloat16.bf16_master_weights_and_grads", host(bfloat16={"bf16_master_weights_and_grads": True})),
-    ("fp16.fp16_master_weights_and_grads", host(fp16={"fp16_master_weights_and_grads": True})),
-    ("zero_optimization.zenflow", host(zero_optimization={"zenflow": {"topk_ratio": 0.1}})),
-    (
-        "zero_optimization.offload_optimizer.super_offload",
-        host(zero_optimization={"offload_optimizer": {"device": "cpu", "super_offload": True}}),
-    ),
     ("optimizer.legacy_fusion", host(optimizer={"type": "AdamW", "legacy_fusion": True})),
     ("coat.enabled", host(optimizer={"type": "CoatAdamW"}, coat={"enabled": False})),
     ("pipeline.use_reentrant", host(coat=COMPRESSES, pipeline={"use_reentrant": False})),
@@ -65,7 +59,7 @@ MISTAKES = [
 
 @pytest.mark.parametrize("key, config", MISTAKES)
 def test_json_check_names_the_key(key, config):
-    """The more usual ones, with their messages: tests/test_json_check_names_the_key.py."""
+    """More usual ones, with their messages: tests/mistakes; of whole features: tests/test_support.py."""
     # an engine would come to this check
     assert block.asks_for_coat(config)
     with pytest.raises(CoatConfigError, match=key):
