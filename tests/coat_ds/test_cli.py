@@ -169,19 +169,6 @@ def test_coat_plan_json_is_of_the_system_that_was_chosen(base):
         assert read.optimizer_params == base.get("optimizer", {}).get("params")
 
 
-def test_coat_plan_finds_a_block_as_the_engine_does(capsys, tmp_path):
-    (tmp_path / "ds.json").write_text(
-        json.dumps({"optimizer": {"type": "CoatAdamW"}, "zero_optimization": {"stage": 2}})
-    )
-    words = ["plan", *SHAPE, "--deepspeed", str(tmp_path / "ds.json")]
-    found = {system["system"]: system for system in plain(capsys, *words)["systems"]}
-    assert found["as the JSON says, if in BF16"]["peak_bytes"] == found["COAT"]["peak_bytes"]
-    (tmp_path / "ds.json").write_text(
-        json.dumps({"COAT": {"enabled": True}, "zero_optimization": {"stage": 2}})
-    )
-    assert "COAT: found a block there, which would be ignored" in said(capsys, *words, code=2)
-
-
 def test_coat_plan_memory_has_its_units():
     for text, size in (("2GiB", 2**31), ("2gb", 2e9), ("2", 2e9), ("79.5 GB", 79.5e9)):
         assert _bytes(text) == size

@@ -129,14 +129,6 @@ def config(block: dict | None) -> dict:
     return made if block is None else made | {"coat": block}
 
 
-def test_dry_run_counts_layers():
-    found = dry(config({"enabled": True}))
-    assert {finding.state for finding in found.values()} == {OK}
-    assert (
-        "14 of 15 linear layers in FP8" in found["layers"].text and "the output head" in found["layers"].text
-    )
-
-
 def test_dry_run_names_weights_outside_of_fp8_by_their_share():
     """Experts of a form that is not converted are no linear layers that are counted."""
     model = meta_model(
