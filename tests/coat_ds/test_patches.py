@@ -109,24 +109,6 @@ def test_patch_refuses_an_unexpected_framework(declare, target, options, found):
     assert len([r for r in patches.table() if r.target == NORM.replace(":", ".")]) <= 2
 
 
-@beside_megatron
-def test_patch_checks_parameters(declare):
-    for options in (
-        {"parameters": ("gradients", "params", "norm_type")},
-        {"parameters": ("gradients", "...")},
-        {"parameters": ("...", "params", "norm_type", "...")},
-        {},
-    ):
-        declare(NORM, **options).check()
-    from megatron.core.tensor_parallel import random
-
-    names = ("ctx", "run_function", "distribute_saved_activations", "args")
-    target = f"{random.__name__}:CheckpointFunction"
-    declare(target, parameters=names, used_by="checkpoint").check()
-    with pytest.raises(PatchError, match="megatron-core"):
-        declare(target, parameters=names[:-1], used_by="checkpoint").check()
-
-
 def test_patch_of_an_inherited_method_and_of_a_value(declare):
     from deepspeed.runtime.pipe.engine import PipelineEngine
 
