@@ -224,20 +224,6 @@ def test_keep_fp32_by_name_size_and_function(device):
     assert formats(by_size) == ["fp32", compressed, compressed, "fp32", compressed]
 
 
-def test_layout_lists_kinds_of_tensors_with_their_bytes(device):
-    named = [
-        (f"layers.{i}.{name}", p)
-        for i in range(3)
-        for name, p in zip(("w", "norm"), start(device, 5120, 64), strict=True)
-    ]
-    text = CoatAdamW(named).layout().splitlines()
-    assert len(text) == 3
-    # two codes, and four and five bytes for each of forty groups; twice FP32
-    assert text[1].split()[:4] == ["3", f"{3 * (2 * 5120 + 9 * 40):,}", "ratio8", "log8"]
-    assert text[2].split()[:4] == ["3", "1,536", "fp32", "fp32"]
-    assert text[1].endswith("[5120] layers.*.w")
-
-
 @pytest.mark.gpu
 def test_capturable_step_is_replayed_as_a_cuda_graph():
     device = torch.device("cuda")

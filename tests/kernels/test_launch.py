@@ -12,21 +12,8 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 
 from coat_kernels import tensorwise
-from coat_kernels.prepared import PreparedKernel, cdiv, next_power_of_2, on_device_of, signature_of
+from coat_kernels.prepared import PreparedKernel, on_device_of, signature_of
 from tests.hosts import TEST_ALL
-
-
-def test_launch_integers_are_tritons():
-    for n in range(1, 70):
-        assert next_power_of_2(n) == triton.next_power_of_2(n)
-        for m in range(1, 20):
-            assert cdiv(n, m) == triton.cdiv(n, m)
-    assert cdiv(0, 16) == 0 and next_power_of_2(0) == 1
-
-
-def test_launch_of_a_cpu_tensor_needs_no_device():
-    with on_device_of(torch.zeros(1)):
-        pass
 
 
 @pytest.mark.gpu

@@ -236,14 +236,6 @@ def test_probe_recognizes_gate_and_up_in_one():
     assert probe.gated_form(mlp) == GatedForm("gate_up_proj", None, "down_proj", "silu")
 
 
-def test_probe_leaves_random_generators_alone():
-    gated = Gated(32, 48, lambda m, x: m.w2(m.act(m.w1(x)) * m.w3(x)), nn.SiLU())
-    linear = nn.Linear(32, 48)
-    state = torch.get_rng_state()
-    assert probe.gated_form(gated) and probe.norm_form(nn.LayerNorm(32)) and probe.is_linear(linear, False)
-    assert torch.get_rng_state().equal(state)
-
-
 @pytest.mark.parametrize("rate", [0.1, 0.0])
 def test_probe_sees_dropout_in_evaluation(rate):
     """As from_pretrained returns them. Dropout of a module of its own, and of a function."""
