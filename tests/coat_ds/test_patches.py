@@ -8,7 +8,7 @@ import deepspeed
 import pytest
 import torch
 
-from coat_ds import patches
+from coat_ds import cli, patches
 from coat_ds.patches import RECORDS, Patch, PatchError, _declared
 from tests.coat_ds.engines import STATES, adamw, engine_of
 from tests.util import run_distributed

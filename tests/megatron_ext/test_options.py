@@ -31,6 +31,12 @@ def file(tmp_path, monkeypatch):
     return write
 
 
+def test_coat_config_reads_the_block_of_deepspeed(file):
+    block = {"enabled": True, "activations": {"saved_format": "e4m3"}, "optimizer": {"min_numel": 64}}
+    file({"coat": block})
+    assert options.coat_config() == CoatConfig.from_dict(block)
+
+
 @pytest.mark.parametrize(
     "content, said",
     [
