@@ -1,7 +1,15 @@
 """What training takes before anything is allocated: bytes by role, time at best, and what fits a GPU.
 
 It may import `coat_kernels`, the config and the readers of DeepSpeed's JSON. Start at command.py, or at
-memory.py for the prediction; sizes.py, layout.py and systems.py are what it takes.
+memory.py for the prediction.
+
+    read.py, from_transformers.py       the sizes of a model (sizes.py, experts.py)
+    deepspeed_layout.py                 how training is spread over GPUs (layout.py), from a DeepSpeed JSON
+    systems.py                          what computes layers and steps weights: BF16, configurations of COAT
+    memory.py                           the peak: model_states.py, passes.py, saved.py
+    roofline.py, gpus.py                the least time of a step
+    advice.py, deepspeed_json.py        the fastest that fits, and its JSON
+    command.py, report.py               `coat plan`
 
 from coat_ds import plan
 

@@ -1,8 +1,15 @@
 """Bytes on a GPU by role, at each moment of a training step that may be the peak.
 
 Held between steps are weights, masters, states and FP8 copies (`model_states.py`), cuBLAS workspaces, and
-buffers. A moment adds to these: what a micro-batch saves and computes (`saved.py`, `passes.py`), gradients,
-and the temporary tensors of the step.
+buffers: gathered hidden states under tensor parallelism, and at stage 3 the bucket. A moment adds to these:
+
+- loss: all saved activations (`saved.py`) and the logits (`passes.py`);
+- head: the gradient of its matrix, and at stage 2 the bucket and the buffer of 2 S;
+- layers, from the last to the first: gradients within a layer, while saved activations go;
+- gradients (stage 1): all of N' in BF16, and the copy of the part that is stepped, 2 S;
+- each of these, where a step has several micro-batches, also the gradients of earlier ones;
+- loss and layers, at stage 3: gathered weights, of `max_live` elements and of the module that runs;
+- step: the stepped part flat, 2 S, and in FP32, 4 S, which COAT does without.
 """
 
 import dataclasses

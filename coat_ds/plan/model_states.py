@@ -1,6 +1,15 @@
 """Bytes of weights, masters, states and gradients on a GPU, by ZeRO's stage.
 
 Of N parameters a GPU has N' = N / tensor, over D data parallel GPUs; S = N' / D is the part that it steps.
+
+| | bytes, held between steps |
+|---|---|
+| weights | 2 N'; 2 N' / D at stage 3, norms whole |
+| masters | 4 S; 2 S in BF16 |
+| states | 8 S; about 2.07 S with COAT, norms aside |
+| FP8 copies | 2 bytes an element of the layers' matrices, where they are cached |
+| gradients | at stage 3 a buffer of 2 S; Megatron's own, of 4 N' |
+
 Under Megatron's expert parallelism N' has a GPU's part of the experts, and S stays the same.
 """
 

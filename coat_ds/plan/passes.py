@@ -1,6 +1,12 @@
 """Bytes that forward and backward of a micro-batch take on a GPU.
 
-These are what layers save for backward (`saved.py`), logits, and gradients within a layer.
+t tokens of a micro-batch for each GPU; h hidden channels, f of the feed-forward layer, u before its
+activation (2 f where it is gated), V vocabulary:
+
+- what layers save for backward: `saved.py`;
+- loss: logits in BF16 and FP32, 6 t V, and the inputs of the last norm and of the head;
+- layers: gradients of hidden states and of the activation, 2 (h + u) t and with the same number of bytes of
+  FP8 copies for GEMMs; with experts also the gradients of all its weights, where each GEMM has one tensor.
 """
 
 import dataclasses

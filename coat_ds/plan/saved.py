@@ -1,5 +1,17 @@
-"""Bytes that a layer saves for backward, a token. What experts save instead of the feed-forward is in
-`experts.py`."""
+"""Bytes that a layer saves for backward, a token.
+
+h hidden channels, f of the feed-forward layer, u before its activation (2 f where it is gated), a of q,
+k and v, o of attention's output, n heads. g = 17/16 is a byte and a group's share of its scale.
+
+| | BF16, Megatron's | Transformer Engine's FP8 | COAT |
+|---|---|---|---|
+| inputs of norms | 4 h | 4 h | 2 g h |
+| inputs of GEMMs | 2 (2 h + o + f) | 2 h + o + f | none except attention's |
+| attention | 2 (a + o) + 4 n | 2 (a + o) + 4 n | the same; g (a + o) + 4 n; g o if recomputed |
+| activation | 2 u | 2 u | g u |
+
+What experts save instead of the feed-forward is in `experts.py`.
+"""
 
 from coat_ds.plan.experts import BF16, FP32
 from coat_ds.plan.sizes import Sizes

@@ -6,7 +6,7 @@ and exchanges outputs. The layer's style and mesh are in the function's closure.
 
 import inspect
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,8 +17,12 @@ from coat_ds.layers.modules.linear import Fp8Linear
 from coat_ds.optim.shards import is_distributed
 from coat_kernels.autograd.origin import origin_of
 
-# one of transformers' `TensorParallelLayer`s, and its mesh
-Split = tuple[Any, Any]
+
+class Split(NamedTuple):
+    """How transformers has split a layer: one of its `TensorParallelLayer`s, and over which ranks."""
+
+    style: Any
+    mesh: Any
 
 
 def split_of(module: torch.nn.Module) -> Split | None:
@@ -29,14 +33,14 @@ def split_of(module: torch.nn.Module) -> Split | None:
         return None
     found = inspect.getclosurevars(forward).nonlocals
     style, mesh = found.get("self"), found.get("mesh")
-    return (style, mesh) if isinstance(style, styles.TensorParallelLayer) else None
+    return Split(style, mesh) if isinstance(style, styles.TensorParallelLayer) else None
 
 
 def why_not(module: torch.nn.Module, split: Split) -> str | None:
     """Why a split layer keeps its forward; None if it can be converted."""
     styles = sys.modules["transformers.distributed.tensor_parallel"]
-    if type(split[0]) not in (styles.ColwiseParallel, styles.RowwiseParallel):
-        return f"transformers' {type(split[0]).__name__} keeps its forward"
+    if type(split.style) not in (styles.ColwiseParallel, styles.RowwiseParallel):
+        return f"transformers' {type(split.style).__name__} keeps its forward"
     if not is_distributed(module.weight):
         return "its weight is no DTensor, though transformers has split it"
     return dtensor.unaligned(module.weight)
