@@ -28,7 +28,7 @@ class Reading(NamedTuple):
         }
 
 
-Callback = Callable[[Reading], None]
+ReadingCallback = Callable[[Reading], None]
 
 
 def append(folder: str, reading: Reading) -> None:

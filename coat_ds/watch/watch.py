@@ -20,7 +20,7 @@ from coat_ds.log import is_first_rank, log_here
 from coat_ds.optim.optimizer import CoatAdamW
 from coat_ds.watch import codes, states
 from coat_ds.watch.codes import CodeCounter, graphs_of, in_turn, layer_names
-from coat_ds.watch.readings import Callback, Reading, append, grouped
+from coat_ds.watch.readings import Reading, ReadingCallback, append, grouped
 from coat_ds.watch.states import StateSampler
 from coat_kernels.autograd import observers
 from coat_kernels.graphs import Graphs
@@ -49,7 +49,7 @@ class Watch:
         model: torch.nn.Module,
         optimizer: CoatAdamW | Sequence[CoatAdamW] | None,
         config: WatchConfig | Mapping[str, Any] | None = None,
-        callbacks: Iterable[Callback] = (),
+        callbacks: Iterable[ReadingCallback] = (),
         *,
         union: Callable[[list[str]], list[str]] = list,
     ):
@@ -91,7 +91,7 @@ class Watch:
         """Whether anything is measured: `every` is above 0, and somewhere the readings go."""
         return self.config.every > 0 and bool(self.callbacks)
 
-    def add(self, callback: Callback) -> None:
+    def add(self, callback: ReadingCallback) -> None:
         """Passes readings to `callback`, too. Call it on every rank."""
         self.callbacks.append(callback)
         self._begin()
@@ -182,7 +182,7 @@ class Watch:
         for callback in self.callbacks:
             self._give(callback, self.last)
 
-    def _give(self, callback: Callback, reading: Reading) -> None:
+    def _give(self, callback: ReadingCallback, reading: Reading) -> None:
         try:
             callback(reading)
         # as of a service that cannot be reached; other ranks continue, and would wait for this one
@@ -205,7 +205,7 @@ def _by_name(names: Sequence[str], sums: torch.Tensor) -> dict[str, list[float]]
     return dict(zip(names, sums.view(len(names), -1).tolist(), strict=True))
 
 
-def _to_folder(config: WatchConfig) -> Callback:
+def _to_folder(config: WatchConfig) -> ReadingCallback:
     """A callback that appends to the file of the run, which rank 0 writes."""
     if not is_first_rank():
         # it has the same readings

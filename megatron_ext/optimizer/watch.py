@@ -20,7 +20,7 @@ from coat_ds.config import WatchConfig
 from coat_ds.layers.inventory import layers_of
 from coat_ds.log import listed, log_rank_0
 from coat_ds.patches import Patch, wrapping
-from coat_ds.watch.readings import Callback, Reading
+from coat_ds.watch.readings import Reading, ReadingCallback
 from coat_ds.watch.watch import Watch
 from megatron_ext import options
 from megatron_ext.optimizer.adamw import MegatronAdamW
@@ -107,7 +107,7 @@ def _union(names: list[str]) -> list[str]:
     return list(dict.fromkeys(itertools.chain.from_iterable(gathered)))
 
 
-def _writers() -> list[Callback]:
+def _writers() -> list[ReadingCallback]:
     """An out to Megatron-LM's writers, if its arguments name any. The last rank has the writers."""
     script = options.megatron_lm()
     named = ("tensorboard_dir", "wandb_project")
