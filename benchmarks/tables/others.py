@@ -217,6 +217,22 @@ def cost_of_watching(results: Results) -> str:
     return table([*head, "peak of memory, GB", "with readings, GB"], *lines)
 
 
+FASTER_NOT_MEASURED = [
+    [
+        "several processes share the CPU",
+        "`OMP_NUM_THREADS=1`; torchrun sets it",
+        "",
+        "slow AdamW on the CPU",
+    ],
+    [
+        "slow generation",
+        '`"evaluation": "stock"`',
+        "[BF16's time](models.md#evaluation-and-generation)",
+        "",
+    ],
+]
+
+
 @block("faster.md", "keys")
 def faster(results: Results) -> str:
     """What to change for speed, by what a reader sees; gains and costs as far as they were measured."""
@@ -276,19 +292,54 @@ def faster(results: Results) -> str:
             f"({data('train_13b_4gpu_tp4_flushes.csv', '13B')})",
             "",
         ],
-        [
-            "several processes share the CPU",
-            "`OMP_NUM_THREADS=1`; torchrun sets it",
-            "",
-            "slow AdamW on the CPU",
-        ],
-        [
-            "slow generation",
-            '`"evaluation": "stock"`',
-            "[BF16's time](models.md#evaluation-and-generation)",
-            "",
-        ],
+        *FASTER_NOT_MEASURED,
     )
+
+
+FIT_NOT_MEASURED = [
+    [
+        "`states`",
+        '`"optimizer": {"offload": "cpu"}` in the block',
+        "all of them",
+        "[copies in each step](#states-in-host-memory)",
+    ],
+    [
+        "`gradients`, `weights`",
+        "a higher ZeRO `stage`",
+        "2 bytes per parameter each, divided by the GPUs",
+        "more communication",
+    ],
+    [
+        "`gradients`, on one GPU",
+        "ZeRO-2 instead of ZeRO-1",
+        "[a copy of the gradients](#zero-stage-on-one-gpu)",
+        "none",
+    ],
+    [
+        "`gathered`",
+        "`stage3_max_live_parameters` and `stage3_max_reuse_distance` of 2.5e8",
+        "the defaults hold 1e9 parameters of 2 bytes",
+        "more gathers",
+    ],
+    [
+        "`masters` and `states`",
+        '`"offload_optimizer": {"device": "cpu"}`',
+        "all of both",
+        "[more copies in each step](#masters-in-host-memory)",
+    ],
+    [
+        "masters in Megatron",
+        "`--use-precision-aware-optimizer`",
+        "[2 bytes per parameter](optimizer.md#memory-and-time)",
+        "none",
+    ],
+    [
+        "LoRA: inputs of adapters",
+        "`autocast_adapter_dtype=False`",
+        "[their FP32 copies](finetune.md#lora)",
+        "none",
+    ],
+]
 
 
 @block("fit.md", "keys")
@@ -346,48 +397,7 @@ def fit(results: Results) -> str:
             f"({data('train_7b_2gpu.csv', '7B')})",
             f"{percent(smallest['ms'] / coat['ms'] - 1)} slower; [loss](numerics.md#pre-training)",
         ],
-        [
-            "`states`",
-            '`"optimizer": {"offload": "cpu"}` in the block',
-            "all of them",
-            "[copies in each step](#states-in-host-memory)",
-        ],
-        [
-            "`gradients`, `weights`",
-            "a higher ZeRO `stage`",
-            "2 bytes per parameter each, divided by the GPUs",
-            "more communication",
-        ],
-        [
-            "`gradients`, on one GPU",
-            "ZeRO-2 instead of ZeRO-1",
-            "[a copy of the gradients](#zero-stage-on-one-gpu)",
-            "none",
-        ],
-        [
-            "`gathered`",
-            "`stage3_max_live_parameters` and `stage3_max_reuse_distance` of 2.5e8",
-            "the defaults hold 1e9 parameters of 2 bytes",
-            "more gathers",
-        ],
-        [
-            "`masters` and `states`",
-            '`"offload_optimizer": {"device": "cpu"}`',
-            "all of both",
-            "[more copies in each step](#masters-in-host-memory)",
-        ],
-        [
-            "masters in Megatron",
-            "`--use-precision-aware-optimizer`",
-            "[2 bytes per parameter](optimizer.md#memory-and-time)",
-            "none",
-        ],
-        [
-            "LoRA: inputs of adapters",
-            "`autocast_adapter_dtype=False`",
-            "[their FP32 copies](finetune.md#lora)",
-            "none",
-        ],
+        *FIT_NOT_MEASURED,
     )
 
 

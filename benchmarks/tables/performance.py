@@ -1,5 +1,6 @@
 """Tables of docs/performance.md, and of runs within 80 GB on docs/fit.md."""
 
+import functools
 from collections.abc import Iterable
 
 from benchmarks.common.harness import read_rows
@@ -68,6 +69,18 @@ def tensor_parallel_runs(results: Results) -> list[tuple[dict, dict]]:
     return [(bf16, coat) for bf16, coat in found if bf16 and coat]
 
 
+CASES_NOT_MEASURED = [
+    [
+        "RTX 40, RTX 50, L40S, B200",
+        "kernels compile; none has run there",
+        "not measured",
+        "[versions](install.md)",
+    ],
+    ["LoRA", "not measured on a GPU", "activations only", "[LoRA](finetune.md#lora)"],
+    ["several nodes with GPUs", "not measured", "not measured", "[several nodes](several_nodes.md)"],
+]
+
+
 @block("performance.md", "will it be faster")
 def will_it_be_faster(results: Results) -> str:
     cases = {title: _of(results, file, **where, limited=False) for title, file, where in SAME_BATCH}
@@ -77,20 +90,15 @@ def will_it_be_faster(results: Results) -> str:
     h100s = [pair for title, pair in cases.items() if "H100, ZeRO-3" in title]
     parallel = [pair for title, pair in cases.items() if "H100, tensor" in title]
     te = _of(results, SEVEN, ("TE FP8", "COAT"), way="zero2", micro_batch=4, limited=False)
-
-    def best(file: str, base: str = "BF16") -> str:
-        speeds = (fastest(results, file, s, way="zero3")["tokens_per_s_gpu"] for s in ("COAT", base))
-        return f"{next(speeds) / next(speeds):.1f}×"
-
+    best = functools.partial(_fastest_over, results)
     seven, thirteen = "train_7b_4gpu_h100.csv", "train_13b_4gpu_h100.csv"
     recomputed = best(thirteen, "BF16, MLP recomputed")
     alone = results.row("train_7b_1gpu_h100.csv", system="COAT", layers=32, micro_batch=1, limited=False)
     layer = {row["layer"]: row["ms"] for row in results.rows("layer_7b.csv")}
-    small = _of(results, "models_small_h100.csv")
     experts = [_of(results, "models_gpu.csv", shape=shape) for shape in ("qwen3-30b", "olmoe", "mixtral")]
     two = _of(results, "train_7b_2gpu_h100.csv", micro_batch=2, limited=False)
     states = results.row("adamw_states.csv", params="flat", optimizer="ours")["state_bytes"]
-    same, install = "[same batch](#same-batch)", "[versions](install.md)"
+    same = "[same batch](#same-batch)"
     return table(
         ["your case", "speed over BF16", "peak memory over BF16", "data"],
         ["7B or 8B, all weights, ZeRO, two H200s", *_gains(zero), same],
@@ -111,7 +119,7 @@ def will_it_be_faster(results: Results) -> str:
         ["tensor parallelism, four H100s", *_gains(parallel), same],
         [
             "small layers as CUDA graphs (Qwen3-0.6B; not under ZeRO-3, dropout, recompute)",
-            *_gains([small], "peak_gb"),
+            *_gains([_of(results, "models_small_h100.csv")], "peak_gb"),
             data("models_small_h100.csv"),
         ],
         [
@@ -132,10 +140,13 @@ def will_it_be_faster(results: Results) -> str:
             f"states take {states:.2f} instead of 8 bytes per parameter",
             data("adamw_states.csv"),
         ],
-        ["RTX 40, RTX 50, L40S, B200", "kernels compile; none has run there", "not measured", install],
-        ["LoRA", "not measured on a GPU", "activations only", "[LoRA](finetune.md#lora)"],
-        ["several nodes with GPUs", "not measured", "not measured", "[several nodes](several_nodes.md)"],
+        *CASES_NOT_MEASURED,
     )
+
+
+def _fastest_over(results: Results, file: str, base: str = "BF16") -> str:
+    speeds = (fastest(results, file, s, way="zero3")["tokens_per_s_gpu"] for s in ("COAT", base))
+    return f"{next(speeds) / next(speeds):.1f}×"
 
 
 @block("performance.md", "same batch")

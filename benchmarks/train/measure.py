@@ -59,9 +59,22 @@ def flushes() -> int:
     return torch.cuda.memory_stats()["num_alloc_retries"] if torch.cuda.is_available() else 0
 
 
+def parts_of(engine) -> dict[str, int]:
+    """Bytes on this rank between steps, by name."""
+    import coat_ds
+
+    # stage 3 has emptied the tensors, and keeps its part of them in `ds_tensor`
+    weights = [getattr(p, "ds_tensor", p) for p in engine.module.parameters()]
+    return {
+        "weights": sum(p.nbytes for p in weights),
+        "masters": sum(p.nbytes for p in masters_of(engine)),
+        "states": coat_ds.state_bytes(engine)["bytes"],
+        "copies": sum(getattr(m, "cached_bytes", 0) for m in engine.module.modules()),
+    }
+
+
 def run_case(case: Case, steps: int) -> dict[str, float]:
     """Trains, and measures on this rank: ms, loss, and bytes by name."""
-    import coat_ds
     from megatron_ext.saved_bytes import saved_bytes
 
     torch.manual_seed(0)
@@ -88,16 +101,7 @@ def run_case(case: Case, steps: int) -> dict[str, float]:
     if torch.cuda.is_available():
         peaks = {"peak": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
     phases = memory_by_phase(engine, batches[0])
-    # stage 3 has emptied the tensors, and keeps its part of them in `ds_tensor`
-    weights = [getattr(p, "ds_tensor", p) for p in engine.module.parameters()]
-    parts = {
-        "weights": sum(p.nbytes for p in weights),
-        "masters": sum(p.nbytes for p in masters_of(engine)),
-        "states": coat_ds.state_bytes(engine)["bytes"],
-        "saved": saved,
-        "copies": sum(getattr(m, "cached_bytes", 0) for m in engine.module.modules()),
-    }
-    bytes_of = {"peak": 0, "reserved": 0} | peaks | parts | phases
+    bytes_of = {"peak": 0, "reserved": 0} | peaks | parts_of(engine) | {"saved": saved} | phases
     times = [milliseconds(*pair) for pair in marks[WARMUP:]]
     spans = gpu_spans(lambda: train_step(engine, batches[0]))
     # a message lasts as long as other ranks make it wait: so compute without them, and the least busy rank

@@ -162,11 +162,15 @@ def _refuse(key: str, found: Any, why: str, remedy: str = "Drop the key"):
 
 def check_deepspeed_config(config: Mapping[str, Any]) -> None:
     """Raises CoatConfigError if DeepSpeed would run CoatAdamW in a way that is not known to be correct."""
+    _check_zero(section(config, "zero_optimization"))
+    _check_precision(config)
     if section(config, "optimizer").get("legacy_fusion") and not stage_of(config):
         _refuse(
             "optimizer.legacy_fusion", True, "DeepSpeed passes gradients that way to apex's FusedAdam alone"
         )
-    zero = section(config, "zero_optimization")
+
+
+def _check_zero(zero: Mapping[str, Any]) -> None:
     offload = section(zero, "offload_optimizer")
     device, ratio = offload.get("device", "none"), offload.get("ratio", 1.0)
     if device not in ("none", "cpu", "auto"):
@@ -192,6 +196,9 @@ def check_deepspeed_config(config: Mapping[str, Any]) -> None:
             "DeepSpeed reads such checkpoints at the same size only, and not those of AdamW",
             "Use universal checkpoints",
         )
+
+
+def _check_precision(config: Mapping[str, Any]) -> None:
     key = bf16_key(config)
     bf16, fp16 = section(config, key), section(config, "fp16")
     if flag(bf16.get("bf16_master_weights_and_grads")):

@@ -72,13 +72,25 @@ def test_narrow_grad_step_has_the_bits_of_the_fp32_gradient(dtype, more):
         assert all(one.equal(other) for one, other in zip(*states, strict=True))
 
 
+def config_of(dtype: str, keys: dict) -> dict:
+    return {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 2,
+        # in force at some steps only
+        "gradient_clipping": 0.1,
+        # at stage 3 a step in parts
+        "zero": {"sub_group_size": 5000, **keys.get("zero", {})},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
+        **({"bf16": None, "fp16": {"enabled": True, "initial_scale_power": 8}} if dtype == "fp16" else {}),
+        **{key: value for key, value in keys.items() if key != "zero"},
+    }
+
+
 def zero_steps(stage, dtype, keys, narrow):
     from deepspeed.utils import safe_get_full_grad, safe_set_full_grad
 
     from coat_ds.zero import engine as hooks
 
-    zero = keys.get("zero", {})
-    keys = {key: value for key, value in keys.items() if key != "zero"}
     kept = hooks.keep_gradients_narrow
     if not narrow:
         hooks.keep_gradients_narrow = lambda wrapper: None
@@ -86,19 +98,8 @@ def zero_steps(stage, dtype, keys, narrow):
     # stage 3 does not set its padding, which there is where two ranks share what is odd
     width = 98 if stage == 3 else 97
     model = torch.nn.Sequential(torch.nn.Linear(64, width), torch.nn.ReLU(), torch.nn.Linear(width, 64))
-    config = {
-        "train_micro_batch_size_per_gpu": 4,
-        "gradient_accumulation_steps": 2,
-        # in force at some steps only
-        "gradient_clipping": 0.1,
-        # at stage 3 a step in parts
-        "zero": {"sub_group_size": 5000, **zero},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
-        **({"bf16": None, "fp16": {"enabled": True, "initial_scale_power": 8}} if dtype == "fp16" else {}),
-        **keys,
-    }
     try:
-        engine = engine_of(model, stage, {**STATES, "optimizer": {"min_numel": 1}}, **config)
+        engine = engine_of(model, stage, {**STATES, "optimizer": {"min_numel": 1}}, **config_of(dtype, keys))
     finally:
         hooks.keep_gradients_narrow = kept
     seen, step = [], engine.basic_optimizer.step

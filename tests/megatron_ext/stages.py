@@ -17,6 +17,16 @@ S, B, VOCAB, LAYERS, MICRO_BATCHES = 16, 2, 64, 8, 4
 H, FFN, HEADS = 32, 48, 4
 
 
+def _whole_names(stage):
+    """This stage's parameters by their names in a model of one stage."""
+    first = stage.decoder.layers[0].layer_number - 1
+    for name, parameter in stage.named_parameters():
+        parts = name.split(".")
+        if parts[:2] == ["decoder", "layers"]:
+            parts[2] = str(int(parts[2]) + first)
+        yield ".".join(parts), parameter
+
+
 def train(pipeline, virtual, weights, exact=False):
     """One step of Megatron's schedule; losses by micro-batch and gradients by the whole model's names."""
     sizes = {"virtual_pipeline_model_parallel_size": virtual} if virtual else {}
@@ -40,19 +50,9 @@ def train(pipeline, virtual, weights, exact=False):
         for stage in (range(virtual) if virtual else [None])
     ]
 
-    def whole_names(stage):
-        """This stage's parameters by their names in a model of one stage."""
-        first = stage.decoder.layers[0].layer_number - 1
-        for name, parameter in stage.named_parameters():
-            parts = name.split(".")
-            if parts[:2] == ["decoder", "layers"]:
-                parts[2] = str(int(parts[2]) + first)
-            yield ".".join(parts), parameter
-
-    if weights is not None:
-        for stage in stages:
-            for name, parameter in whole_names(stage):
-                parameter.data.copy_(weights[name])
+    parameters = {name: p for stage in stages for name, p in _whole_names(stage)}
+    for name, p in parameters.items() if weights is not None else ():
+        p.data.copy_(weights[name])
 
     generator = torch.Generator().manual_seed(5)
     tokens = torch.randint(0, VOCAB, (MICRO_BATCHES, B, S), generator=generator).to(device)
@@ -80,7 +80,6 @@ def train(pipeline, virtual, weights, exact=False):
             seq_length=S,
             micro_batch_size=B,
         )
-    parameters = {name: p for stage in stages for name, p in whole_names(stage)}
     result = {
         "losses": losses,
         "weights": {name: p.detach().cpu() for name, p in parameters.items()},

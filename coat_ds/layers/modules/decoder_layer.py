@@ -306,8 +306,7 @@ def why_not_fused(layer: Fp8DecoderLayer, x: torch.Tensor, args: tuple, kwargs: 
     if autocast_dtype(x) not in (None, x.dtype):
         return f"their input is {x.dtype} under autocast to {autocast_dtype(x)}"
     for name, value in kwargs.items():
-        # an argument that requests something that the blocks do not support
-        if value is not None and name not in ARGUMENTS and not (value is False and name in FLAGS):
+        if _is_foreign(name, value):
             if name in CACHES:
                 return (
                     "the model was called with use_cache=True or a cache while it trains. Drop that argument"
@@ -343,6 +342,11 @@ def why_not_fused(layer: Fp8DecoderLayer, x: torch.Tensor, args: tuple, kwargs: 
         if len({linear._parameters["bias"] is None for linear in merged}) == 2:
             return "some of the linear layers that are multiplied together have biases"
     return None
+
+
+def _is_foreign(name: str, value: object) -> bool:
+    """Whether an argument requests something that the blocks do not support."""
+    return value is not None and name not in ARGUMENTS and not (value is False and name in FLAGS)
 
 
 def _taken_over(module: nn.Module) -> str:
