@@ -9,7 +9,7 @@ them, the function that fetches the sizes of messages between experts, and torch
 Megatron's small fused functions takes longer than a CPU run). This covers process groups, building a model,
 forward, backward, the allgather and alltoall dispatchers and Megatron's data parallel wrapper. Megatron's
 schedules and optimizers name `device="cuda"` literally, and context parallelism pins memory: inside
-`no_cuda()` such tensors are ordinary CPU tensors. Megatron-LM's own scripts refuse to start without a GPU.
+`no_cuda()` such tensors are ordinary CPU tensors.
 """
 
 import contextlib

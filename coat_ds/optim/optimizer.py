@@ -409,6 +409,9 @@ class CoatAdamW(torch.optim.Optimizer):
         self._loaded.clear()
         return summary
 
+    def count_loaded(self, exact: bool) -> None:
+        self._loaded["restored to the bit" if exact else "with groups encoded from FP32"] += 1
+
 
 def _host_states(offload: str | float) -> HostStates | None:
     if offload == "none":

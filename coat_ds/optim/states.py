@@ -85,7 +85,7 @@ def set_moment(optimizer, p: torch.Tensor, group: dict[str, Any], name: str, val
     else:
         moment = _zeros(optimizer, p, group, name)
         exact = moment.recover_(value, p.device)
-    optimizer._loaded["restored to the bit" if exact else "with groups encoded from FP32"] += 1
+    optimizer.count_loaded(exact)
     optimizer.state[p][name] = laid_out_like(p, moment)
 
 
