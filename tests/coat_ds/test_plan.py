@@ -244,3 +244,16 @@ def test_plan_records_small_layers():
         assert launched["layers"].saved and not launched["layers"].graphs
     assert not moments("COAT", gpus=2, stage=3)["layers"].graphs
     assert not moments("COAT, recompute")["layers"].graphs
+
+
+@pytest.mark.parametrize("system", ["COAT", "COAT, smallest, recomputed attention"])
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("gpus", [1, 2, 8])
+def test_plan_engines_and_checkpoints_take_less_than_a_step(gpus, stage, system):
+    sizes = Sizes(layers=32, hidden=4096, ffn=11008, heads=32, groups=32, head_dim=128, vocabulary=32000)
+    layout = Layout(gpus=gpus, stage=stage, sequence=512)
+    peak = plan.predict(sizes, layout, all_systems()[system]).peak
+    # DeepSpeed's gradients of zeros, before there are states
+    assert peak.weights + 2 * peak.masters < peak.total
+    # a load makes each moment when the old one is gone; a compressed one's second moment is copied
+    assert peak.weights + peak.masters + 1.5 * peak.states < peak.total
