@@ -25,8 +25,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the findings; returns 1 if one is a problem. Raises PlanError and
-    CoatConfigError for files that cannot be read."""
+    """Prints the findings; returns 1 if one is a problem. Raises PlanError or CoatConfigError for files that
+    cannot be read."""
     if bool(arguments.deepspeed) != bool(arguments.model):
         raise PlanError("--deepspeed, --model: one is checked with the other. Give both, a JSON and a model.")
     parts = {"packages": packages.check(), "switch": [switches.check()], "machine": machine.check()}

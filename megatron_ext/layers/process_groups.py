@@ -38,7 +38,7 @@ def end_graphs_first() -> None:
 
 
 def _destroy(destroy: Callable, group: dist.ProcessGroup | None = None) -> None:
-    # torch raises the error of others
+    # torch raises an error for any other group
     exists = dist.is_initialized() and group is not dist.GroupMember.NON_GROUP_MEMBER
     # all groups end if it is None or the group of all ranks
     if exists and (group in (None, dist.group.WORLD) or dist.get_backend(group) != "gloo"):

@@ -32,15 +32,15 @@ _ON_CUDA = {
     "get_device_properties": _answering(_DEVICE),
     "mem_get_info": _answering((_DEVICE.total_memory, _DEVICE.total_memory)),
     "memory_stats": _answering(defaultdict(int)),
+    "device_memory_used": _answering(0),
     "stream": _answering(contextlib.nullcontext()),
     "Event": cpu._Nothing,
     "current_stream": _answering(cpu._Nothing()),
 }
 for _name in ("set_device", "set_stream", "empty_cache", "reset_peak_memory_stats"):
     _ON_CUDA[_name] = _answering(None)
-for _name in ("memory_allocated", "max_memory_allocated", "device_memory_used", "memory_reserved"):
-    _ON_CUDA[_name] = _answering(0)
-_ON_CUDA["max_memory_reserved"] = _answering(0)
+for _kind in ("memory_allocated", "memory_reserved"):
+    _ON_CUDA |= {_kind: _answering(0), f"max_{_kind}": _answering(0)}
 
 
 def run_script(path: str, arguments: list[str]) -> None:

@@ -49,10 +49,10 @@ def train(pipeline, virtual, weights, exact=False):
         )
         for stage in (range(virtual) if virtual else [None])
     ]
-
     parameters = {name: p for stage in stages for name, p in _whole_names(stage)}
-    for name, p in parameters.items() if weights is not None else ():
-        p.data.copy_(weights[name])
+    if weights is not None:
+        for name, p in parameters.items():
+            p.data.copy_(weights[name])
 
     generator = torch.Generator().manual_seed(5)
     tokens = torch.randint(0, VOCAB, (MICRO_BATCHES, B, S), generator=generator).to(device)

@@ -344,16 +344,16 @@ def why_not_fused(layer: Fp8DecoderLayer, x: torch.Tensor, args: tuple, kwargs: 
     return None
 
 
-def _is_foreign(name: str, value: object) -> bool:
-    """Whether an argument requests something that the blocks do not support."""
-    return value is not None and name not in ARGUMENTS and not (value is False and name in FLAGS)
-
-
 def _taken_over(module: nn.Module) -> str:
     name = type(module).__name__
     return (
         f"the forward of {name} was replaced after coat_ds.convert. Convert after Liger's kernels or others"
     )
+
+
+def _is_foreign(name: str, value: object) -> bool:
+    """Whether an argument requests something that the blocks do not support."""
+    return value is not None and name not in ARGUMENTS and not (value is False and name in FLAGS)
 
 
 def _is_mask(mask: object, x: torch.Tensor) -> bool:
