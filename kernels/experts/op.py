@@ -145,6 +145,13 @@ class _Experts(torch.autograd.Function):
         if needs_down_bias:
             grad_down_bias = _down_bias_grad(grad_y, weights, rows).to(down_bias.dtype)
         found = found._replace(output=None)
+        # before gate_up's gradient, the largest: the FP8 copy of gate_up is freed first
+        if needs_x:
+            _observe("gradient", state.x_scale, found.rows[0])
+            of_rows = grouped_matmul(found.rows, first.backward(amax_1), rows.offs, fast)
+            found = found._replace(rows=None)
+            grad_x = rows.to_tokens(of_rows)
+            del of_rows
         if needs_gate_up:
             if ctx.saves == "codes":
                 columns = gather_columns(of_x[0], padded.token)[0], of_x[1]
@@ -154,11 +161,6 @@ class _Experts(torch.autograd.Function):
             del columns
         if needs_bias:
             grad_bias = _sums(found.columns, padded.offs, fast).to(gate_up_bias.dtype)
-        found = found._replace(columns=None)
-        if needs_x:
-            _observe("gradient", state.x_scale, found.rows[0])
-            of_rows = grouped_matmul(found.rows, first.backward(amax_1), rows.offs, fast)
-            grad_x = rows.to_tokens(of_rows)
         grad_weights = found.weights if needs_weights else None
         return grad_x, grad_weights, grad_gate_up, grad_down, grad_bias, grad_down_bias, *(None,) * 5
 
