@@ -1,6 +1,8 @@
-"""Training steps of a mixture of experts whose experts are spread over two GPUs, in BF16 and with COAT."""
+"""Training steps of a mixture of experts on two GPUs, in BF16 and with COAT: with expert parallelism, and
+under ZeRO alone."""
 
 import argparse
+import itertools
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
@@ -22,39 +24,50 @@ TINY = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "num_experts": 4,
+    "num_local_experts": 4,
     "num_experts_per_tok": 2,
+    "intermediate_size": 32,
     "moe_intermediate_size": 32,
     "vocab_size": 512,
 }
 SYSTEMS = {"BF16": False, "COAT": True}
+# each shape's name in AutoEP
+PRESETS = {"qwen3-30b": "qwen3_moe", "mixtral": "mixtral"}
 Step = Callable[[], float]
 
 
-def config_of(quick: bool):
+def config_of(name: str, quick: bool):
     import transformers
 
-    fields = SHAPES["qwen3-30b"].fields | {"num_hidden_layers": LAYERS, "output_router_logits": False}
-    return transformers.Qwen3MoeConfig(**fields | (TINY | {"num_hidden_layers": 1} if quick else {}))
+    shape = SHAPES[name]
+    fields = shape.fields | {"num_hidden_layers": LAYERS, "output_router_logits": False}
+    return getattr(transformers, shape.config)(**fields | (TINY | {"num_hidden_layers": 1} if quick else {}))
+
+
+def model_of(config) -> torch.nn.Module:
+    import transformers
+
+    with device():
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
 
 
 def batch_of(vocabulary: int, tokens: int) -> dict[str, torch.Tensor]:
-    """Another batch on each rank, in rows of 4,096 tokens or fewer."""
+    """A batch of the rank's own, in rows of 4,096 tokens or fewer."""
     generator = torch.Generator().manual_seed(dist.get_rank())
     ids = torch.randint(vocabulary, (max(tokens // 4096, 1), min(tokens, 4096)), generator=generator)
     return {"input_ids": ids.to(device()), "labels": ids.to(device()), "use_cache": False}
 
 
-def transformers_ep(coat: bool, config, tokens: int, folder: str) -> Step:
+def transformers_ep(coat: bool, shape: str, config, tokens: int, folder: str) -> Step:
     """transformers' `ep_size` on top of FSDP2, which needs a checkpoint to load."""
     import transformers
     from transformers.distributed import DistributedConfig
 
     if dist.get_rank() == 0:
-        with device():
-            transformers.Qwen3MoeForCausalLM(config).bfloat16().save_pretrained(folder)
+        model_of(config).save_pretrained(folder)
     dist.barrier()
     sizes = DistributedConfig(fsdp_size=RANKS, ep_size=RANKS)
-    model = transformers.Qwen3MoeForCausalLM.from_pretrained(
+    model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.bfloat16, distributed_config=sizes
     ).train()
     if coat:
@@ -74,23 +87,18 @@ def transformers_ep(coat: bool, config, tokens: int, folder: str) -> Step:
     return step
 
 
-def autoep(coat: bool, config, tokens: int, folder: str) -> Step:
-    """DeepSpeed's AutoEP in ZeRO-2."""
+def deepspeed_step(coat: bool, config, tokens: int, block: dict) -> Step:
     import deepspeed
-    import transformers
 
     torch.manual_seed(0)
-    with device():
-        model = transformers.Qwen3MoeForCausalLM(config).bfloat16()
     engine = deepspeed.initialize(
-        model=model,
+        model=model_of(config).train(),
         config={
             "train_micro_batch_size_per_gpu": 1,
             "bf16": {"enabled": True},
             "optimizer": {"type": "AdamW", "params": {"lr": LR, "torch_adam": True}},
-            "zero_optimization": {"stage": 2},
-            "expert_parallel": {"enabled": True, "autoep_size": RANKS, "preset_model": "qwen3_moe"},
             "coat": {"enabled": coat},
+            **block,
         },
     )[0]
     batch = batch_of(config.vocab_size, tokens)
@@ -104,16 +112,31 @@ def autoep(coat: bool, config, tokens: int, folder: str) -> Step:
     return step
 
 
-FRAMEWORKS = {"transformers": transformers_ep, "AutoEP": autoep}
+def autoep(coat: bool, shape: str, config, tokens: int, folder: str) -> Step:
+    """DeepSpeed's AutoEP in ZeRO-2."""
+    spread = {"enabled": True, "autoep_size": RANKS, "preset_model": PRESETS[shape]}
+    block = {"zero_optimization": {"stage": 2}, "expert_parallel": spread}
+    return deepspeed_step(coat, config, tokens, block)
 
 
-def rank(place: Rank, framework: str, system: str, tokens: int, quick: bool) -> Iterator[dict]:
+def zero_2(coat: bool, shape: str, config, tokens: int, folder: str) -> Step:
+    return deepspeed_step(coat, config, tokens, {"zero_optimization": {"stage": 2}})
+
+
+def zero_3(coat: bool, shape: str, config, tokens: int, folder: str) -> Step:
+    return deepspeed_step(coat, config, tokens, {"zero_optimization": {"stage": 3}})
+
+
+FRAMEWORKS = {"transformers": transformers_ep, "AutoEP": autoep, "ZeRO-2": zero_2, "ZeRO-3": zero_3}
+
+
+def rank(place: Rank, framework: str, shape: str, system: str, tokens: int, quick: bool) -> Iterator[dict]:
     warnings.simplefilter("ignore")
     join_deepspeed(place)
     with tempfile.TemporaryDirectory() as own:
         folder = [own]
         dist.broadcast_object_list(folder)
-        step = FRAMEWORKS[framework](SYSTEMS[system], config_of(quick), tokens, folder[0])
+        step = FRAMEWORKS[framework](SYSTEMS[system], shape, config_of(shape, quick), tokens, folder[0])
         first = step().item()
         timing = measure(step, *((1, 1) if quick else (4, 15)))
         on_gpu = torch.cuda.is_available()
@@ -130,22 +153,23 @@ def rank(place: Rank, framework: str, system: str, tokens: int, quick: bool) -> 
 
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--frameworks", nargs="+", choices=FRAMEWORKS, default=list(FRAMEWORKS))
+    parser.add_argument("--shapes", nargs="+", choices=PRESETS, default=["qwen3-30b"])
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
     parser.add_argument("--tokens", type=int, default=8192, help="of a rank in a step")
 
 
 @benchmark(needs_gpu=False, options=options)
 def expert_parallel(arguments, table: Table) -> None:
-    """Steps of four layers of Qwen3-30B with expert parallelism 2: forward, backward and optimizer.
+    """Steps of four layers of Qwen3-30B or Mixtral: forward, backward and optimizer.
 
-    Columns: tokens_s, of one GPU; ms (median, 20th and 80th percentiles); peak_gb, all that torch holds on
-    rank 0 at its peak; the losses of the first and of the last step, on the same batch. Without a GPU, or
-    with --quick: a tiny layer.
+    Frameworks: transformers and AutoEP with expert parallelism 2; ZeRO-2 and ZeRO-3 without. Columns:
+    tokens_s, of one GPU; ms (median, 20th and 80th percentiles); peak_gb, all that torch holds on rank 0 at
+    its peak; the losses of the first and of the last step, on the same batch. Without a GPU, or with --quick:
+    a tiny layer.
     """
     quick = arguments.quick or not torch.cuda.is_available()
     tokens = 128 if quick else arguments.tokens
-    for framework in arguments.frameworks:
-        for system in arguments.systems:
-            rows, failure = run_ranks(rank, RANKS, framework, system, tokens, quick)
-            head = {"framework": framework, "system": system, "gpus": RANKS, "tokens": tokens}
-            table.add(**head, **(rows[0][0] if rows[0] else {"note": failure}))
+    for case in itertools.product(arguments.frameworks, arguments.shapes, arguments.systems):
+        rows, failure = run_ranks(rank, RANKS, *case, tokens, quick)
+        head = dict(zip(("framework", "shape", "system"), case, strict=True))
+        table.add(**head, gpus=RANKS, tokens=tokens, **(rows[0][0] if rows[0] else {"note": failure}))
