@@ -88,9 +88,22 @@ def why_not(module: torch.nn.Module, implementation: str | None) -> str | None:
     has_sinks = "sinks" in module._parameters and getattr(module, "is_causal", True)
     if implementation not in (STOCK, NAME) and not (implementation == "eager" and has_sinks):
         return f"its implementation is {implementation!r}, not {STOCK!r} or FlashAttention"
+    # as DeepSeek-V4's, which adds to the scores of "eager": the masks of "sdpa" are boolean, or None
+    if implementation == "eager" and _changes_mask(type(module)):
+        return "its forward changes the attention mask"
     # as of Gemma 4, or of DeepSeek-V3.2, which tests it against a list of names; such code takes another path
     # for any other name
     return f"its model asks for {STOCK!r} by name" if _compares(type(module).__module__) else None
+
+
+@functools.cache
+def _changes_mask(cls: type) -> bool:
+    """Whether the forward of this class does more with its mask than hand it on."""
+    try:
+        source = inspect.getsource(cls.forward)
+    except (OSError, TypeError):
+        return True
+    return re.search(r"\battention_mask(\.| = )", source) is not None
 
 
 @functools.cache

@@ -272,6 +272,17 @@ def test_convert_leaves_attention_that_a_model_names():
     assert rel_rms(last, every[:, -4:]) < fp8_forward_bound(2)
 
 
+def test_convert_leaves_attention_that_changes_the_mask_of_eager():
+    """DeepSeek-V4 adds scores of compressed keys; "sdpa" has boolean masks, or none."""
+    modeling = pytest.importorskip("transformers.models.deepseek_v4.modeling_deepseek_v4")
+    config = transformers.DeepseekV4Config(num_attention_heads=4, head_dim=16, hidden_size=64)
+    with torch.device("meta"):
+        attention = modeling.DeepseekV4Attention(config, layer_idx=0)
+    attention.config._attn_implementation = "eager"
+    conversion = coat_ds.conversion_of(coat_ds.convert(attention))
+    assert conversion.left[""] == "its forward changes the attention mask"
+
+
 def test_experts_of_models_give_the_dtype_of_their_input_whatever_a_routers_is():
     x, chosen, weights = tokens_of()
     assert coat_ds.convert(mixtral())(x, chosen, weights.float()).dtype == torch.bfloat16
