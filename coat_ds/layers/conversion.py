@@ -15,6 +15,8 @@ PLURALS = {
     "feed_forward": "feed-forwards",
     "attention": "attentions",
     "layer": "layers",
+    # layers that are fused up to attention's output
+    "attention_block": "attention blocks",
 }
 KINDS = tuple(PLURALS)
 
@@ -64,7 +66,7 @@ class Conversion:
                 "saves what it saved. Drop the key, or take a model of transformers with "
                 'attn_implementation="sdpa".'
             )
-        elif fmt == "recompute" and not self.converted["layer"]:
+        elif fmt == "recompute" and not (self.converted["layer"] or self.converted["attention_block"]):
             lines.append(
                 f"{key}.attention_format: found 'recompute', but no layer of the model runs as a fused "
                 "block, which alone recomputes: queries, keys and values are saved in 8 bits. Write 'sqrt8'."
@@ -92,13 +94,15 @@ def report(made: Mapping[str, Mapping[str, int]], linears: int, left: Mapping[st
     saved = [
         f"{number} {plural} {how}"
         for kind, plural in PLURALS.items()
-        if kind not in ("linear", "layer")
+        if kind not in ("linear", "layer", "attention_block")
         for how, number in sorted(made.get(kind, {}).items())
     ]
     if saved:
         lines.append(f"saved for backward: {', '.join(saved)}")
     if fused := sum(made.get("layer", {}).values()):
         lines.append(f"{fused} layers run fused")
+    if blocks := sum(made.get("attention_block", {}).values()):
+        lines.append(f"{blocks} layers run fused up to attention's output")
     lines += [f"{count} not converted ({names}): {why}" for count, names, why in by_reason(left)]
     return lines
 
@@ -107,7 +111,7 @@ def describe(kind: str, activations: ActivationsConfig) -> str:
     """How converted modules of a kind compute or save, for the report."""
     if kind == "linear":
         return describe_gemms(activations.backward_format, activations)
-    if kind == "layer":
+    if kind in ("layer", "attention_block"):
         return "run fused"
     return describe_attention(activations) if kind == "attention" else describe_saved(activations)
 

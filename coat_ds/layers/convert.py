@@ -98,11 +98,13 @@ def convert_without_log(
     for name, module in model.named_modules():
         may_run_fused = converted_forward(module) is None and may_convert(name, module)
         if may_run_fused and (parts := decoder_parts.parts_of(module)) is not None:
-            decoder_layer.Fp8DecoderLayer(module, activations, parts).install()
+            layer = decoder_layer.Fp8DecoderLayer(module, activations, parts)
+            layer.install()
+            kind = "layer" if layer.whole else "attention_block"
             if reason := decoder_parts.why_never_fused(parts):
-                conversion.add_left("layer", name, reason)
+                conversion.add_left(kind, name, reason)
             else:
-                conversion.add_converted("layer", name)
+                conversion.add_converted(kind, name)
     _add_hooks(model)
     model.__dict__[CONVERSION] = conversion
     forget_logged()

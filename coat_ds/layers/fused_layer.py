@@ -1,6 +1,7 @@
 """The fused decoder layer of every framework: x = x + attention(norm(x)); x + feed_forward(norm(x)), by the
 blocks of `coat_kernels.blocks`: one GEMM for queries, keys and values, one for gate and up, and residual
-additions inside the norm kernels.
+additions inside the norm kernels. `fused_attention` is the part before the output projection, for layers with
+another feed-forward, such as experts.
 
 An adapter finds the reason why a layer must call its modules, if there is one (`why_not_fused`). Otherwise it
 gathers the layer's weights and its `LayerOptions`, and calls `fused_layer`, eagerly or as a CUDA graph
@@ -17,7 +18,7 @@ import torch
 
 from coat_ds.log import log_once
 from coat_kernels.attention import origin_in_groups
-from coat_kernels.autograd.origin import origin_of
+from coat_kernels.autograd.origin import Origin, origin_of
 from coat_kernels.blocks import MlpOptions, NormOptions, QkvOptions, mlp_block, qkv_block
 from coat_kernels.graphs import gradient_moves_in_backward, max_graphed_work
 from coat_kernels.groups import GROUP_SIZE, quantize_groups
@@ -31,7 +32,8 @@ class LayerOptions(NamedTuple):
     """The options of a decoder layer: everything except its tensors and its attention."""
 
     qkv: QkvOptions
-    mlp: MlpOptions
+    mlp: MlpOptions | None
+    """None for `fused_attention` alone."""
     head_norms: tuple[NormOptions, ...]
     """Norms of each head of queries and of keys, before the rotation; or empty."""
     recompute_format: str | None
@@ -86,7 +88,37 @@ def fused_layer(
     sin: torch.Tensor,
     *weights: torch.Tensor | Weights | None,
 ) -> torch.Tensor:
-    """The output of a decoder layer, of the shape of its input `x`.
+    """The output of a decoder layer, of the shape of its input `x`. The arguments are those of
+    `fused_attention`."""
+    o, residual, origin = fused_attention(options, attend, constants, x, cos, sin, *weights)
+    w = LayerWeights(*weights)
+    y = mlp_block(
+        o,
+        residual,
+        w.proj,
+        w.proj_bias,
+        w.mlp_norm,
+        w.mlp_norm_bias,
+        w.fc1,
+        w.fc1_bias,
+        w.fc2,
+        w.fc2_bias,
+        options.mlp,
+        origin,
+    )
+    return y.view(x.shape) if options.batch_first else y
+
+
+def fused_attention(
+    options: LayerOptions,
+    attend: Callable[..., torch.Tensor],
+    constants: tuple,
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *weights: torch.Tensor | Weights | None,
+) -> tuple[torch.Tensor, torch.Tensor, Origin | None]:
+    """The norm, queries, keys and values, and attention of a layer with the input `x`.
 
     Args:
         attend: attend(q, k, v, *constants) is attention of heads [s, b, n, d], or [b, s, n, d] if
@@ -94,6 +126,9 @@ def fused_layer(
             return the same result each time.
         cos, sin: as in `rotate_qkv`.
         weights: the fields of `LayerWeights`.
+
+    Returns attention's output; `x` for the residual addition, as [b * s, 1, h] if `batch_first`; and how to
+    recompute the output.
     """
     w = LayerWeights(*weights)
     by_token = x.reshape(-1, 1, x.shape[-1]) if options.batch_first else x
@@ -112,21 +147,7 @@ def fused_layer(
         o, residual = qkv_block(*inputs, attention, tensors)
         saved = quantize_groups(o.detach().flatten(0, 1), GROUP_SIZE, options.recompute_format)
         origin = origin_in_groups(saved, o.dtype)
-    y = mlp_block(
-        o,
-        residual,
-        w.proj,
-        w.proj_bias,
-        w.mlp_norm,
-        w.mlp_norm_bias,
-        w.fc1,
-        w.fc1_bias,
-        w.fc2,
-        w.fc2_bias,
-        options.mlp,
-        origin,
-    )
-    return y.view(x.shape) if options.batch_first else y
+    return o, residual, origin
 
 
 def _attention(

@@ -92,8 +92,8 @@ class Sizes:
 
     @property
     def recomputes_attention(self) -> float:
-        """The share of layers in which COAT can recompute attention: fused layers, which have no experts."""
-        return self.mean(1, 0)
+        """The share of layers in which COAT can recompute attention: all but Megatron's with experts."""
+        return self.mean(1, self.maker == "transformers")
 
     @property
     def expert_weights(self) -> int:

@@ -10,6 +10,9 @@ A forward, from top to bottom:
     LayerCall                    joins the parameters of each GEMM; a CUDA graph records or replays this call
     fused_layer.fused_layer      norm, qkv and rotation; attention; projection, norm and feed-forward
     LayerCall.attend             attention, between two blocks
+
+A layer with another feed-forward than Llama's, such as experts, is fused up to attention's output. Its second
+norm and its feed-forward are called as modules.
 """
 
 import inspect
@@ -83,13 +86,18 @@ CHECKPOINT = "_gradient_checkpointing_func"
 
 
 class Fp8DecoderLayer(ConvertedForward):
-    """The forward of a decoder layer whose `parts` are already converted."""
+    """The forward of a decoder layer whose `parts` are already converted.
+
+    whole: whether the feed-forward is fused, too.
+    """
 
     def __init__(self, module: nn.Module, activations: ActivationsConfig, parts: DecoderParts):
         super().__init__(module, activations)
         self.parts, self.recomputes = parts, activations.attention_format == "recompute"
+        self.whole = type(converted_forward(parts.mlp)) is Fp8GatedFeedForward
+        self.bypassed = parts if self.whole else (parts.input_norm, parts.attention)
         # dropout rates may be set later, and each class has its own names for them
-        self.rates = [(m, n) for m in (module, parts.attention, parts.mlp) for n in dropout_names(m)]
+        self.rates = [(m, n) for m in (module, *self.bypassed) for n in dropout_names(m)]
         self.qkv = Gemm(activations, precise_wgrad=True)
         self.cuda_graphs = activations.cuda_graphs
         # batches may change their shape at any time: hold graphs of one shape at a time
@@ -133,8 +141,10 @@ class Fp8DecoderLayer(ConvertedForward):
 
     @property
     def gemms(self) -> tuple[tuple[nn.Module, ...], ...]:
-        """The linear layers, grouped by GEMM: qkv, o, gate and up, down."""
+        """The linear layers, grouped by GEMM: qkv and o; of a whole layer also gate and up, and down."""
         *qkv, o = [self.parts.attention._modules[name] for name in PROJECTIONS]
+        if not self.whole:
+            return tuple(qkv), (o,)
         feed_forward = converted_forward(self.parts.mlp)
         return tuple(qkv), (o,), feed_forward.linears, (feed_forward.down,)
 
@@ -149,9 +159,11 @@ class Fp8DecoderLayer(ConvertedForward):
         constants, packed = [_by_token(cos, len(x)), _by_token(sin, len(x))], None
         reads_borders = takes_packed(x.dtype, x.device, attention.head_dim, attention.head_dim)
         documents, mask = documents_of(mask, reads_borders)
-        own_weights = [*weights.qkv, *weights.proj, *weights.fc1, *weights.fc2]
-        why_not = None if documents is None else self.padding.why_not(documents, len(x))
-        graphed = fused_layer.uses_graphs(self.cuda_graphs, x, own_weights, why_not=why_not)
+        graphed = False
+        if self.whole:
+            own_weights = [*weights.qkv, *weights.proj, *weights.fc1, *weights.fc2]
+            why_not = None if documents is None else self.padding.why_not(documents, len(x))
+            graphed = fused_layer.uses_graphs(self.cuda_graphs, x, own_weights, why_not=why_not)
         if documents is not None:
             cu_seqlens, *packed = self.padding.pad(documents, *x.shape[:2]) if graphed else documents
             constants.append(cu_seqlens)
@@ -165,6 +177,12 @@ class Fp8DecoderLayer(ConvertedForward):
             None if packed is None else tuple(packed),
             tuple([len(parts) for parts in weights if parts is not None]),
         )
+        if not self.whole:
+            o, residual, origin = call(x, *constants, *parameters)
+            x = residual.view(x.shape) + converted_forward(gemms[1][0]).multiply(
+                o, *weights.proj, *weights.proj_bias, origin
+            )
+            return x + self.parts.mlp(self.parts.mlp_norm(x))
         if not graphed:
             return call(x, *constants, *parameters)
         gemms = tuple(weights.qkv), tuple(weights.proj), tuple(weights.fc1), tuple(weights.fc2)
@@ -172,23 +190,34 @@ class Fp8DecoderLayer(ConvertedForward):
         evaluates = not self.module.training
         return self.graphs.call(call, x, parameters, dependencies, constants=constants, evaluates=evaluates)
 
-    def weights(self, qkv, o, gate_up, down) -> LayerWeights:
+    def weights(self, qkv, o, *of_mlp) -> LayerWeights:
         """The parameters of the layer with these `gemms`. Each field is a list of parts, which the layer
         joins."""
+        mlp = [[None]] * 6
+        if of_mlp:
+            gate_up, down = of_mlp
+            mlp = [*_of_norm(self.parts.mlp_norm), *parameters_of(gate_up), *parameters_of(down)]
         return LayerWeights(
             *_of_norm(self.parts.input_norm),
             *parameters_of(qkv),
             *parameters_of(o),
-            *_of_norm(self.parts.mlp_norm),
-            *parameters_of(gate_up),
-            *parameters_of(down),
+            *mlp,
             *([norm.weight] for norm in self.head_norms),
         )
 
-    def options(self, qkv, o, _, down) -> LayerOptions:
+    def options(self, qkv, o, *of_mlp) -> LayerOptions:
         """The options of the layer with these `gemms`."""
         input_norm, attention, mlp_norm, mlp = self.parts
-        saving, feed_forward, d = attention.__dict__[SAVING], converted_forward(mlp), attention.head_dim
+        saving, d, mlp_options = attention.__dict__[SAVING], attention.head_dim, None
+        if of_mlp:
+            feed_forward, (_, (down,)) = converted_forward(mlp), of_mlp
+            mlp_options = MlpOptions(
+                converted_forward(o[0]).options(o[0].weight),
+                converted_forward(mlp_norm).options,
+                feed_forward.gate_up_options(),
+                feed_forward.options,
+                converted_forward(down).options(down.weight),
+            )
         return LayerOptions(
             QkvOptions(
                 converted_forward(input_norm).options,
@@ -197,13 +226,7 @@ class Fp8DecoderLayer(ConvertedForward):
                 d=d,
                 stacked=True,
             ),
-            MlpOptions(
-                converted_forward(o[0]).options(o[0].weight),
-                converted_forward(mlp_norm).options,
-                feed_forward.gate_up_options(),
-                feed_forward.options,
-                converted_forward(down[0]).options(down[0].weight),
-            ),
+            mlp_options,
             head_norms=tuple([converted_forward(norm).options for norm in self.head_norms]),
             recompute_format=saving.saved_format if self.recomputes else None,
             batch_first=True,
@@ -212,7 +235,8 @@ class Fp8DecoderLayer(ConvertedForward):
 
 @dataclass(frozen=True, slots=True)
 class LayerCall:
-    """One forward of a fused layer, without its tensors, which are arguments: a CUDA graph can record it.
+    """One forward of a fused layer, or of its attention if the options have no feed-forward, without its
+    tensors, which are arguments: a CUDA graph can record it.
 
     saved_format: how attention saves its tensors; None if it saves them unchanged or is recomputed. packed:
     the fields of `Documents` after cu_seqlens; None for attention without documents. parts: for each weight,
@@ -227,13 +251,15 @@ class LayerCall:
 
     def __call__(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *tensors: torch.Tensor | None
-    ) -> torch.Tensor:
-        """The layer's output. `tensors`: the mask, or cu_seqlens, if there is one of them; then
-        the parameters in the order of `LayerWeights`."""
+    ) -> torch.Tensor | tuple:
+        """The result of `fused_layer` or `fused_attention`. `tensors`: the mask, or cu_seqlens, if there is
+        one of them; then the parameters in the order of `LayerWeights`."""
         given, masks = iter(tensors), len(tensors) - sum(self.parts)
         mask = tuple(itertools.islice(given, masks))
         weights = [joined(tuple(itertools.islice(given, number))) for number in self.parts]
-        return fused_layer.fused_layer(self.options, self.attend, mask, x, cos, sin, *weights)
+        whole = self.options.mlp is not None
+        run = fused_layer.fused_layer if whole else fused_layer.fused_attention
+        return run(self.options, self.attend, mask, x, cos, sin, *weights)
 
     def attend(self, q, k, v, *mask: torch.Tensor) -> torch.Tensor:
         """Attention of heads [b, s, n, d]: [b, s, n * d]. mask: the mask, or cu_seqlens."""
@@ -296,9 +322,9 @@ def why_not_fused(layer: Fp8DecoderLayer, x: torch.Tensor, args: tuple, kwargs: 
     if is_dispatched(parts.mlp):
         return "accelerate has spread the model over devices, as dispatch_model does"
     head_norms, feed_forward = layer.head_norms, converted_forward(parts.mlp)
-    if type(feed_forward) is not Fp8GatedFeedForward:
+    if layer.whole and type(feed_forward) is not Fp8GatedFeedForward:
         return _taken_over(parts.mlp)
-    for norm in (parts.input_norm, parts.mlp_norm, *head_norms):
+    for norm in (parts.input_norm, *head_norms, *([parts.mlp_norm] if layer.whole else [])):
         if type(norm.__dict__.get("forward")) is not Fp8Norm:
             return _taken_over(norm)
     if not x.numel() or not layer.check_tensor(x):
@@ -322,10 +348,10 @@ def why_not_fused(layer: Fp8DecoderLayer, x: torch.Tensor, args: tuple, kwargs: 
         return "their attention is not the one that was converted"
     if layer.module.training and any(getattr(m, name, 0) for m, name in layer.rates):
         return "they have dropout"
-    if _has_any_global_hook() or feed_forward.calls_between():
+    if _has_any_global_hook() or (layer.whole and feed_forward.calls_between()):
         return "they have hooks, or dropout in the feed-forward"
-    qkv, (o,), gate_up, (down,) = layer.gemms
-    linears = (*qkv, o, *gate_up, down)
+    qkv, _, *of_mlp = gemms = layer.gemms
+    linears = tuple(itertools.chain(*gemms))
     children = layer.module._modules.values()
     # plain loops, which take less time than generators
     for part in parts:
@@ -335,10 +361,10 @@ def why_not_fused(layer: Fp8DecoderLayer, x: torch.Tensor, args: tuple, kwargs: 
         if not can_fuse(linear.__dict__.get("forward")):
             return "a linear layer has an adapter or was replaced"
     evaluated = is_evaluated(layer.module)
-    for module in (*parts, *head_norms, *linears):
+    for module in (*layer.bypassed, *head_norms, *linears):
         if (why := _why_foreign(module, x.dtype, evaluated)) is not None:
             return why
-    for merged in (qkv, gate_up):
+    for merged in (qkv, *of_mlp[:1]):
         if len({linear._parameters["bias"] is None for linear in merged}) == 2:
             return "some of the linear layers that are multiplied together have biases"
     return None

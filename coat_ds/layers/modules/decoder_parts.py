@@ -2,8 +2,8 @@
 
 What is tried, in this order, after the modules inside a layer were converted:
 
-1. The layer has no parameters and four children: two norms, an attention and a gated feed-forward layer, all
-   converted. Attention has q_proj, k_proj, v_proj and o_proj, perhaps q_norm and k_norm, and nothing else.
+1. The layer has no parameters and four children: two norms and an attention, all converted, and one more, its
+   mlp. Attention has q_proj, k_proj, v_proj and o_proj, perhaps q_norm and k_norm, and nothing else.
 2. The layer's own forward runs on numbers [1, 3, 8], with stand-ins for its children: sin(x), sin(x)^2, ...
    The output has to be y + mlp(norm(y)) with y = x + attention(norm(x)), in either order of the norms.
 3. The attention's own forward runs with small weights, without a mask and with one. The output has to be that
@@ -38,7 +38,8 @@ HEAD_NORMS = ("q_norm", "k_norm")
 
 
 class DecoderParts(NamedTuple):
-    """The modules of a layer that the fused blocks replace."""
+    """The modules of a layer. The fused blocks replace mlp_norm and mlp only if mlp is a converted gated
+    feed-forward layer."""
 
     input_norm: nn.Module
     attention: nn.Module
@@ -49,24 +50,28 @@ class DecoderParts(NamedTuple):
 class _StandIn(nn.Module):
     """A stand-in for a part of a layer. Each stand-in computes another function."""
 
-    def __init__(self, power: int, weights: bool = False):
+    def __init__(self, power: int):
         super().__init__()
-        self.power, self.weights = power, weights
+        self.power = power
 
-    def forward(self, hidden_states=None, *args, **kwargs):
-        y = hidden_states.sin() ** self.power
-        return (y, None) if self.weights else y
+    def forward(self, hidden_states):
+        return hidden_states.sin() ** self.power
+
+
+class _AttentionStandIn(_StandIn):
+    def forward(self, hidden_states, *args, **kwargs):
+        return super().forward(hidden_states), None
 
 
 def parts_of(layer: nn.Module) -> DecoderParts | None:
-    """The parts of a layer that computes x = x + attention(norm(x)); x + mlp(norm(x)), if its norms, its
-    attention and its gated feed-forward layer were all converted; else None."""
+    """The parts of a layer that computes x = x + attention(norm(x)); x + mlp(norm(x)), if its norms and its
+    attention were converted; else None."""
     children = {name: child for name, child in layer._modules.items() if child is not None}
     norms = [child for child in children.values() if type(converted_forward(child)) is Fp8Norm]
-    mlps = [child for child in children.values() if type(converted_forward(child)) is Fp8GatedFeedForward]
     attentions = [child for child in children.values() if SAVING in child.__dict__]
-    if layer._parameters or [len(children), len(norms), len(mlps), len(attentions)] != [4, 2, 1, 1]:
+    if layer._parameters or [len(children), len(norms), len(attentions)] != [4, 2, 1]:
         return None
+    (mlp_of_layer,) = [child for child in children.values() if child not in (*norms, *attentions)]
     # the blocks have no sinks
     if attentions[0]._parameters or set(attentions[0]._modules) - set(HEAD_NORMS) != set(PROJECTIONS):
         return None
@@ -77,9 +82,9 @@ def parts_of(layer: nn.Module) -> DecoderParts | None:
         return None
     names = {id(child): name for name, child in children.items()}
     for first, second in (norms, norms[::-1]):
-        parts = DecoderParts(first, attentions[0], second, mlps[0])
+        parts = DecoderParts(first, attentions[0], second, mlp_of_layer)
         fakes = {
-            names[id(part)]: _StandIn(power, weights=part is parts.attention)
+            names[id(part)]: (_AttentionStandIn if part is parts.attention else _StandIn)(power)
             for power, part in enumerate(parts, 1)
         }
         x = ProbeDevice(torch.device("cpu"), torch.float32).numbers(1, 3, 8, seed=0)
@@ -108,10 +113,11 @@ def dropout_names(module: nn.Module) -> list[str]:
 def why_never_fused(parts: DecoderParts) -> str | None:
     """Why no fused block can replace these parts, by the first linear layer that prevents it; else None."""
     linears = {name: parts.attention._modules[name] for name in PROJECTIONS}
-    form = converted_forward(parts.mlp).form
-    linears |= {
-        name: parts.mlp._modules[name] for name in (form.gate, form.up, form.down) if name is not None
-    }
+    feed_forward = converted_forward(parts.mlp)
+    if type(feed_forward) is Fp8GatedFeedForward:
+        form = feed_forward.form
+        names = [name for name in (form.gate, form.up, form.down) if name is not None]
+        linears |= {name: parts.mlp._modules[name] for name in names}
     for name, linear in linears.items():
         if not can_fuse(converted_forward(linear)):
             # an adapter may be merged later; the base layer may still compute in FP8

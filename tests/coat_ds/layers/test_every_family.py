@@ -130,6 +130,10 @@ def exact(monkeypatch):
         object.__setattr__(form, "dtype", dtype)
 
 
+# layers whose model gives them no position_embeddings, so that they run unfused
+WITHOUT_ANGLES = {"LaraMiniForCausalLM": 1}
+
+
 @pytest.mark.long("each family of transformers, a quarter of an hour")
 @pytest.mark.parametrize("name", families())
 def test_every_family_converted_equals_stock(name, exact, monkeypatch):
@@ -158,7 +162,8 @@ def test_every_family_converted_equals_stock(name, exact, monkeypatch):
     assert found.keys() == gradients.keys()
     assert relative(found, gradients) < (2**-5 if bf16 else 1e-3)
     # a layer that is counted as one that can run as fused blocks does
-    assert len(taken) >= len(done.converted["layer"])
+    counted = done.converted["layer"] + done.converted["attention_block"]
+    assert len(taken) >= len(counted) - WITHOUT_ANGLES.get(name, 0)
 
 
 @pytest.mark.long("each family of transformers, some minutes")

@@ -92,6 +92,13 @@ CHANGES = {
     "a frozen head norm": ("qwen3", frozen("self_attn.k_norm"), 1),
     "a frozen weight": ("llama", frozen("mlp.down_proj"), 1),
     "attention in both directions": ("llama", both_ways, 0),
+    # with experts, only attention is fused
+    "keys with a hook, experts": ("mixtral", doubled("self_attn.k_proj"), 1),
+    "a frozen output projection, experts": ("mixtral", frozen("self_attn.o_proj"), 1),
+    "experts with a hook": ("mixtral", doubled("mlp.experts"), 2),
+    "a layer of experts with a hook": ("mixtral", doubled("mlp"), 2),
+    "a second norm with a hook": ("mixtral", doubled("post_attention_layernorm"), 2),
+    "a frozen router": ("mixtral", frozen("mlp.gate"), 2),
 }
 
 
@@ -107,6 +114,27 @@ def test_layer_that_was_changed_after_convert_runs_unfused(name, monkeypatch):
     (_, expected), (_, found) = (run(model, batch) for model in (stock, ours))
     assert len(taken) == fused
     assert relative(found, expected) < fp8_bound(14)
+
+
+def test_layer_whose_feed_forward_reads_more_than_the_norm_runs_unfused(monkeypatch):
+    model, taken = FAMILIES["mixtral"].build(), fused_calls(monkeypatch)
+    layer = model.model.layers[0]
+
+    class ByPosition(type(layer.mlp)):
+        def forward(self, x, positions):
+            return super().forward(x) * positions[..., None]
+
+    class Layer(type(layer)):
+        def forward(self, hidden_states, position_ids=None, **kwargs):
+            x, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
+            x = hidden_states + x
+            return x + self.mlp(self.post_attention_layernorm(x), position_ids)
+
+    layer.__class__, layer.mlp.__class__ = Layer, ByPosition
+    coat_ds.convert(model)
+    assert coat_ds.conversion_of(model).converted["attention_block"] == ["model.layers.1"]
+    run(model, FAMILIES["mixtral"].batch())
+    assert len(taken) == 1
 
 
 def test_layers_with_masks_run_fused(monkeypatch):
