@@ -204,7 +204,9 @@ def coat_attention(
         query, key, value = (x.to(dtype) for x in (query, key, value))
     takes = takes_packed(query.dtype, query.device, query.shape[-1], value.shape[-1])
     takes = takes and causal and not dropout
-    packed, mask = documents_of(mask, readable=takes)
+    # "stock" attends by the mask that the stock model has, to the bit
+    as_stock = stock and saving is not None and not flash and sinks is None
+    packed, mask = documents_of(mask, readable=takes and not as_stock)
     if packed is None and mask is None and takes and sinks is not None:
         packed = Documents.whole(b, s, query.device)
     if packed is None and (stock or sinks is not None):

@@ -179,9 +179,9 @@ class Fp8DecoderLayer(ConvertedForward):
         )
         if not self.whole:
             o, residual, origin = call(x, *constants, *parameters)
-            x = residual.view(x.shape) + converted_forward(gemms[1][0]).multiply(
-                o, *weights.proj, *weights.proj_bias, origin
-            )
+            (proj,) = gemms[1]
+            y = converted_forward(proj).multiply(o, proj.weight, proj.bias, origin)
+            x = residual.view(x.shape) + y
             return x + self.parts.mlp(self.parts.mlp_norm(x))
         if not graphed:
             return call(x, *constants, *parameters)
