@@ -3,7 +3,8 @@
 What is tried, in this order, after the modules inside a layer were converted:
 
 1. The layer has no parameters and four children: two norms and an attention, all converted, and one more, its
-   mlp. Attention has q_proj, k_proj, v_proj and o_proj, perhaps q_norm and k_norm, and nothing else.
+   mlp: a converted gated feed-forward layer, or any module if the layer's forward is of transformers itself.
+   Attention has q_proj, k_proj, v_proj and o_proj, perhaps q_norm and k_norm, and nothing else.
 2. The layer's own forward runs on numbers [1, 3, 8], with stand-ins for its children: sin(x), sin(x)^2, ...
    The output has to be y + mlp(norm(y)) with y = x + attention(norm(x)), in either order of the norms.
 3. The attention's own forward runs with small weights, without a mask and with one. The output has to be that
@@ -72,6 +73,9 @@ def parts_of(layer: nn.Module) -> DecoderParts | None:
     if layer._parameters or [len(children), len(norms), len(attentions)] != [4, 2, 1]:
         return None
     (mlp_of_layer,) = [child for child in children.values() if child not in (*norms, *attentions)]
+    # other code may unpack the output of an unknown mlp, or hand it more, in ways that stand-ins do not show
+    if not _is_gated(mlp_of_layer) and not type(layer).forward.__module__.startswith("transformers."):
+        return None
     # the blocks have no sinks
     if attentions[0]._parameters or set(attentions[0]._modules) - set(HEAD_NORMS) != set(PROJECTIONS):
         return None
@@ -98,6 +102,10 @@ def parts_of(layer: nn.Module) -> DecoderParts | None:
     return None
 
 
+def _is_gated(mlp: nn.Module) -> bool:
+    return type(converted_forward(mlp)) is Fp8GatedFeedForward
+
+
 def head_norms_of(attention: nn.Module) -> list[nn.Module]:
     """The norms of queries and keys; empty if `attention` has none."""
     inside = attention._modules
@@ -113,9 +121,8 @@ def dropout_names(module: nn.Module) -> list[str]:
 def why_never_fused(parts: DecoderParts) -> str | None:
     """Why no fused block can replace these parts, by the first linear layer that prevents it; else None."""
     linears = {name: parts.attention._modules[name] for name in PROJECTIONS}
-    feed_forward = converted_forward(parts.mlp)
-    if type(feed_forward) is Fp8GatedFeedForward:
-        form = feed_forward.form
+    if _is_gated(parts.mlp):
+        form = converted_forward(parts.mlp).form
         names = [name for name in (form.gate, form.up, form.down) if name is not None]
         linears |= {name: parts.mlp._modules[name] for name in names}
     for name, linear in linears.items():

@@ -4,6 +4,8 @@ A hook may write to a tensor through `.data`, which changes neither its version 
 therefore dropped if a module has a hook that no framework registered.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch.nn.modules.module import (
     _global_backward_hooks,
@@ -58,8 +60,17 @@ def has_user_hooks(module: torch.nn.Module) -> bool:
 def is_hooked(module: torch.nn.Module) -> bool:
     """Whether `module` has a hook, such as ZeRO-3's when it gathers weights module by module."""
     own = module.__dict__
-    forward, backward = own["_forward_hooks"] or own["_forward_pre_hooks"], own["_backward_hooks"]
-    return bool(forward or backward or own["_backward_pre_hooks"])
+    if own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]:
+        return True
+    return not all(map(_records_weights, own["_forward_hooks"].values()))
+
+
+def _records_weights(hook: Callable) -> bool:
+    """Whether `hook` is transformers' recorder of attention's weights, of which converted attention has none.
+    A model that was called with `output_router_logits` keeps one on each attention."""
+    if getattr(hook, "__module__", None) != "transformers.utils.output_capturing":
+        return False
+    return "attentions" in [cell.cell_contents for cell in hook.__closure__]
 
 
 def _forget(x: torch.Tensor, *registered: dict) -> None:

@@ -116,25 +116,45 @@ def test_layer_that_was_changed_after_convert_runs_unfused(name, monkeypatch):
     assert relative(found, expected) < fp8_bound(14)
 
 
-def test_layer_whose_feed_forward_reads_more_than_the_norm_runs_unfused(monkeypatch):
+class ByPosition(nn.Module):
+    """Reads more than the norm's output, and returns more than its own."""
+
+    def forward(self, x, positions):
+        return x * positions[..., None], positions
+
+
+class AroundExperts(nn.Module):
+    def forward(self, hidden_states, position_ids=None, **kwargs):
+        x, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
+        x = hidden_states + x
+        y = self.post_attention_layernorm(x)
+        return x + (self.mlp(y, position_ids)[0] if isinstance(self.mlp, ByPosition) else self.mlp(y))
+
+
+@pytest.mark.parametrize("mlp", [ByPosition, None])
+def test_layers_of_other_code_around_unknown_feed_forwards_run_unfused(mlp, monkeypatch):
     model, taken = FAMILIES["mixtral"].build(), fused_calls(monkeypatch)
     layer = model.model.layers[0]
-
-    class ByPosition(type(layer.mlp)):
-        def forward(self, x, positions):
-            return super().forward(x) * positions[..., None]
-
-    class Layer(type(layer)):
-        def forward(self, hidden_states, position_ids=None, **kwargs):
-            x, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
-            x = hidden_states + x
-            return x + self.mlp(self.post_attention_layernorm(x), position_ids)
-
-    layer.__class__, layer.mlp.__class__ = Layer, ByPosition
+    layer.__class__ = type("Layer", (AroundExperts, type(layer)), {})
+    if mlp is not None:
+        layer.mlp = mlp()
     coat_ds.convert(model)
     assert coat_ds.conversion_of(model).converted["attention_block"] == ["model.layers.1"]
     run(model, FAMILIES["mixtral"].batch())
     assert len(taken) == 1
+
+
+def test_layers_run_fused_after_router_logits_were_recorded(monkeypatch):
+    """transformers' recorders stay on every attention."""
+    family, taken = FAMILIES["mixtral"], fused_calls(monkeypatch)
+    stock, model = family.build().float(), coat_ds.convert(family.build())
+    for _ in range(2):
+        outputs = [one(**family.batch(), output_router_logits=True) for one in (stock, model)]
+        expected, found = (out.router_logits for out in outputs)
+        assert len(expected) == len(found) == 2
+        assert all(rel_rms(y, x) < fp8_forward_bound(14) for x, y in zip(expected, found, strict=True))
+        assert outputs[1].aux_loss.isfinite()
+    assert len(taken) == 4
 
 
 def test_layers_with_masks_run_fused(monkeypatch):
