@@ -14,9 +14,16 @@ def gains(results: Results) -> str:
         "gpt-oss-20b": "GPT-OSS-20B, 32 experts",
     }
     found = {title: results.rows("models_gpu.csv", shape=shape) for shape, title in titles.items()}
+    for shape in ("qwen3-30b", "olmoe", "mixtral"):
+        found[titles[shape]] += results.rows("models_gpu_32768.csv", shape=shape)
     found["Qwen3-0.6B, as CUDA graphs"] = results.rows("models_small_h100.csv")
     systems, lines = ("BF16", "BF16, Liger", "COAT"), []
-    for title, rows in found.items():
+    by_size = [
+        (title, [row for row in rows if row["tokens"] == tokens])
+        for title, rows in found.items()
+        for tokens in sorted({row["tokens"] for row in rows})
+    ]
+    for title, rows in by_size:
         by_system, bf16 = {row["system"]: row for row in rows}, rows[0]
         cells = [
             f"{row[figure]:.1f}" if (row := by_system.get(system)) else "–"

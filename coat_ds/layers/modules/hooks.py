@@ -70,7 +70,7 @@ def _records_weights(hook: Callable) -> bool:
     A model that was called with `output_router_logits` keeps one on each attention."""
     if getattr(hook, "__module__", None) != "transformers.utils.output_capturing":
         return False
-    return "attentions" in [cell.cell_contents for cell in hook.__closure__]
+    return "attentions" in [cell.cell_contents for cell in hook.__closure__ or ()]
 
 
 def _forget(x: torch.Tensor, *registered: dict) -> None:
