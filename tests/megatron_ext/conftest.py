@@ -20,9 +20,10 @@ def one_megatron_process():
     cpu.enable()
     write_checkpoints_in_threads()
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    # tests of another folder may have left a group of one process
+    # tests of another folder may have left a group of one process, or Megatron's groups without it
     if not dist.is_initialized():
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    parallel_state.destroy_model_parallel()
     initialize_model_parallel()
     try:
         yield
