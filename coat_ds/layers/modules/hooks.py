@@ -66,8 +66,8 @@ def is_hooked(module: torch.nn.Module) -> bool:
 
 
 def _records_weights(hook: Callable) -> bool:
-    """Whether `hook` is transformers' recorder of attention's weights, of which converted attention has none.
-    A model that was called with `output_router_logits` keeps one on each attention."""
+    """Whether `hook` is transformers' recorder of attention's weights. Converted attention returns none. A
+    model that was called with `output_router_logits` keeps a recorder on each attention."""
     if getattr(hook, "__module__", None) != "transformers.utils.output_capturing":
         return False
     return "attentions" in [cell.cell_contents for cell in hook.__closure__ or ()]
