@@ -89,9 +89,9 @@ def fused_layer(
     *weights: torch.Tensor | Weights | None,
 ) -> torch.Tensor:
     """The output of a decoder layer, of the shape of its input `x`. The arguments are those of
-    `fused_attention`."""
-    o, residual, origin = fused_attention(options, attend, constants, x, cos, sin, *weights)
+    `fused_attention`, the weights one by one."""
     w = LayerWeights(*weights)
+    o, residual, origin = fused_attention(options, attend, constants, x, cos, sin, w)
     y = mlp_block(
         o,
         residual,
@@ -116,7 +116,7 @@ def fused_attention(
     x: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
-    *weights: torch.Tensor | Weights | None,
+    w: LayerWeights,
 ) -> tuple[torch.Tensor, torch.Tensor, Origin | None]:
     """The norm, queries, keys and values, and attention of a layer with the input `x`.
 
@@ -125,12 +125,10 @@ def fused_attention(
             `batch_first`: [s, b, n * d] or [b, s, n * d], with its origin. If it is recomputed, it must
             return the same result each time.
         cos, sin: as in `rotate_qkv`.
-        weights: the fields of `LayerWeights`.
 
     Returns attention's output; `x` for the residual addition, as [b * s, 1, h] if `batch_first`; and how to
     recompute the output.
     """
-    w = LayerWeights(*weights)
     by_token = x.reshape(-1, 1, x.shape[-1]) if options.batch_first else x
     attention, tensors = functools.partial(_attention, options, attend, x.shape), constants
     if options.head_norms:

@@ -257,9 +257,10 @@ class LayerCall:
         given, masks = iter(tensors), len(tensors) - sum(self.parts)
         mask = tuple(itertools.islice(given, masks))
         weights = [joined(tuple(itertools.islice(given, number))) for number in self.parts]
-        whole = self.options.mlp is not None
-        run = fused_layer.fused_layer if whole else fused_layer.fused_attention
-        return run(self.options, self.attend, mask, x, cos, sin, *weights)
+        inputs = self.options, self.attend, mask, x, cos, sin
+        if self.options.mlp is None:
+            return fused_layer.fused_attention(*inputs, LayerWeights(*weights))
+        return fused_layer.fused_layer(*inputs, *weights)
 
     def attend(self, q, k, v, *mask: torch.Tensor) -> torch.Tensor:
         """Attention of heads [b, s, n, d]: [b, s, n * d]. mask: the mask, or cu_seqlens."""
