@@ -65,9 +65,9 @@ class Experts:
         """
         if megatron:
             return self._saved_by_megatron(h, code)
-        # all probabilities, and the order that tokens are brought into, which most keep in several ways
-        ways = 4 if code is None else 2
-        routing = FP32 * self.count + ways * INT64 * self.used
+        # all probabilities; of each expert taken its number, and its weight and the order of rows in 32 bits,
+        # which stock layers keep in several ways
+        routing = FP32 * self.count + (4 * INT64 if code is None else INT64 + 3 * FP32) * self.used
         if code is None:
             # input, output, gate and up, the activation's output and the product
             return routing + BF16 * self.used * (2 * h + 4 * self.ffn) + BF16 * 4 * self.shared

@@ -99,7 +99,7 @@ FAMILIES = {
 # Every family in BF16 and in FP8. Formats of attention change what heads save: heads of two widths.
 ACTIVATIONS = {
     **{"BF16": (None, FAMILIES), "COAT": ({}, FAMILIES)},
-    **{fmt: ({"attention_format": fmt}, ("llama", "mistral")) for fmt in ("sqrt8", "recompute")},
+    **{fmt: ({"attention_format": fmt}, ("llama", "mistral", "mixtral")) for fmt in ("sqrt8", "recompute")},
 }
 
 
