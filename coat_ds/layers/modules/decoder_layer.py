@@ -37,8 +37,13 @@ from coat_ds.layers.modules.converted_forward import (
     converted_forward,
     is_evaluated,
 )
-from coat_ds.layers.modules.decoder_parts import PROJECTIONS, DecoderParts, dropout_names, head_norms_of
-from coat_ds.layers.modules.feed_forward import Fp8GatedFeedForward
+from coat_ds.layers.modules.decoder_parts import (
+    PROJECTIONS,
+    DecoderParts,
+    dropout_names,
+    head_norms_of,
+    is_gated,
+)
 from coat_ds.layers.modules.hooks import is_hooked
 from coat_ds.layers.modules.linear import Gemm, can_fuse, joined, parameters_of
 from coat_ds.layers.modules.norm import Fp8Norm
@@ -94,7 +99,7 @@ class Fp8DecoderLayer(ConvertedForward):
     def __init__(self, module: nn.Module, activations: ActivationsConfig, parts: DecoderParts):
         super().__init__(module, activations)
         self.parts, self.recomputes = parts, activations.attention_format == "recompute"
-        self.whole = type(converted_forward(parts.mlp)) is Fp8GatedFeedForward
+        self.whole = is_gated(parts.mlp)
         self.bypassed = parts if self.whole else (parts.input_norm, parts.attention)
         # dropout rates may be set later, and each class has its own names for them
         self.rates = [(m, n) for m in (module, *self.bypassed) for n in dropout_names(m)]
@@ -323,7 +328,7 @@ def why_not_fused(layer: Fp8DecoderLayer, x: torch.Tensor, args: tuple, kwargs: 
     if is_dispatched(parts.mlp):
         return "accelerate has spread the model over devices, as dispatch_model does"
     head_norms, feed_forward = layer.head_norms, converted_forward(parts.mlp)
-    if layer.whole and type(feed_forward) is not Fp8GatedFeedForward:
+    if layer.whole and not is_gated(parts.mlp):
         return _taken_over(parts.mlp)
     for norm in (parts.input_norm, *head_norms, *([parts.mlp_norm] if layer.whole else [])):
         if type(norm.__dict__.get("forward")) is not Fp8Norm:

@@ -74,7 +74,7 @@ def parts_of(layer: nn.Module) -> DecoderParts | None:
         return None
     (mlp_of_layer,) = [child for child in children.values() if child not in (*norms, *attentions)]
     # other code may unpack the output of an unknown mlp, or hand it more, in ways that stand-ins do not show
-    if not _is_gated(mlp_of_layer) and not type(layer).forward.__module__.startswith("transformers."):
+    if not is_gated(mlp_of_layer) and not type(layer).forward.__module__.startswith("transformers."):
         return None
     # the blocks have no sinks
     if attentions[0]._parameters or set(attentions[0]._modules) - set(HEAD_NORMS) != set(PROJECTIONS):
@@ -102,7 +102,8 @@ def parts_of(layer: nn.Module) -> DecoderParts | None:
     return None
 
 
-def _is_gated(mlp: nn.Module) -> bool:
+def is_gated(mlp: nn.Module) -> bool:
+    """Whether `mlp` is a converted gated feed-forward layer."""
     return type(converted_forward(mlp)) is Fp8GatedFeedForward
 
 
@@ -121,7 +122,7 @@ def dropout_names(module: nn.Module) -> list[str]:
 def why_never_fused(parts: DecoderParts) -> str | None:
     """Why no fused block can replace these parts, by the first linear layer that prevents it; else None."""
     linears = {name: parts.attention._modules[name] for name in PROJECTIONS}
-    if _is_gated(parts.mlp):
+    if is_gated(parts.mlp):
         form = converted_forward(parts.mlp).form
         names = [name for name in (form.gate, form.up, form.down) if name is not None]
         linears |= {name: parts.mlp._modules[name] for name in names}
