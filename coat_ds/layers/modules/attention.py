@@ -90,7 +90,7 @@ def why_not(module: torch.nn.Module, implementation: str | None) -> str | None:
         return f"its implementation is {implementation!r}, not {STOCK!r} or FlashAttention"
     # as DeepSeek-V4's, which adds to the scores of "eager": the masks of "sdpa" are boolean, or None
     if implementation == "eager" and _changes_mask(type(module)):
-        return "its forward changes the attention mask"
+        return "its forward may change the attention mask"
     # as of Gemma 4, or of DeepSeek-V3.2, which tests it against a list of names; such code takes another path
     # for any other name
     return f"its model asks for {STOCK!r} by name" if _compares(type(module).__module__) else None
@@ -98,7 +98,7 @@ def why_not(module: torch.nn.Module, implementation: str | None) -> str | None:
 
 @functools.cache
 def _changes_mask(cls: type) -> bool:
-    """Whether the forward of this class does more with its mask than hand it on."""
+    """Whether the forward of this class does more with its mask than hand it on, or has no source."""
     try:
         source = inspect.getsource(cls.forward)
     except (OSError, TypeError):
@@ -204,9 +204,9 @@ def coat_attention(
         query, key, value = (x.to(dtype) for x in (query, key, value))
     takes = takes_packed(query.dtype, query.device, query.shape[-1], value.shape[-1])
     takes = takes and causal and not dropout
-    # "stock" attends by the mask that the stock model has, to the bit
-    as_stock = stock and saving is not None and not flash and sinks is None
-    packed, mask = documents_of(mask, readable=takes and not as_stock)
+    # "stock" attends by the stock model's mask, to the bit
+    readable = takes and (saving is None or not stock or flash or sinks is not None)
+    packed, mask = documents_of(mask, readable)
     if packed is None and mask is None and takes and sinks is not None:
         packed = Documents.whole(b, s, query.device)
     if packed is None and (stock or sinks is not None):

@@ -54,6 +54,14 @@ def test_evaluation_of_a_family_is_stock(name, device):
         assert ids[0].equal(ids[1])
 
 
+def test_evaluation_as_stock_takes_the_stock_mask_of_a_window(device):
+    family = FAMILIES["mistral"]
+    batch, stock, model = placed(family.batch(), device), family.build(), family.build()
+    coat_ds.convert(model.to(device), STOCK)
+    expected = logits_of(stock.to(device).eval(), batch)
+    assert logits_of(model.eval(), batch).equal(expected)
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_evaluation_checkpoints_repeat_what_was_trained(reentrant):
     batch, found = LLAMA.batch(), []
