@@ -2,6 +2,7 @@
 under ZeRO alone."""
 
 import argparse
+import functools
 import itertools
 import tempfile
 import warnings
@@ -87,18 +88,23 @@ def transformers_ep(coat: bool, shape: str, config, tokens: int, folder: str) ->
     return step
 
 
-def deepspeed_step(coat: bool, config, tokens: int, block: dict) -> Step:
+def deepspeed_zero(
+    coat: bool, shape: str, config, tokens: int, folder: str, *, stage: int, spread: bool = False
+) -> Step:
+    """ZeRO of DeepSpeed. spread: with AutoEP."""
     import deepspeed
 
     torch.manual_seed(0)
+    spreading = {"enabled": True, "autoep_size": RANKS, "preset_model": PRESETS[shape]}
     engine = deepspeed.initialize(
         model=model_of(config).train(),
         config={
             "train_micro_batch_size_per_gpu": 1,
             "bf16": {"enabled": True},
             "optimizer": {"type": "AdamW", "params": {"lr": LR, "torch_adam": True}},
+            "zero_optimization": {"stage": stage},
             "coat": {"enabled": coat},
-            **block,
+            **({"expert_parallel": spreading} if spread else {}),
         },
     )[0]
     batch = batch_of(config.vocab_size, tokens)
@@ -112,22 +118,12 @@ def deepspeed_step(coat: bool, config, tokens: int, block: dict) -> Step:
     return step
 
 
-def autoep(coat: bool, shape: str, config, tokens: int, folder: str) -> Step:
-    """DeepSpeed's AutoEP in ZeRO-2."""
-    spread = {"enabled": True, "autoep_size": RANKS, "preset_model": PRESETS[shape]}
-    block = {"zero_optimization": {"stage": 2}, "expert_parallel": spread}
-    return deepspeed_step(coat, config, tokens, block)
-
-
-def zero_2(coat: bool, shape: str, config, tokens: int, folder: str) -> Step:
-    return deepspeed_step(coat, config, tokens, {"zero_optimization": {"stage": 2}})
-
-
-def zero_3(coat: bool, shape: str, config, tokens: int, folder: str) -> Step:
-    return deepspeed_step(coat, config, tokens, {"zero_optimization": {"stage": 3}})
-
-
-FRAMEWORKS = {"transformers": transformers_ep, "AutoEP": autoep, "ZeRO-2": zero_2, "ZeRO-3": zero_3}
+FRAMEWORKS = {
+    "transformers": transformers_ep,
+    "AutoEP": functools.partial(deepspeed_zero, stage=2, spread=True),
+    "ZeRO-2": functools.partial(deepspeed_zero, stage=2),
+    "ZeRO-3": functools.partial(deepspeed_zero, stage=3),
+}
 
 
 def rank(place: Rank, framework: str, shape: str, system: str, tokens: int, quick: bool) -> Iterator[dict]:
@@ -162,10 +158,10 @@ def options(parser: argparse.ArgumentParser) -> None:
 def expert_parallel(arguments, table: Table) -> None:
     """Steps of four layers of Qwen3-30B or Mixtral: forward, backward and optimizer.
 
-    Frameworks: transformers and AutoEP with expert parallelism 2; ZeRO-2 and ZeRO-3 without. Columns:
-    tokens_s, of one GPU; ms (median, 20th and 80th percentiles); peak_gb, all that torch holds on rank 0 at
-    its peak; the losses of the first and of the last step, on the same batch. Without a GPU, or with --quick:
-    a tiny layer.
+    Frameworks: transformers and AutoEP (ZeRO-2) with expert parallelism 2; ZeRO-2 and ZeRO-3 without.
+    Columns: tokens_s, of one GPU; ms (median, 20th and 80th percentiles); peak_gb, all that torch holds on
+    rank 0 at its peak; the losses of the first and of the last step, on the same batch. Without a GPU, or
+    with --quick: a tiny layer.
     """
     quick = arguments.quick or not torch.cuda.is_available()
     tokens = 128 if quick else arguments.tokens
